@@ -19,7 +19,7 @@ from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
-from kvloom.discovery.registry import MetricsTarget
+from kvloom.discovery.records import MetricsTarget
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteBudget, memory_error
 from kvloom.limits.keyed_counts import KeyedCounts

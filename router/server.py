@@ -18,7 +18,8 @@ from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
-from kvloom.discovery.registry import NameTakenError, RouterRecord, RouterRegistry, ShardRegistry
+from kvloom.discovery.records import NameTakenError, RouterRecord
+from kvloom.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.limits.address_limit import AddressLimit
 from kvloom.limits.connection_sweep import ConnectionSweep

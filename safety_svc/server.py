@@ -11,7 +11,7 @@ import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import announced_process, fabric_host, process_record
-from kvloom.discovery.registry import NameTakenError
+from kvloom.discovery.records import NameTakenError
 from kvloom.errors import KvloomError
 from kvloom.metrics.exporter import MetricsExporter, NoMetrics
 from kvloom.process.request_context import request_fields

@@ -14,7 +14,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
-from kvloom.discovery.registry import NameTakenError, ShardRecord, ShardRegistry
+from kvloom.discovery.records import NameTakenError, ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog

@@ -24,7 +24,7 @@ from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.conversation.model_output import model_output
 from kvloom.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
-from kvloom.discovery.registry import NameTakenError
+from kvloom.discovery.records import NameTakenError
 from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
 from kvloom.process.access_log import AccessLog

@@ -9,38 +9,27 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal
 
 import redis.exceptions
 import structlog
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.registry import (
-    HEARTBEAT_SECONDS,
-    TTL_SECONDS,
-    MetricsTarget,
-    NameTakenError,
-    ProcessRecord,
-    ProcessRegistry,
-    Registry,
-    RouterRecord,
-    ShardRecord,
-)
+from kvloom.discovery.records import NameTakenError, ProcessRecord
+from kvloom.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS, ProcessRegistry, Registry
 from kvloom.process.aligned_timer import seconds_to_aligned_tick
 from kvloom.trust.seal import Sealer
 
 log = structlog.get_logger()
 
-_Record = TypeVar("_Record", ShardRecord, RouterRecord, ProcessRecord, MetricsTarget)
 
-
-class Announcer(Generic[_Record]):
+class Announcer(Generic[Record]):
     """Announces one process. `run` does so until it is cancelled; call `withdraw` then, which also closes the
     registry."""
 
-    def __init__(self, registry: Registry[_Record], record: _Record) -> None:
+    def __init__(self, registry: Registry[Record], record: Record) -> None:
         self._registry = registry
-        self._record: _Record = record
+        self._record: Record = record
 
     async def wait_for_name(self) -> None:
         """Return when no other process has this one's name. Raises NameTakenError if one keeps it, that is, for longer

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal
 
 import msgspec
 import redis.asyncio.retry
@@ -20,9 +20,21 @@ import redis.backoff
 import redis.exceptions
 import structlog
 
+from kvloom.discovery.records import (
+    MetricsTarget,
+    NameTakenError,
+    ProcessRecord,
+    Record,
+    RecordError,
+    RouterRecord,
+    ShardRecord,
+    have_one_owner,
+    may_replace,
+    read_record,
+)
 from kvloom.discovery.redis_client import redis_client
 from kvloom.process.aligned_timer import seconds_to_aligned_tick
-from kvloom.trust.seal import PLAIN, Sealer, SealError
+from kvloom.trust.seal import PLAIN, Sealer
 
 log = structlog.get_logger()
 
@@ -34,156 +46,7 @@ POLL_SECONDS: Final = 2.0
 """Changes are published at once; polling finds what has expired, or was missed."""
 
 
-class ShardRecord(msgspec.Struct, frozen=True):
-    """A shard's announcement."""
-
-    shard_id: str
-    address: str
-    """gRPC target."""
-    model: str
-    incarnation_id: str
-    """Drawn when the process starts. A process with another one at this address is a different process."""
-    owner: str = ""
-    """Who gave the shard its id: a supervisor's data directory, or a machine. Only a process of the same owner takes
-    over an id before its announcement has expired. "": the shard, of an earlier version, does not say."""
-
-    @property
-    def key(self) -> str:
-        return self.shard_id
-
-    @property
-    def name(self) -> str:
-        return self.shard_id
-
-    @property
-    def key_owner(self) -> str:
-        """Whose processes may take over the key."""
-        return self.owner
-
-
-class RouterRecord(msgspec.Struct, frozen=True):
-    """A router's announcement."""
-
-    address: str
-    """gRPC target for the processes of the fabric. It also identifies the router: two processes never share one."""
-    router_id: str
-    """A name for people."""
-    incarnation_id: str = ""
-    """As for a shard. "": the router, of an earlier version, does not announce one."""
-    client_address: str = ""
-    """gRPC target for clients; "": the same as for the processes of the fabric."""
-    owner: str = ""
-    """As for a shard."""
-
-    @property
-    def key(self) -> str:
-        return self.address
-
-    @property
-    def name(self) -> str:
-        return self.router_id
-
-    @property
-    def key_owner(self) -> str:
-        """Any process may take over an address: it could not listen there if the former one still did."""
-        return ""
-
-
-class MetricsTarget(msgspec.Struct, frozen=True):
-    """A process that serves /metrics."""
-
-    address: str
-    """host:port for scrapers on any machine. It also identifies the target: a successor may have the same."""
-    role: str
-    """edge, router, shard or safety."""
-    name: str
-    """The name of the process."""
-    model: str
-    scheme: str = "http"
-    """https if scrapers need TLS."""
-    incarnation_id: str = ""
-    """As for a router; none, because a successor's record is the same."""
-    owner: str = ""
-    """As for a router."""
-
-    @property
-    def key(self) -> str:
-        return self.address
-
-    @property
-    def key_owner(self) -> str:
-        """As for a router."""
-        return ""
-
-
-class ProcessRecord(msgspec.Struct, frozen=True):
-    """The announcement of an edge, a safety service, or the supervisor of a machine (`kvloom up`)."""
-
-    name: str
-    address: str
-    """Where the process serves the processes of its fabric."""
-    incarnation_id: str
-    """As for a shard."""
-    owner: str = ""
-    """As for a shard."""
-    url: str = ""
-    """Where an edge serves clients."""
-
-    @property
-    def key(self) -> str:
-        return self.name
-
-    @property
-    def key_owner(self) -> str:
-        return self.owner
-
-
-AnyRecord = ShardRecord | RouterRecord | ProcessRecord | MetricsTarget
-_Record = TypeVar("_Record", ShardRecord, RouterRecord, ProcessRecord, MetricsTarget)
-
-
-class NameTakenError(Exception):
-    """Another process has the same name, and is alive."""
-
-    def __init__(self, name: str, holder: AnyRecord, *, is_successor: bool = False) -> None:
-        super().__init__(
-            f"{name} is the name of another process of this fleet, at {holder.address}: names must be unique, for "
-            "example by `kvloom up --name-prefix`, or by --name for a process that is started by itself"
-        )
-        self.holder = holder
-        self.is_successor = is_successor
-        """Whether the other process was started to replace this one."""
-
-
-def may_replace(holder: AnyRecord, own: AnyRecord, *, was_announced: bool) -> bool:
-    """Whether a process may announce itself in place of `holder`, which has not expired. `was_announced`: `own` has
-    been, so that `holder` came later."""
-    if holder.incarnation_id == own.incarnation_id:
-        return True
-    return have_one_owner(holder, own) and not was_announced
-
-
-def have_one_owner(one: AnyRecord, other: AnyRecord) -> bool:
-    """Whether two processes of one key belong to the same supervisor or machine, as far as they say."""
-    return not one.key_owner or not other.key_owner or one.key_owner == other.key_owner
-
-
-class RecordError(Exception):
-    """A value in the registry is no record that can be used; the message says why."""
-
-
-def read_record(sealer: Sealer, name: str, key: str, value: bytes, record_type: type[_Record]) -> _Record:
-    """The record of `key`, stored under `name`. Raises RecordError."""
-    try:
-        record = msgspec.json.decode(sealer.verified(name, value), type=record_type)
-    except (SealError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(str(error)) from error
-    if record.key != key:  # it would take the place of the process that it names
-        raise RecordError(f"it is a record of {record.key[:100]!r}")
-    return record
-
-
-class Registry(Generic[_Record]):
+class Registry(Generic[Record]):
     """The announced processes of one kind. All methods raise redis.exceptions.RedisError when the server cannot be
     reached."""
 
@@ -192,7 +55,7 @@ class Registry(Generic[_Record]):
         url: str,
         key_prefix: str,
         kind: str,
-        record_type: type[_Record],
+        record_type: type[Record],
         sealer: Sealer | None = None,
         ttl_seconds: float | None = None,
     ) -> None:
@@ -202,7 +65,7 @@ class Registry(Generic[_Record]):
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._redis = redis_client(url, timeout_seconds=2.0, retry=retry)
         self._prefix = f"{key_prefix}:{kind}"
-        self._record_type: type[_Record] = record_type
+        self._record_type: type[Record] = record_type
         self._sealer: Sealer = sealer or PLAIN
         self._ttl_seconds = ttl_seconds or TTL_SECONDS
         self._last_keys: list[str] = []
@@ -211,7 +74,7 @@ class Registry(Generic[_Record]):
         self._announced: dict[str, str] = {}
         """The incarnations that this registry has announced last, by key."""
 
-    async def announce(self, record: _Record) -> None:
+    async def announce(self, record: Record) -> None:
         """Announce a process for the next `ttl_seconds`. Raises NameTakenError if another one has its name, and
         WatchError, which is a RedisError, if the record changes at this moment."""
         name = self._name(record.key)
@@ -229,13 +92,13 @@ class Registry(Generic[_Record]):
             await pipe.execute()
         self._announced[record.key] = record.incarnation_id
 
-    async def check_free(self, record: _Record) -> None:
+    async def check_free(self, record: Record) -> None:
         """Raises NameTakenError if another process has the name of this one."""
         before = await _value(self._redis, self._name(record.key))
         if before is not None:
             self._check_replaceable(record, before)
 
-    def _check_replaceable(self, record: _Record, before: bytes) -> None:
+    def _check_replaceable(self, record: Record, before: bytes) -> None:
         holder = self._decoded(record.key, before)
         if holder is None:
             return  # garbage, or another fabric's, which is reported
@@ -261,13 +124,13 @@ class Registry(Generic[_Record]):
             pipe.publish(self._channel, key)
             await pipe.execute()
 
-    async def list_records(self) -> dict[str, _Record]:
+    async def list_records(self) -> dict[str, Record]:
         """The processes whose announcement has not expired, by key."""
         keys, values = await self._read(self._last_keys)
         if keys != self._last_keys:
             self._last_keys = keys
             _, values = await self._read(keys)
-        found: dict[str, _Record] = {}
+        found: dict[str, Record] = {}
         before = self._ignored.copy()
         expired: list[str] = []
         for key, value in zip(keys, values, strict=True):
@@ -283,7 +146,7 @@ class Registry(Generic[_Record]):
             await self._redis.srem(self._ids_name, *expired)
         return found
 
-    def _decoded(self, key: str, value: bytes) -> _Record | None:
+    def _decoded(self, key: str, value: bytes) -> Record | None:
         """None for a record that cannot be used, which is reported once."""
         if self._ignored.get(key) == value:
             return None

@@ -14,7 +14,8 @@ import redis.exceptions
 
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer
-from kvloom.discovery.registry import MetricsRegistry, MetricsTarget
+from kvloom.discovery.records import MetricsTarget
+from kvloom.discovery.registry import MetricsRegistry
 from kvloom.trust.fabric_trust import FabricTrust
 
 _WILDCARDS: Final = ("", "0.0.0.0", "::")

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import redis.exceptions
 import structlog
 
-from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.records import ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core_driver import CoreDriver

@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from kvloom.discovery.registry import ShardRecord
+from kvloom.discovery.records import ShardRecord
 from kvloom.errors import KvloomError
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.transport.frame_writer import FrameWriter

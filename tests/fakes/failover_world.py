@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig, ShardConfig
-from kvloom.discovery.registry import ShardRecord
+from kvloom.discovery.records import ShardRecord
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SequenceFinish, StopConditions, TokenLogprobs

@@ -11,7 +11,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.records import ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest, RouterLink
 from kvloom.v1 import generation_pb2, router_service_pb2_grpc
 from router.core.core import RouterCore

@@ -16,7 +16,8 @@ import redis.asyncio
 
 from edge_http.recovery.edge_membership import join_edges
 from kvloom.config import EdgeConfig, RedisConfig
-from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRecord, ShardRegistry
+from kvloom.discovery.records import RouterRecord, ShardRecord
+from kvloom.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.trust.secret import FabricSecret, write_secret
 from kvloom.trust.shared_secret import SharedSecret

@@ -11,16 +11,8 @@ import redis.asyncio
 
 from kvloom.discovery import announcer as announcer_module
 from kvloom.discovery.announcer import Announcer, name_owner
-from kvloom.discovery.registry import (
-    NameTakenError,
-    ProcessRecord,
-    ProcessRegistry,
-    RouterRecord,
-    RouterRegistry,
-    ShardRecord,
-    ShardRegistry,
-    may_replace,
-)
+from kvloom.discovery.records import NameTakenError, ProcessRecord, RouterRecord, ShardRecord, may_replace
+from kvloom.discovery.registry import ProcessRegistry, RouterRegistry, ShardRegistry
 
 FIRST = ShardRecord("shard-0", "a:1", "m", "incarnation-1", owner="east")
 OTHER = ShardRecord("shard-0", "b:1", "m", "incarnation-2", owner="west")

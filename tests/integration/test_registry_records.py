@@ -7,7 +7,8 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
-from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.records import ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 
 RECORD = ShardRecord("shard-0", "127.0.0.1:1", "m", "i", owner="o")
 

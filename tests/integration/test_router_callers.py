@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from kvloom.access.api_keys import digest_of
 from kvloom.client.client import Client
-from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.records import ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret

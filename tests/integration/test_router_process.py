@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from kvloom.config import KvloomConfig, dump_config, load_config
-from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.records import ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 from kvloom.process.service import ReadyLine
 from tests.fakes.fake_shard import FakeShard, expected_text
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer

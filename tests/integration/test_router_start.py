@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from kvloom.discovery.registry import ShardRecord
+from kvloom.discovery.records import ShardRecord
 from kvloom.process import service
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason

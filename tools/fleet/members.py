@@ -12,7 +12,7 @@ from typing import Final
 import redis.exceptions
 
 from kvloom.config import ConfigError, KvloomConfig, load_config
-from kvloom.discovery.registry import ProcessRecord
+from kvloom.discovery.records import ProcessRecord
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.shard_service_pb2 import GetInfoResponse
 from tools.fabric_trust import trust_of

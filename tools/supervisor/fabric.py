@@ -16,7 +16,7 @@ import redis.exceptions
 
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import announced_process, name_owner, process_record
-from kvloom.discovery.registry import NameTakenError
+from kvloom.discovery.records import NameTakenError
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError

@@ -7,15 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvloom.config import RedisConfig
-from kvloom.discovery.registry import (
-    ProcessRecord,
-    ProcessRegistry,
-    Registry,
-    RouterRecord,
-    RouterRegistry,
-    ShardRecord,
-    ShardRegistry,
-)
+from kvloom.discovery.records import ProcessRecord, RouterRecord, ShardRecord
+from kvloom.discovery.registry import ProcessRegistry, Registry, RouterRegistry, ShardRegistry
 from kvloom.trust.seal import Sealer
 
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 import msgspec
 from hypothesis import strategies as st
 
-from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.records import ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 from kvloom.trust.seal import PLAIN
 from kvloom.trust.sealing import SecretSealer
 from kvloom.trust.secret import FabricSecret

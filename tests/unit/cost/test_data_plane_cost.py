@@ -19,7 +19,7 @@ from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.formatting.response_formatter import Envelope
 from edge_http.openai.response_formatters import ChatFormatter
 from edge_http.wire.sse import EventStream, WriteCoalescer
-from kvloom.discovery.registry import ShardRecord
+from kvloom.discovery.records import ShardRecord
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.router_link.tracked_request import TrackedRequest
 from kvloom.transport.local_frames import HEAD, MESSAGE

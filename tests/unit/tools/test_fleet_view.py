@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.registry import ProcessRecord, RouterRecord, ShardRecord
+from kvloom.discovery.records import ProcessRecord, RouterRecord, ShardRecord
 from kvloom.v1.shard_service_pb2 import GetInfoResponse, LoadReport
 from tools.failures import CommandError
 from tools.fleet.view import merged, plan_fleet_restart, skipped_by_restart, with_loads

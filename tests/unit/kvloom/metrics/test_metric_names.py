@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvloom.discovery.registry import MetricsTarget
+from kvloom.discovery.records import MetricsTarget
 from kvloom.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
 from kvloom.metrics.targets import http_sd
 from tests.conftest import REPOSITORY
