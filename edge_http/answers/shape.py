@@ -12,6 +12,7 @@ from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
+from edge_http.openai.responses.formatter import ResponsesFormatter
 from kvloom.conversation.tools import Tool
 from kvloom.parsers.output_parser import make_parser
 from kvloom.parsers.spec import ParserSpec, ToolSchema
@@ -67,5 +68,6 @@ def _completion(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[
 FORMATS: Final[Mapping[str, Callable[[Envelope, ModelTokenizer, Mapping[str, Any]], ResponseFormatter]]] = {
     "chat": _chat,
     "completion": _completion,
+    "responses": ResponsesFormatter,
 }
 """The formatter of each API."""
