@@ -18,6 +18,8 @@ from kvloom.parsers.output_parser import make_parser
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.text.tokenizer import ModelTokenizer
 
+_PROMPT_FIELDS: Final = {"completion": "prompt", "responses": "input"}
+
 
 class ResponseShape(msgspec.Struct, frozen=True, array_like=True):
     """Everything that a response's format depends on besides its envelope."""
@@ -34,6 +36,11 @@ class ResponseShape(msgspec.Struct, frozen=True, array_like=True):
 
 def shape_of(api: str, parser: ParserSpec | None, tools: Sequence[Tool], **options: Any) -> ResponseShape:
     return ResponseShape(api, parser, [ToolSchema(tool.name, dict(tool.parameters)) for tool in tools], options)
+
+
+def prompt_field_of(shape: ResponseShape) -> str:
+    """The field of the API's bodies that has the prompt."""
+    return _PROMPT_FIELDS.get(shape.api, "messages")
 
 
 def parsed_outputs(shape: ResponseShape, num_choices: int) -> list[ParsedOutput]:

@@ -11,11 +11,12 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
+from kvloom.errors import KvloomError
 from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from tests.fakes.edge_world import EdgeWorld, edge_world
-from tests.fakes.fake_router_link import CONTENT_FILTER, LENGTH, FakeRequest, answer
+from tests.fakes.fake_router_link import CONTENT_FILTER, ERROR, LENGTH, FakeRequest, answer
 
 PATH = "/v1/responses"
 WEATHER: dict[str, Any] = {
@@ -445,3 +446,17 @@ async def test_harmless_values_are_accepted(world: EdgeWorld) -> None:
     assert response["parallel_tool_calls"] is False
     request = world.link.requests[0].request
     assert request.session_key == "k"
+
+
+async def test_a_router_that_refuses_the_prompt_names_the_input(world: EdgeWorld) -> None:
+    """Routers know prompts by the fabric's names; the client gets its own."""
+
+    def play(request: FakeRequest) -> None:
+        message = "prompt_token_ids is too long."
+        reason = ErrorReason.ERROR_REASON_INVALID_ARGUMENT
+        request.finish(ERROR, error=KvloomError(reason, message, field="prompt_token_ids"))
+
+    world.link.script = play
+    status, refused = await world.post(PATH, body())
+    assert (status, refused["error"]["param"]) == (400, "input")
+    assert refused["error"]["message"] == "input is too long."
