@@ -111,7 +111,10 @@ def parsed_kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
 
 def same_but_names(events: list[bytes]) -> list[bytes]:
     """Removes what differs between two requests."""
-    return [re.sub(rb'"((item_|call_)?id|(created|completed)(_at)?|queue_time_seconds)":("[^"]*"|[\d.]+)', b"", event) for event in events]
+    return [
+        re.sub(rb'"((item_|call_)?id|(created|completed)(_at)?|queue_time_seconds)":("[^"]*"|[\d.]+)', b"", event)
+        for event in events
+    ]
 
 
 def client(world: EdgeWorld, path: str = CHAT, key: str = "secret", **headers: str) -> ResumingClient:
