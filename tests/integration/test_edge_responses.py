@@ -460,3 +460,12 @@ async def test_a_router_that_refuses_the_prompt_names_the_input(world: EdgeWorld
     status, refused = await world.post(PATH, body())
     assert (status, refused["error"]["param"]) == (400, "input")
     assert refused["error"]["message"] == "input is too long."
+
+
+async def test_a_schema_that_is_no_text_is_refused(world: EdgeWorld) -> None:
+    """Bytes that are not UTF-8 are the client's error, wherever they stand."""
+    raw = json.dumps(body(text={"format": {"type": "json_schema", "schema": {"title": "X"}}})).encode()
+    headers = {"content-type": "application/json"}
+    async with world.http.post(world.url + PATH, data=raw.replace(b"X", b"\xff"), headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "text.format.schema"

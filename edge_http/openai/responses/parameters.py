@@ -63,7 +63,10 @@ def text_guide(body: ResponsesBody) -> BodyGuide | None:
     field = "text.format.schema"
     if bytes(form.schema) in _ABSENT:
         raise invalid_argument(f"{field} is missing.", field)
-    guide = Guide(json_schema=bytes(form.schema).decode())
+    try:
+        guide = Guide(json_schema=bytes(form.schema).decode())
+    except UnicodeDecodeError as error:  # parts that are not decoded with the body are not checked with it either
+        raise invalid_argument(f"{field} is not valid UTF-8.", field) from error
     check_guide(guide, field)
     return BodyGuide(guide, field)
 
