@@ -36,11 +36,8 @@ class Submission(msgspec.Struct, frozen=True):
     guide_field: str
     """The field of the body that asked for guided decoding."""
     timeout_seconds: float
-
-    @property
-    def prompt_field(self) -> str:
-        """The field of the body that has the prompt."""
-        return "messages" if self.operation == "chat" else "prompt"
+    prompt_field: str
+    """The field of the body that has the prompt."""
 
 
 def _on_submitted(_prompt: int, _handle: int) -> None:

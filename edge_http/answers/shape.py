@@ -12,10 +12,13 @@ from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
+from edge_http.openai.responses.formatter import ResponsesFormatter
 from kvloom.conversation.tools import Tool
 from kvloom.parsers.output_parser import make_parser
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.text.tokenizer import ModelTokenizer
+
+_PROMPT_FIELDS: Final = {"completion": "prompt", "responses": "input"}
 
 
 class ResponseShape(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +36,11 @@ class ResponseShape(msgspec.Struct, frozen=True, array_like=True):
 
 def shape_of(api: str, parser: ParserSpec | None, tools: Sequence[Tool], **options: Any) -> ResponseShape:
     return ResponseShape(api, parser, [ToolSchema(tool.name, dict(tool.parameters)) for tool in tools], options)
+
+
+def prompt_field_of(shape: ResponseShape) -> str:
+    """The field of the API's bodies that has the prompt."""
+    return _PROMPT_FIELDS.get(shape.api, "messages")
 
 
 def parsed_outputs(shape: ResponseShape, num_choices: int) -> list[ParsedOutput]:
@@ -67,5 +75,6 @@ def _completion(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[
 FORMATS: Final[Mapping[str, Callable[[Envelope, ModelTokenizer, Mapping[str, Any]], ResponseFormatter]]] = {
     "chat": _chat,
     "completion": _completion,
+    "responses": ResponsesFormatter,
 }
 """The formatter of each API."""

@@ -116,11 +116,10 @@ class StreamedAnswer(Answer):
         if self._parsed:
             events = self._parsed[index].feed(delta, len(token_ids))
         if logprobs:
-            text = "".join(event.text for event in events if isinstance(event, TextDelta))
-            events = [event for event in events if not isinstance(event, TextDelta)]
             entries = self._formatter.logprobs(index, token_ids, logprobs)
-            self._send(self._formatter.delta_with_logprobs(index, text, entries))
-        self._send_all(self._formatter.output(index, events))
+            self._send_all(self._formatter.output_with_logprobs(index, events, entries))
+        else:
+            self._send_all(self._formatter.output(index, events))
 
     def _add_finish(self, index: int, finish: Finish) -> None:
         if index not in self._begun:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
-from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs
+from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
@@ -231,6 +231,7 @@ def _submission(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: 
         requests=[_link_request(edge, request, job, number, prompt, name) for number, prompt in enumerate(job.prompts)],
         guide_field=job.guide_field,
         timeout_seconds=edge.config.request_timeout_seconds,
+        prompt_field=prompt_field_of(job.shape),
     )
 
 

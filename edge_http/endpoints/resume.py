@@ -1,5 +1,5 @@
-"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}) resumes a stream.
-POST .../{id}/cancel cancels its answer."""
+"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}, /v1/responses/{id}) resumes a
+stream. POST .../{id}/cancel cancels its answer."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from edge_http.wire.sse import EventStream, ReplayedEventStream
 from kvloom.errors import invalid_argument
 
 NO_HEADERS: Final[Mapping[str, str]] = {}
+_RESPONSES: Final = "/v1/responses"
+_ID_PREFIXES: Final = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", _RESPONSES: "resp_"}
 
 
 async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -154,13 +156,19 @@ def _starting_after(request: web.BaseRequest) -> int:
     if request.query.get("stream", "").lower() != "true":
         raise invalid_argument("Only streams can be resumed: set stream=true.", "stream")
     by_header = last_event_id(request)
-    return event_number(request.query.get("starting_after", "0"), "starting_after") if by_header is None else by_header
+    if by_header is not None:
+        return by_header
+    given = request.query.get("starting_after")
+    if given is None:
+        return 0
+    # The Responses API counts its events from 0; all others, and the header, count from 1.
+    return event_number(given, "starting_after") + request.path.startswith(_RESPONSES)
 
 
 def _response_id(request: web.BaseRequest) -> str:
-    """Return the id in the path. Each of the two paths accepts only ids of its own kind. Raises KvloomError."""
+    """Return the id in the path. Each path accepts only ids of its own kind. Raises KvloomError."""
     path = request.path.removesuffix("/cancel")
     parent, _, response_id = path.rpartition("/")
-    if response_id.startswith("chatcmpl-") != (parent == "/v1/chat/completions"):
+    if not response_id.startswith(_ID_PREFIXES[parent]):
         raise not_kept()
     return response_id

@@ -19,15 +19,17 @@ class PartKind(enum.Enum):
 class Part:
     """A stretch of an answer that is of one kind."""
 
-    __slots__ = ("call_id", "content", "kind", "name")
+    __slots__ = ("call_id", "content", "kind", "logprobs_start", "name")
 
-    def __init__(self, kind: PartKind, name: str = "", call_id: str = "") -> None:
+    def __init__(self, kind: PartKind, name: str = "", call_id: str = "", logprobs_start: int = 0) -> None:
         self.kind = kind
         self.content = bytearray()
         """The content of a JSON string: of the text, or of a call's arguments, which are JSON themselves."""
         self.name = name
         """Of the tool that is called."""
         self.call_id = call_id
+        self.logprobs_start = logprobs_start
+        """Where the logprobs of its tokens begin among the choice's."""
 
     @property
     def text(self) -> str:
@@ -54,7 +56,7 @@ class CollectedChoice:
         """Append text to the last part, or to a new one if that is of another kind. Returns the number of bytes that
         this added."""
         if not self.parts or self.parts[-1].kind is not kind:
-            self.parts.append(Part(kind))
+            self.parts.append(Part(kind, logprobs_start=self._num_logprobs_bytes))
         return self.extend(text)
 
     def extend(self, text: str) -> int:
@@ -66,7 +68,7 @@ class CollectedChoice:
     def begin_call(self, name: str, call_id: str) -> int:
         """Begin the part of a call, whose arguments are appended by `extend`. Returns the number of bytes that this
         added."""
-        self.parts.append(Part(PartKind.TOOL_CALL, name, call_id))
+        self.parts.append(Part(PartKind.TOOL_CALL, name, call_id, self._num_logprobs_bytes))
         return len(name) + len(call_id)
 
     def joined(self, kind: PartKind) -> Buffer:
@@ -76,6 +78,16 @@ class CollectedChoice:
 
     def of_kind(self, kind: PartKind) -> list[Part]:
         return [part for part in self.parts if part.kind is kind]
+
+    @property
+    def _num_logprobs_bytes(self) -> int:
+        """Tokens before the first part belong to it."""
+        return len(self.logprobs[0]) if self.logprobs and self.parts else 0
+
+    def logprobs_of(self, number: int) -> bytes:
+        """The content of the JSON array of the logprobs of a part's tokens, if there is one array for each choice."""
+        end = self.parts[number + 1].logprobs_start if number + 1 < len(self.parts) else None
+        return bytes(self.logprobs[0][self.parts[number].logprobs_start : end]).strip(b",")
 
     def add_logprobs(self, lists: Sequence[bytes]) -> int:
         """Append what the formatter's `logprobs` returned. Returns the number of bytes that this added."""

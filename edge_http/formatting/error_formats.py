@@ -8,6 +8,7 @@ from edge_http.formatting.json_bytes import encode_json
 from kvloom.errors import KvloomError
 
 _ANTHROPIC_PATH: Final = "/v1/messages"
+_RESPONSES_PATH: Final = "/v1/responses"
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -28,8 +29,8 @@ class ErrorFormat(Protocol):
         """The JSON body of an error response."""
         ...
 
-    def event(self, error: KvloomError) -> bytes:
-        """The server-sent event that ends a stream, without the blank line behind it."""
+    def event(self, error: KvloomError, num_events: int = 0) -> bytes:
+        """The server-sent event that ends a stream of so many events, without the blank line behind it."""
         ...
 
 
@@ -37,7 +38,7 @@ class _OpenAiErrors:
     def body(self, error: KvloomError) -> dict[str, Any]:
         return error.to_openai()
 
-    def event(self, error: KvloomError) -> bytes:
+    def event(self, error: KvloomError, num_events: int = 0) -> bytes:  # noqa: ARG002
         return b"data: " + encode_json(error.to_openai())
 
 
@@ -50,14 +51,26 @@ class _AnthropicErrors:
         )
         return {"type": "error", "error": {"type": kind, "message": message}}
 
-    def event(self, error: KvloomError) -> bytes:
+    def event(self, error: KvloomError, num_events: int = 0) -> bytes:  # noqa: ARG002
         return b"event: error\ndata: " + encode_json(self.body(error))
 
 
+class _ResponsesErrors(_OpenAiErrors):
+    """OpenAI's, with the events of its Responses API."""
+
+    def event(self, error: KvloomError, num_events: int = 0) -> bytes:
+        event: dict[str, Any] = {"type": "error", "sequence_number": num_events}
+        event |= {"code": error.kind.openai_code, "message": error.message, "param": error.field or None}
+        return b"event: error\ndata: " + encode_json(event)
+
+
 OPENAI_ERRORS: Final[ErrorFormat] = _OpenAiErrors()
+RESPONSES_ERRORS: Final[ErrorFormat] = _ResponsesErrors()
 ANTHROPIC_ERRORS: Final[ErrorFormat] = _AnthropicErrors()
 
 
 def error_format_of(path: str) -> ErrorFormat:
     """The format of the API to which a path belongs."""
-    return ANTHROPIC_ERRORS if path.startswith(_ANTHROPIC_PATH) else OPENAI_ERRORS
+    if path.startswith(_ANTHROPIC_PATH):
+        return ANTHROPIC_ERRORS
+    return RESPONSES_ERRORS if path.startswith(_RESPONSES_PATH) else OPENAI_ERRORS

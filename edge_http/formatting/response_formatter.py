@@ -19,7 +19,7 @@ from edge_http.formatting.collected_choice import CollectedChoice
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
-from kvloom.parsers.events import Event
+from kvloom.parsers.events import Event, TextDelta
 from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
 
 DATA: Final = b"data: "
@@ -90,6 +90,12 @@ class ResponseFormatter(abc.ABC):
     @abc.abstractmethod
     def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
         """Return the events for some output of a choice."""
+
+    def output_with_logprobs(self, index: int, events: Sequence[Event], logprobs: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the events for some output of a choice whose tokens have logprobs: what `logprobs` returned."""
+        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        others = [event for event in events if not isinstance(event, TextDelta)]
+        return self.delta_with_logprobs(index, text, logprobs), *self.output(index, others)
 
     def delta_with_logprobs(self, index: int, text: str, logprobs: Sequence[bytes]) -> bytes:
         """Return the event of a text with its logprobs, which is what the method of this name returned."""

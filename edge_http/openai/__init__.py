@@ -11,4 +11,5 @@ prompt_report.py        what an answer repeats of its prompt: echo and prompt_lo
 guide.py                converts response_format and structured_outputs to a Guide
 response_formatters.py  the formats of chat and plain completion responses, streamed and complete
 logprobs.py             the formats of log-probabilities
+responses/              the Responses API
 """

@@ -13,7 +13,7 @@ _PROMPT_FIELDS: Final = frozenset(("prompt", "prompt_token_ids", "prompt_text"))
 
 
 def named_for_clients(error: KvloomError, prompt_field: str, guide_field: str) -> KvloomError:
-    """The error with the field as the client knows it, in the message too. `prompt_field` is "messages" or "prompt",
+    """The error with the field as the client knows it, in the message too. `prompt_field` is e.g. "messages",
     `guide_field` the one that asked for guided decoding."""
     field = _client_field(error.field, prompt_field, guide_field)
     if field == error.field:

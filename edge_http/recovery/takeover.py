@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from edge_http.answers.recorded_answer import RecordedAnswer
-from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs
+from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
@@ -115,6 +115,7 @@ def take_over(
         requests=_remaining(response, requests, state, timeout_seconds),
         guide_field=response.guide_field,
         timeout_seconds=timeout_seconds,
+        prompt_field=prompt_field_of(shape),
     )
     publication = Publication(stream, response, requests, answer, formatter.prefixes)
     publication.is_taken_over = True

@@ -60,7 +60,7 @@ class ConnectionReader:
             return
         self.error = error
         if self.events.has_begun:
-            self.events.break_off(self._error_format.event(error), LINGER_SECONDS)
+            self.events.break_off(self._error_format.event(error, self.position), LINGER_SECONDS)
         self.finish()
 
 

@@ -14,6 +14,7 @@ from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.page import PAGE_ROUTES
+from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.wire.headers import REQUEST_ID, check_transfer_coding, request_id
 from edge_http.wire.json_response import error_response
@@ -28,17 +29,21 @@ Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
 MODEL_ROUTE: Final = "/v1/models/{id}"
 CHAT_ROUTE: Final = "/v1/chat/completions/{id}"
 COMPLETION_ROUTE: Final = "/v1/completions/{id}"
+RESPONSE_ROUTE: Final = "/v1/responses/{id}"
 UNKNOWN_ROUTE: Final = "unknown"
 
 ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/chat/completions": {"POST": chat_completions},
     "/v1/completions": {"POST": completions},
+    "/v1/responses": {"POST": responses},
     "/v1/models": {"GET": list_models, "HEAD": list_models},
     MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
     CHAT_ROUTE: {"GET": resume_stream},
     CHAT_ROUTE + "/cancel": {"POST": cancel_response},
     COMPLETION_ROUTE: {"GET": resume_stream},
     COMPLETION_ROUTE + "/cancel": {"POST": cancel_response},
+    RESPONSE_ROUTE: {"GET": resume_stream},
+    RESPONSE_ROUTE + "/cancel": {"POST": cancel_response},
     "/health": {"GET": health, "HEAD": health},
     "/live": {"GET": health, "HEAD": health},
     "/ready": {"GET": ready, "HEAD": ready},
@@ -104,7 +109,7 @@ class HttpRouter:
 def _route(path: str) -> str:
     if path in ROUTES:
         return path
-    for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE):
+    for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE, RESPONSE_ROUTE):
         folder = route.removesuffix("{id}")
         if path.startswith(folder) and len(path) > len(folder):
             cancel_route = route + "/cancel"

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 EVENT = re.compile(rb"id: (\d+)\n(?:event: [^\n]*\n)?data: (.*)", re.DOTALL)
+LAST_EVENT = re.compile(rb'\[DONE\]$|{"type":"response\.(completed|incomplete|failed)"')
 
 
 @dataclasses.dataclass
@@ -17,7 +18,7 @@ class ResumingClient:
     """Collects the events of one answer over any number of connections."""
 
     url: str
-    """Of the collection: .../v1/chat/completions or .../v1/completions"""
+    """Of the collection: .../v1/chat/completions, .../v1/completions or .../v1/responses"""
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
     response_id: str = ""
     events: list[bytes] = dataclasses.field(default_factory=list)
@@ -39,6 +40,10 @@ class ResumingClient:
     async def resume(self, *, stop_after: int | None = None, by_header: bool = False, **headers: str) -> int:
         """Resume the stream behind the last event that has arrived. Returns the status."""
         params = {"stream": "true", "starting_after": str(0 if by_header else len(self.events))}
+        if self.url.endswith("/responses"):  # its events count from 0
+            params["starting_after"] = str(len(self.events) - 1)
+            if by_header or not self.events:
+                del params["starting_after"]
         more = {"Last-Event-ID": str(len(self.events))} if by_header and self.events else {}
         url = f"{self.url}/{self.response_id}"
         async with (
@@ -55,7 +60,7 @@ class ResumingClient:
 
     @property
     def done(self) -> bool:
-        return bool(self.events) and self.events[-1] == b"[DONE]"
+        return bool(self.events) and LAST_EVENT.match(self.events[-1]) is not None
 
     def _session(self) -> aiohttp.ClientSession:
         # A connection of its own, so that dropping it is what the server sees.

@@ -9,6 +9,7 @@ from typing import Any
 
 from edge_http.recovery.edge_membership import EdgeMembership
 from kvloom.parsers.spec import ParserSpec
+from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from tests.fakes.edge_peers import die
 from tests.fakes.edge_world import EdgeWorld, chat_body
@@ -30,7 +31,8 @@ class Script:
         self.deltas, self.token_ids = TEXT, list(range(70, 70 + len(TEXT)))
         if text:
             self.token_ids = model_tokenizer().encode_now(text)
-            self.deltas = [model_tokenizer().decode([token_id]) for token_id in self.token_ids]
+            detokenizer = IncrementalDetokenizer(model_tokenizer())
+            self.deltas = [detokenizer.push((token_id,)) for token_id in self.token_ids]
         steps = [("start", index, 0) for index in range(n)]
         for i in range(len(self.deltas)):
             steps += [("token", index, i) for index in range(n)]
@@ -109,7 +111,10 @@ def parsed_kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
 
 def same_but_names(events: list[bytes]) -> list[bytes]:
     """Removes what differs between two requests."""
-    return [re.sub(rb'"(id|created|queue_time_seconds)":("[^"]*"|[\d.]+)', b"", event) for event in events]
+    return [
+        re.sub(rb'"((item_|call_)?id|(created|completed)(_at)?|queue_time_seconds)":("[^"]*"|[\d.]+)', b"", event)
+        for event in events
+    ]
 
 
 def client(world: EdgeWorld, path: str = CHAT, key: str = "secret", **headers: str) -> ResumingClient:

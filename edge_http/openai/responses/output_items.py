@@ -1,0 +1,110 @@
+"""The output of a model as items. A stream and a body have the same ones, however the output was split:
+
+- Text, reasoning and calls become messages, reasoning items and function calls, in the order of the output.
+- White space between two items of other kinds, which models write as a matter of form, becomes no message.
+- There is at least one item: an empty message, if there was no output.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from edge_http.formatting.call_ids import tool_call_id
+from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
+from edge_http.formatting.json_bytes import Buffer, encode_json
+
+WHITE_SPACE: Final = " \n\r\t"
+_BLANK: Final = re.compile(rb"(?: |\\[nrt])*")
+"""White space as the content of a JSON string."""
+_ID_PREFIXES: Final = {PartKind.TEXT: "msg_", PartKind.REASONING: "rs_", PartKind.TOOL_CALL: "fc_"}
+
+
+class OutputItem:
+    """One item, complete or not."""
+
+    __slots__ = ("call_id", "content", "delta_frame", "id", "index", "kind", "logprobs", "name")
+
+    def __init__(self, response_id: str, index: int, kind: PartKind, name: str = "", call_id: str = "") -> None:
+        self.index = index
+        self.kind = kind
+        self.id = tool_call_id(response_id, 0, index, _ID_PREFIXES[kind])
+        self.name = name
+        self.call_id = call_id
+        self.content: Buffer = bytearray()
+        """The content of a JSON string: of a text, or of a call's arguments."""
+        self.logprobs: Buffer = bytearray()
+        """The content of a JSON array."""
+        self.delta_frame = b""
+        """For the formatter: the bytes of a delta between its number and its text."""
+
+    def part(self, *, is_added: bool = False) -> list[Buffer]:
+        """The pieces of the JSON of the item's content part; when it is added it is empty."""
+        text, logprobs = (b"", b"") if is_added else (self.content, self.logprobs)
+        if self.kind is PartKind.REASONING:
+            return [b'{"type":"reasoning_text","text":"', text, b'"}']
+        return [b'{"type":"output_text","annotations":[],"logprobs":[', logprobs, b'],"text":"', text, b'"}']
+
+    def json(self, status: str, *, is_added: bool = False) -> list[Buffer]:
+        """The pieces of the item's JSON; when it is added it has no content."""
+        head = b'{"id":"%b","status":"%b",' % (self.id.encode(), status.encode())
+        if self.kind is PartKind.TOOL_CALL:
+            head += b'"type":"function_call","call_id":"%b","name":' % self.call_id.encode()
+            head += encode_json(self.name) + b',"arguments":"'
+            return [head, b"" if is_added else self.content, b'"}']
+        head += b'"type":"reasoning","summary":[],' if self.kind is PartKind.REASONING else _MESSAGE
+        return [head + b'"content":[', *([] if is_added else self.part()), b"]}"]
+
+    def final_status(self, finish_reason: str, *, is_last: bool) -> str:
+        """The output ended for this reason: what was cut off is the last item, unless it is a call that is complete."""
+        if not is_last or finish_reason not in ("length", "content_filter"):
+            return "completed"
+        return "completed" if self.kind is PartKind.TOOL_CALL and _is_object(self.content) else "incomplete"
+
+
+_MESSAGE: Final = b'"type":"message","role":"assistant",'
+
+
+def collected_items(response_id: str, choice: CollectedChoice) -> list[OutputItem]:
+    """The items of an output that is complete."""
+    items: list[OutputItem] = []
+    for number, part in enumerate(choice.parts):
+        if part.kind is PartKind.TEXT and _BLANK.fullmatch(part.content):
+            continue
+        if part.kind is PartKind.REASONING and items and items[-1].kind is PartKind.REASONING:
+            items[-1].content += part.content
+            continue
+        items.append(_item(response_id, len(items), choice, number, part))
+    if items:
+        return items
+    for number, part in enumerate(choice.parts):  # nothing but white space
+        return [_item(response_id, 0, choice, number, part)]
+    return [OutputItem(response_id, 0, PartKind.TEXT)]
+
+
+def items_json(items: Sequence[OutputItem], finish_reason: str) -> list[Buffer]:
+    """The pieces of the JSON of a complete output, without the brackets around it."""
+    pieces: list[Buffer] = []
+    for item in items:
+        pieces += [b","] if pieces else []
+        pieces += item.json(item.final_status(finish_reason, is_last=item is items[-1]))
+    return pieces
+
+
+def _item(response_id: str, index: int, choice: CollectedChoice, number: int, part: Part) -> OutputItem:
+    item = OutputItem(response_id, index, part.kind, part.name, part.call_id)
+    item.content = part.content
+    if choice.logprobs and part.kind is PartKind.TEXT:
+        item.logprobs = choice.logprobs_of(number)
+    return item
+
+
+def _is_object(content: Buffer) -> bool:
+    try:
+        value: Any = msgspec.json.decode(msgspec.json.decode(b'"%b"' % content, type=str))
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return isinstance(value, dict)
