@@ -15,7 +15,7 @@ import redis.exceptions
 import structlog
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.records import NameTakenError, ProcessRecord
+from kvloom.discovery.records import NameTakenError, ProcessRecord, Record
 from kvloom.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS, ProcessRegistry, Registry
 from kvloom.process.aligned_timer import seconds_to_aligned_tick
 from kvloom.trust.seal import Sealer
