@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -66,6 +66,8 @@ class GenerationJob(msgspec.Struct, frozen=True):
     tier: router_service_pb2.Tier
     body_digest: str
     shape: ResponseShape
+    headers: Mapping[str, str] = {}
+    """Further headers of the response."""
     guide_field: str = ""
     """The field of the body that requested guided decoding; "" when none did."""
 
@@ -93,7 +95,7 @@ async def generate(
         return await _stream_resumable(edge, request, permit, job, formatter, name)
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(
-        job.prompt_sizes, job.n, formatter, events, _headers(request, name), **_stream_options(request, job)
+        job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(request, job)
     )
     begin_answer(name, job.model.name, streamed)
     try:
@@ -132,7 +134,7 @@ async def _collect(
         await run_submission(edge, _submission(edge, request, job, name), collected)
         processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
         more = explanation(collected.first_start) if wants_explanation(request) else {}
-        headers = {"openai-processing-ms": str(processing_ms), **more}
+        headers = {"openai-processing-ms": str(processing_ms), **job.headers, **more}
         pieces = collected.body(with_details=wants_details(request))
         if collected.num_bytes <= PIECE_BYTES:
             return web.Response(body=b"".join(pieces), content_type="application/json", headers=headers)
@@ -167,7 +169,7 @@ async def _stream_resumable(
         if known_remotely is not None:
             return await deliver_found(edge, request, known_remotely, after or 0)
     stream = edge.resume.open(response)
-    headers = {**_headers(request, name), RESUME: f"{edge.resume.grace_seconds:g}"}
+    headers = {**_headers(request, job, name), RESUME: f"{edge.resume.grace_seconds:g}"}
     submission = _submission(edge, request, job, name)
     permit.handed_over = True
     if edge.resume.is_published:
@@ -183,8 +185,8 @@ async def _stream_resumable(
     return await deliver(edge, request, stream, 0)
 
 
-def _headers(request: web.BaseRequest, name: str) -> dict[str, str]:
-    return {REQUEST_ID: request_id(request), RESPONSE_ID: name}
+def _headers(request: web.BaseRequest, job: GenerationJob, name: str) -> dict[str, str]:
+    return {REQUEST_ID: request_id(request), RESPONSE_ID: name, **job.headers}
 
 
 def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, Any]:

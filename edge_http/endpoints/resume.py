@@ -1,9 +1,12 @@
-"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}) resumes a stream.
+"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}, /v1/messages/{id}) resumes a
+stream.
 POST .../{id}/cancel cancels its answer."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Final
 
 from aiohttp import web
 
@@ -22,6 +25,13 @@ from edge_http.wire.json_response import json_response
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.sse import EventStream
 from kvloom.errors import invalid_argument
+
+ID_PREFIXES: Final[Mapping[str, str]] = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/v1/messages": "msg_",
+}
+"""What the ids of each path's responses begin with."""
 
 
 async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -107,9 +117,9 @@ def _starting_after(request: web.BaseRequest) -> int:
 
 
 def _response_id(request: web.BaseRequest) -> str:
-    """Return the id in the path. Each of the two paths accepts only ids of its own kind. Raises KvloomError."""
+    """Return the id in the path. Each path accepts only ids of its own kind. Raises KvloomError."""
     path = request.path.removesuffix("/cancel")
     parent, _, response_id = path.rpartition("/")
-    if response_id.startswith("chatcmpl-") != (parent == "/v1/chat/completions"):
+    if not response_id.startswith(ID_PREFIXES[parent]):
         raise not_kept()
     return response_id

@@ -6,4 +6,5 @@ collected_choice.py    the output of one choice of a response that is not stream
 usage.py               the token counts of a response
 error_formats.py       errors in the JSON of each API
 json_bytes.py          encoding JSON
+decoding.py            decoding the bodies of requests
 """

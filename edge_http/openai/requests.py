@@ -6,14 +6,14 @@ accepted, and all others are rejected by name. Unknown fields are rejected by na
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
+from edge_http.formatting.decoding import decode_body
 from edge_http.openai import unsupported
 from edge_http.openai.unsupported import Harmless
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
 
 
@@ -179,7 +179,7 @@ def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
     body = _plain(_PLAIN_CHAT_DECODER, raw)
     is_plain = body is not None
     if body is None:
-        body = _decode(_CHAT_DECODER, raw)
+        body = decode_body(_CHAT_DECODER, raw)
         unsupported.refuse(body, unsupported.CHAT)
     _check_shared(body)
     if not body.messages:
@@ -196,7 +196,7 @@ def decode_completion(raw: bytes) -> CompletionBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
     body = _plain(_PLAIN_COMPLETION_DECODER, raw)
     if body is None:
-        body = _decode(_COMPLETION_DECODER, raw)
+        body = decode_body(_COMPLETION_DECODER, raw)
         unsupported.refuse(body, unsupported.COMPLETION)
     _check_shared(body)
     return body
@@ -263,10 +263,6 @@ _CHAT_DECODER: Final = msgspec.json.Decoder(
 )
 _COMPLETION_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(CompletionBody, unsupported.COMPLETION))
 
-_AT: Final = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
-_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
-
 
 def _plain(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T | None:
     """Decode a body without unsupported fields, as nearly all are, so that no field needs to be checked for rejection.
@@ -275,31 +271,3 @@ def _plain(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T | None:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _decode(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from error
-    except UnicodeDecodeError as error:
-        raise invalid_argument("The body is not valid UTF-8.") from error
-    except msgspec.DecodeError as error:
-        raise invalid_argument(f"The body is not valid JSON: {error}.") from error
-    except RecursionError as error:
-        raise invalid_argument("The body is nested too deeply.") from error
-
-
-def _field_error(text: str) -> KvloomError:
-    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as an error of kvloom."""
-    match = _AT.fullmatch(text)
-    what, path = (match["what"], match["path"] or "") if match else (text, "")
-    prefix = f"{path}." if path else ""
-    if unknown := _UNKNOWN_FIELD.fullmatch(what):
-        name = unknown[1] if len(unknown[1]) <= 64 else unknown[1][:64] + "…"
-        return unsupported_error(f"{prefix}{name} is not a known parameter.", f"{prefix}{name}")
-    if missing := _MISSING_FIELD.fullmatch(what):
-        return invalid_argument(f"{prefix}{missing[1]} is missing.", f"{prefix}{missing[1]}")
-    if not path:
-        return invalid_argument(f"The body must be a JSON object: {what}.")
-    return invalid_argument(f"{path}: {what[:1].lower()}{what[1:].replace('`', '')}.", path)

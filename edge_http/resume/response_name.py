@@ -30,11 +30,11 @@ def new_edge_tag() -> str:
 
 
 def new_response_id(prefix: str, edge_tag: str) -> str:
-    """`prefix` is "chatcmpl-" or "cmpl-". The id cannot be guessed."""
+    """`prefix` is "chatcmpl-", "cmpl-" or "msg_". The id cannot be guessed."""
     return f"{prefix}{edge_tag}{secrets.token_hex(8)}"
 
 
 def edge_tag_of(response_id: str) -> str:
     """The tag of the edge that made the id; "" if no edge made it."""
-    tag = response_id.rpartition("-")[2][:TAG_CHARS]
+    tag = response_id.replace("_", "-").rpartition("-")[2][:TAG_CHARS]
     return tag if len(tag) == TAG_CHARS and tag.isascii() and tag.isalnum() else ""

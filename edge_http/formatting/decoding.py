@@ -1,0 +1,47 @@
+"""Decoding the JSON bodies that clients post. Errors name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, TypeVar
+
+import msgspec
+
+from kvloom.errors import KvloomError, invalid_argument, unsupported
+
+_T = TypeVar("_T")
+
+_AT: Final = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+
+
+def decode_body(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, at: str = "") -> _T:
+    """Decode a body, or the part of one to which `at` leads, e.g. "tools[0]". Raises KvloomError (INVALID_ARGUMENT,
+    UNSUPPORTED_PARAMETER) that names the field."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), at) from error
+    except UnicodeDecodeError as error:
+        raise invalid_argument("The body is not valid UTF-8.") from error
+    except msgspec.DecodeError as error:
+        raise invalid_argument(f"The body is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise invalid_argument("The body is nested too deeply.") from error
+
+
+def _field_error(text: str, at: str) -> KvloomError:
+    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as an error of kvloom."""
+    match = _AT.fullmatch(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    path = f"{at}.{path}" if at and path else at or path
+    prefix = f"{path}." if path else ""
+    if unknown := _UNKNOWN_FIELD.fullmatch(what):
+        name = unknown[1] if len(unknown[1]) <= 64 else unknown[1][:64] + "…"
+        return unsupported(f"{prefix}{name} is not a known parameter.", f"{prefix}{name}")
+    if missing := _MISSING_FIELD.fullmatch(what):
+        return invalid_argument(f"{prefix}{missing[1]} is missing.", f"{prefix}{missing[1]}")
+    if not path:
+        return invalid_argument(f"The body must be a JSON object: {what}.")
+    return invalid_argument(f"{path}: {what[:1].lower()}{what[1:].replace('`', '')}.", path)
