@@ -16,7 +16,9 @@ from edge_http.formatting.decoding import decode_body
 from kvloom.errors import invalid_argument, unsupported
 
 MAX_USER_ID_CHARS: Final = 512
-KNOWN_VERSIONS: Final = ("2026-10-21", "2023-06-01", "2023-01-01")
+KNOWN_VERSIONS: Final = ("2023-06-01", "2026-10-21")
+"""The versions of Anthropic's API whose Messages have this format. The later one has no sampling parameters; kvloom's
+models do, so they are accepted with either."""
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -17,7 +17,7 @@ class ResumingClient:
     """Collects the events of one answer over any number of connections."""
 
     url: str
-    """Of the collection: .../v1/chat/completions or .../v1/completions"""
+    """Of the collection: .../v1/chat/completions, .../v1/completions or .../v1/messages"""
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
     response_id: str = ""
     events: list[bytes] = dataclasses.field(default_factory=list)
@@ -55,7 +55,7 @@ class ResumingClient:
 
     @property
     def done(self) -> bool:
-        return bool(self.events) and self.events[-1] == b"[DONE]"
+        return bool(self.events) and self.events[-1] in (b"[DONE]", b'{"type":"message_stop"}')
 
     def _session(self) -> aiohttp.ClientSession:
         # A connection of its own, so that dropping it is what the server sees.

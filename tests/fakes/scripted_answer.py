@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from edge_http.recovery.edge_membership import EdgeMembership
@@ -16,16 +17,20 @@ from tests.fakes.resume_world import CHAT, until
 from tests.fakes.resuming_client import ResumingClient
 
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
 TEXT = ["Hel", "lo", "", " \N{SLIGHTLY SMILING FACE}", "! ", 'a "quoted" ', "", "line\n", "end"]
 """Deltas; an empty one is a token whose text is held back: half a character, or what may become a stop string."""
+TOKENS = [(70 + i, text) for i, text in enumerate(TEXT)]
 
 
 class Script:
     """The updates that a router sends for a request: deterministic, as those of real answers are."""
 
-    def __init__(self, n: int = 1, *, logprobs: bool = False) -> None:
+    def __init__(self, n: int = 1, *, logprobs: bool = False, tokens: Sequence[tuple[int, str]] = TOKENS) -> None:
+        """`tokens`: the ids and what they add to the text."""
+        self.tokens = tokens
         steps = [("start", index, 0) for index in range(n)]
-        for i in range(len(TEXT)):
+        for i in range(len(tokens)):
             steps += [("token", index, i) for index in range(n)]
         steps += [("finish", index, 0) for index in reversed(range(n))]
         self.steps = steps
@@ -40,7 +45,8 @@ class Script:
                 request.start(index, num_cached_tokens=2)
             elif what == "token":
                 logprobs = [TokenLogprobs(logprob=-0.5 - i, top_token_ids=[65, 66], top_logprobs=[-0.5, -1.5])]
-                request.tokens(TEXT[i], index, token_ids=[70 + i], logprobs=logprobs if self.logprobs else ())
+                token_id, text = self.tokens[i]
+                request.tokens(text, index, token_ids=[token_id], logprobs=logprobs if self.logprobs else ())
             else:
                 request.finish(index=index)
 
@@ -52,7 +58,7 @@ class Script:
         for _, index, _ in self.steps:
             if index not in ended:
                 delivered = [i for what, of, i in done if what == "token" and of == index]
-                wanted[index] = ([70 + i for i in delivered], sum(len(TEXT[i]) for i in delivered))
+                wanted[index] = ([self.tokens[i][0] for i in delivered], sum(len(self.tokens[i][1]) for i in delivered))
         partial_choices = {
             choice.index: (list(choice.token_ids), choice.num_chars) for choice in request.request.partial_choices
         }
@@ -75,9 +81,15 @@ def kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
             chat_body(stream=True, n=2, logprobs=True, top_logprobs=2, stop=["\n\n"], seed=2**63 + 5, **usage),
             Script(2, logprobs=True),
         ),
+        "messages": (MESSAGES, messages_body(stream=True), Script()),
         "completion": (COMPLETIONS, {**plain, **usage}, Script()),
         "completion with all": (COMPLETIONS, {**plain, "n": 2, "logprobs": 2, **usage}, Script(2, logprobs=True)),
     }
+
+
+def messages_body(**fields: Any) -> dict[str, Any]:
+    """A body of Anthropic's API."""
+    return {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "the fox"}], **fields}
 
 
 def same_but_names(events: list[bytes]) -> list[bytes]:
