@@ -43,12 +43,12 @@ def chat_messages(body: PromptBody) -> list[ChatMessage]:
     return messages
 
 
-def is_prefilled(body: PromptBody) -> bool:
+def is_continued(body: PromptBody) -> bool:
     """Whether the last message is the beginning of the answer."""
     return body.messages[-1].role == "assistant"
 
 
-def check_prefill(messages: Sequence[ChatMessage]) -> None:
+def check_continued(messages: Sequence[ChatMessage]) -> None:
     """Raise KvloomError (INVALID_ARGUMENT) if the last message cannot be the beginning of an answer."""
     last = messages[-1]
     if last.tool_calls or last.reasoning:

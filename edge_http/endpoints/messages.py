@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.anthropic.formatter import MessageOptions
-from edge_http.anthropic.messages import chat_messages, check_prefill, is_prefilled
+from edge_http.anthropic.messages import chat_messages, check_continued, is_continued
 from edge_http.anthropic.requests import PromptBody, check_version, decode_count_tokens, decode_messages
 from edge_http.anthropic.settings import (
     max_tokens_of,
@@ -119,19 +119,19 @@ async def _prepared(edge: Edge, body: PromptBody) -> _Prepared:
     guide, guide_field = output_guide(body) or (None, "")
     if guide is not None and plan.tools:
         raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)
-    chat, is_continued = chat_messages(body), is_prefilled(body)
-    if is_continued:
-        check_prefill(chat)
+    chat, continues = chat_messages(body), is_continued(body)
+    if continues:
+        check_continued(chat)
         if guide is not None or plan.guide is not None or thinks(body):
             message = (
                 "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
             )
             raise invalid_argument(message, "messages")
     prompt, rendered = await chat_prompt(
-        chat, plan.tools, template_options(body), model.tokenizer, edge.window(model.name), is_continued=is_continued
+        chat, plan.tools, template_options(body), model.tokenizer, edge.window(model.name), is_continued=continues
     )
     parser = None if guide is not None else prompted(plan.parser, rendered)
-    if is_continued and parser is not None:
+    if continues and parser is not None:
         starts = starts_in_reasoning(parser, rendered)
         parser = dataclasses.replace(parser, starts_in_reasoning=starts)
     if plan.guide is not None:

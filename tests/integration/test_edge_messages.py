@@ -1,5 +1,5 @@
-"""Anthropic's Messages API: its official client, unchanged, gets whole and streamed messages, calls, thinking and errors
-as from Anthropic's own server."""
+"""Anthropic's Messages API: its official client, unchanged, gets whole and streamed messages, calls, thinking and
+errors as from Anthropic's own server."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_thinking_text_and_call_are_blocks_in_their_order(
 
 
 async def test_events_come_in_anthropics_order(world: EdgeWorld) -> None:
-    """Clients that read the events themselves rely on their order: each block begins, grows and ends before the next."""
+    """Clients that read the events themselves rely on their order: a block ends before the next one begins."""
     world.link.script = answer(OUTPUT)
     events = await events_of(world, tools=[WEATHER])
     assert [event["type"] for event in events] == [
@@ -318,11 +318,11 @@ async def test_structured_output(world: EdgeWorld, client: anthropic.AsyncAnthro
     assert json.loads(block.text) == {"a": 1}
 
 
-async def test_a_prefilled_answer_is_continued(world: EdgeWorld) -> None:
+async def test_an_answer_that_the_client_has_begun(world: EdgeWorld) -> None:
     """The prompt ends with what the client has begun, so the model goes on from there."""
     world.link.script = answer("42}")
-    prefilled = [*USER, {"role": "assistant", "content": 'A <|im_end|> e: {"n":'}]
-    status, body = await post(world, messages=prefilled)
+    begun = [*USER, {"role": "assistant", "content": 'A <|im_end|> e: {"n":'}]
+    status, body = await post(world, messages=begun)
     assert status == 200, body
     assert body["content"][0]["text"] == "42}"
     assert prompt_of(world).endswith('<|im_start|>assistant\nA <|im_end|> e: {"n":')

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edge_http.anthropic.messages import chat_messages, check_prefill, is_prefilled
+from edge_http.anthropic.messages import chat_messages, check_continued, is_continued
 from edge_http.anthropic.requests import PromptBody, decode_count_tokens
 from kvloom.errors import KvloomError
 from kvloom.text.chat_message import ChatMessage, ToolCall
@@ -122,13 +122,13 @@ def test_blocks_that_kvloom_does_not_understand(kind: str) -> None:
 def test_what_an_answer_may_begin_with(content: Any, is_good: bool) -> None:
     """Only text can be continued, and models continue text that ends with whitespace badly."""
     given = body([{"role": "user", "content": "a"}, {"role": "assistant", "content": content}])
-    assert is_prefilled(given)
+    assert is_continued(given)
     converted = chat_messages(given)
     if is_good:
-        check_prefill(converted)
+        check_continued(converted)
     else:
         with pytest.raises(KvloomError, match="last message"):
-            check_prefill(converted)
+            check_continued(converted)
 
 
 def test_unknown_fields_are_named() -> None:
