@@ -18,6 +18,7 @@ from edge_http.anthropic.blocks import (
     ToolUseBlock,
 )
 from edge_http.anthropic.requests import Message, PromptBody
+from edge_http.formatting.decoding import json_text
 from kvloom.conversation.arguments import checked_arguments
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.text.chat_message import ChatMessage, ToolCall
@@ -94,7 +95,11 @@ def _assistant(blocks: Sequence[tuple[str, ContentBlock]], names: dict[str, str]
                 pass
             case ToolUseBlock():
                 calls.append(
-                    ToolCall(block.id, block.name, checked_arguments(bytes(block.input).decode(), f"{field}.input"))
+                    ToolCall(
+                        block.id,
+                        block.name,
+                        checked_arguments(json_text(block.input, f"{field}.input"), f"{field}.input"),
+                    )
                 )
                 names[block.id] = block.name
             case _:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from edge_http.anthropic.requests import MessagesBody, PromptBody
+from edge_http.formatting.decoding import json_text
 from kvloom.errors import invalid_argument, unsupported
 from kvloom.guide import check_guide
 from kvloom.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, check_sampling, check_stop
@@ -98,6 +99,6 @@ def output_guide(body: PromptBody) -> tuple[Guide, str] | None:
     if wanted is None:
         return None
     field += ".schema"
-    guide = Guide(json_schema=bytes(wanted.schema).decode())
+    guide = Guide(json_schema=json_text(wanted.schema, field))
     check_guide(guide, field)
     return guide, field

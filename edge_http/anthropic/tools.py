@@ -9,7 +9,7 @@ import msgspec
 
 from edge_http.anthropic.blocks import CacheControl
 from edge_http.anthropic.requests import Part, PromptBody, ToolChoiceBody
-from edge_http.formatting.decoding import decode_body
+from edge_http.formatting.decoding import decode_body, json_text
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import invalid_argument, unsupported
 
@@ -72,7 +72,7 @@ def _tool(raw: msgspec.Raw, at: str) -> Tool:
         raise unsupported(f"{at}.allowed_callers: only 'direct' is supported.", f"{at}.allowed_callers")
     description = body.description or ""
     if body.input_examples:
-        examples = "\n".join(bytes(example).decode() for example in body.input_examples)
+        examples = "\n".join(json_text(example, f"{at}.input_examples") for example in body.input_examples)
         description = f"{description}\n\nExamples of inputs:\n{examples}".lstrip()
     return Tool(body.name, description, body.input_schema, bool(body.strict))
 
