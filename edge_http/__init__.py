@@ -1,4 +1,4 @@
-"""The HTTP edge: an OpenAI-compatible API over HTTP and server-sent events, in front of one or more routers.
+"""The HTTP edge: the APIs of OpenAI and Anthropic over HTTP and server-sent events, in front of one or more routers.
 
 __main__.py    `python -m edge_http`: one edge process
 server/        the HTTP server: connections, the routing table, start and stop
@@ -7,6 +7,7 @@ edge.py        what all handlers share: configuration, link, models, admission
 submission.py  one answer from its submission to a router until its end
 formatting/    what the response formats of all APIs have in common
 openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters
+anthropic/     Anthropic's request and response formats
 wire/          bytes on the connection: bodies, headers, JSON, server-sent events
 answers/       receives an answer's tokens and turns them into a response
 resume/        streams that outlive their connection

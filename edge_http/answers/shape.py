@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.anthropic.formatter import MessageOptions, MessagesFormatter
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
@@ -72,9 +73,14 @@ def _completion(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[
     return CompletionFormatter(envelope, tokenizer)
 
 
+def _messages(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> ResponseFormatter:  # noqa: ARG001
+    return MessagesFormatter(envelope, msgspec.convert(options, MessageOptions))
+
+
 FORMATS: Final[Mapping[str, Callable[[Envelope, ModelTokenizer, Mapping[str, Any]], ResponseFormatter]]] = {
     "chat": _chat,
     "completion": _completion,
     "responses": ResponsesFormatter,
+    "messages": _messages,
 }
 """The formatter of each API."""

@@ -3,6 +3,7 @@
 answering.py   from a validated request to the end of its answer, for all APIs
 generation.py  POST /v1/chat/completions and POST /v1/completions
 responses.py   POST /v1/responses
+messages.py    POST /v1/messages and POST /v1/messages/count_tokens
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models
 health.py      /health, /live, /ready, /metrics, /metrics/targets and /version

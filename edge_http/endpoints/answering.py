@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -69,6 +69,8 @@ class GenerationJob(msgspec.Struct, frozen=True):
     tier: router_service_pb2.Tier
     body_digest: str
     shape: ResponseShape
+    headers: Mapping[str, str] = {}
+    """Further headers of the response."""
     guide_field: str = ""
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
@@ -100,7 +102,7 @@ async def generate(
         return await _stream_resumable(edge, request, permit, job, formatter, name, key, is_resumable=is_resumable)
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(
-        job.prompt_sizes, job.n, formatter, events, _headers(request, name), **_stream_options(request, job)
+        job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(request, job)
     )
     begin_answer(name, job.model.name, streamed)
     try:
@@ -163,7 +165,7 @@ async def _whole_body(
     await run_submission(edge, _submission(edge, request, job, name), collected)
     processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
-    headers = {"openai-processing-ms": str(processing_ms), **more}
+    headers = {"openai-processing-ms": str(processing_ms), **job.headers, **more}
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
 
 
@@ -186,7 +188,7 @@ async def _stream_resumable(
     if known is not None:
         return await deliver_found(edge, request, known, after or 0, is_replay=True)
     stream = edge.resume.open(response)
-    headers = _headers(request, name)
+    headers = _headers(request, job, name)
     if is_resumable:
         headers[RESUME] = f"{edge.resume.grace_seconds:g}"
     submission = _submission(edge, request, job, name)
@@ -209,8 +211,8 @@ def _response_name(edge: Edge, request: web.BaseRequest, job: GenerationJob, nam
     return ResponseName(name, credential_digest(request), caller, key, job.shape.api + job.body_digest)
 
 
-def _headers(request: web.BaseRequest, name: str) -> dict[str, str]:
-    return {REQUEST_ID: request_id(request), RESPONSE_ID: name}
+def _headers(request: web.BaseRequest, job: GenerationJob, name: str) -> dict[str, str]:
+    return {REQUEST_ID: request_id(request), RESPONSE_ID: name, **job.headers}
 
 
 def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""GET /v1/models and GET /v1/models/{id}."""
+"""GET /v1/models and GET /v1/models/{id}, in the shape of the API whose client asks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ from typing import Any
 
 from aiohttp import web
 
+from edge_http.anthropic.models import model_object, page_of
+from edge_http.anthropic.requests import check_version
 from edge_http.edge import Edge, ServedModel
+from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, is_anthropic, request_id
 from edge_http.wire.json_response import json_response
 
 
-async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    if is_anthropic(request):
+        models = [_anthropic_object(edge, model) for model in edge.models.values()]
+        return _anthropic_response(request, page_of(models, request.query))
     models = [_model_object(edge, model) for model in edge.models.values()]
     return json_response({"object": "list", "data": models})
 
 
 async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    name = request.path.removeprefix("/v1/models/")
-    return json_response(_model_object(edge, edge.find_model(name)))
+    model = edge.find_model(request.path.removeprefix("/v1/models/"))
+    if is_anthropic(request):
+        return _anthropic_response(request, _anthropic_object(edge, model))
+    return json_response(_model_object(edge, model))
 
 
 def _model_object(edge: Edge, model: ServedModel) -> dict[str, Any]:
@@ -31,3 +39,14 @@ def _model_object(edge: Edge, model: ServedModel) -> dict[str, Any]:
         "max_model_len": info.max_model_len if info else None,
         "num_ready_shards": info.num_ready_shards if info else 0,
     }
+
+
+def _anthropic_object(edge: Edge, model: ServedModel) -> dict[str, Any]:
+    return model_object(model.name, model.created, edge.window(model.name) or None)
+
+
+def _anthropic_response(request: web.BaseRequest, body: dict[str, Any]) -> web.Response:
+    check_version(request.headers.get(ANTHROPIC_VERSION))
+    response = json_response(body)
+    response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
+    return response

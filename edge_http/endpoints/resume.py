@@ -1,5 +1,5 @@
-"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}, /v1/responses/{id}) resumes a
-stream. POST .../{id}/cancel cancels its answer."""
+"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}, /v1/responses/{id},
+/v1/messages/{id}) resumes a stream. POST .../{id}/cancel cancels its answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ from kvloom.errors import invalid_argument
 
 NO_HEADERS: Final[Mapping[str, str]] = {}
 _RESPONSES: Final = "/v1/responses"
-_ID_PREFIXES: Final = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", _RESPONSES: "resp_"}
+ID_PREFIXES: Final[Mapping[str, str]] = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    _RESPONSES: "resp_",
+    "/v1/messages": "msg_",
+}
+"""What the ids of each path's responses begin with."""
 
 
 async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -169,6 +175,6 @@ def _response_id(request: web.BaseRequest) -> str:
     """Return the id in the path. Each path accepts only ids of its own kind. Raises KvloomError."""
     path = request.path.removesuffix("/cancel")
     parent, _, response_id = path.rpartition("/")
-    if not response_id.startswith(_ID_PREFIXES[parent]):
+    if not response_id.startswith(ID_PREFIXES[parent]):
         raise not_kept()
     return response_id

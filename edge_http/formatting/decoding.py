@@ -31,6 +31,14 @@ def decode_body(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, at:
         raise invalid_argument("The body is nested too deeply.") from error
 
 
+def json_text(raw: msgspec.Raw, field: str) -> str:
+    """The text of a part of a body that was not decoded with it. Raises KvloomError (INVALID_ARGUMENT)."""
+    try:
+        return bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        raise invalid_argument(f"{field} is not valid UTF-8.", field) from error
+
+
 def _field_error(text: str, at: str) -> KvloomError:
     """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as an error of kvloom."""
     match = _AT.fullmatch(text)

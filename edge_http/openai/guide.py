@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from edge_http.formatting.decoding import json_text
 from edge_http.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
@@ -43,7 +44,7 @@ def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
     field += ".schema"
     if not _is_given(wanted.json_schema.schema):
         raise invalid_argument(f"{field} is missing.", field)
-    return BodyGuide(Guide(json_schema=_text(wanted.json_schema.schema)), field)
+    return BodyGuide(Guide(json_schema=json_text(wanted.json_schema.schema, field)), field)
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
@@ -51,7 +52,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
     if wanted.json_object:
         guides["json_object"] = Guide(json_object=True)
     if _is_given(wanted.json):
-        guides["json"] = Guide(json_schema=_schema_text(wanted.json))
+        guides["json"] = Guide(json_schema=_schema_text(wanted.json, "structured_outputs.json"))
     if wanted.regex is not None:
         guides["regex"] = Guide(regex=wanted.regex)
     if wanted.choice is not None:
@@ -70,11 +71,7 @@ def _is_given(raw: msgspec.Raw) -> bool:
     return bytes(raw) not in (b"", b"null")
 
 
-def _schema_text(raw: msgspec.Raw) -> str:
+def _schema_text(raw: msgspec.Raw, field: str) -> str:
     """Return the text of a schema, which is given as JSON or as a string that contains JSON."""
-    text = _text(raw)
+    text = json_text(raw, field)
     return msgspec.json.decode(text, type=str) if text.startswith('"') else text
-
-
-def _text(raw: msgspec.Raw) -> str:
-    return bytes(raw).decode()

@@ -33,12 +33,15 @@ async def chat_prompt(
     tokenizer: ModelTokenizer,
     max_model_len: int = 0,
     field: str = "messages",
+    *,
+    is_continued: bool = False,
 ) -> tuple[Prompt, str]:
-    """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known.
-    Returns the prompt and its rendered text. Raises KvloomError."""
+    """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known;
+    `is_continued`: the last message is the beginning of the answer. Returns the prompt and its rendered
+    text. Raises KvloomError."""
     text = screened_text(messages, tools)
     check_text_size(len(text), max_model_len, field)
-    token_ids, rendered = await conversation_prompt(tokenizer, messages, tools, template_options)
+    token_ids, rendered = await conversation_prompt(tokenizer, messages, tools, template_options, is_continued)
     return Prompt(token_ids, text, field), rendered
 
 

@@ -4,13 +4,16 @@ and `function_call`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
+from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import ChatBody, FunctionBody, NamedFunction, ToolBody, ToolChoiceBody
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import KvloomError, invalid_argument, unsupported
+
+_JSON: Final = msgspec.json.Decoder()
 
 
 class ChatTools(NamedTuple):
@@ -47,7 +50,7 @@ def function_tool(function: FunctionBody, at: str) -> Tool:
     """`at` leads to the function in the body, e.g. "tools[0].function."."""
     parameters = function.parameters
     if bytes(parameters) not in (b"", b"null"):
-        schema = msgspec.json.decode(parameters)
+        schema = decode_body(_JSON, parameters, f"{at}parameters")
         if not isinstance(schema, dict):
             raise invalid_argument(f"{at}parameters must be a JSON schema.", f"{at}parameters")
         return Tool(function.name, function.description or "", schema, bool(function.strict))

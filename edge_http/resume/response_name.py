@@ -30,7 +30,7 @@ def new_edge_tag() -> str:
 
 
 def new_response_id(prefix: str, edge_tag: str) -> str:
-    """`prefix` is e.g. "chatcmpl-" or "resp_". The id cannot be guessed."""
+    """`prefix` is e.g. "chatcmpl-", "resp_" or "msg_". The id cannot be guessed."""
     return f"{prefix}{edge_tag}{secrets.token_hex(8)}"
 
 

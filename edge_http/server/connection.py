@@ -17,6 +17,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
+from edge_http.formatting.error_formats import error_format_of
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.wire.headers import unsupported_transfer_coding
 from edge_http.wire.json_response import error_response
@@ -131,7 +132,7 @@ class Connection(web.RequestHandler):
 
     def handle_error(
         self,
-        request: web.BaseRequest,  # noqa: ARG002
+        request: web.BaseRequest,
         status: int = 500,
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002
@@ -149,7 +150,7 @@ class Connection(web.RequestHandler):
             else:
                 log.error("the connection failed", exc_info=exc)
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
-        response = error_response(error)
+        response = error_response(error, error_format_of(request.path))
         response.force_close()
         if status < 500:  # other requests have been logged
             log_refused_connection(self._edge.access_log, response.status, error)

@@ -1,4 +1,4 @@
-"""The routing table, and the one place where every failure becomes an OpenAI error."""
+"""The routing table, and the one place where every failure becomes an error of the API that was called."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from aiohttp import web
 from edge_http.edge import Edge
 from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
+from edge_http.endpoints.messages import count_tokens, messages
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
-from edge_http.wire.headers import REQUEST_ID, check_transfer_coding, request_id
+from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
+from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, REQUEST_ID, check_transfer_coding, is_anthropic, request_id
 from edge_http.wire.json_response import error_response
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
@@ -30,6 +32,7 @@ MODEL_ROUTE: Final = "/v1/models/{id}"
 CHAT_ROUTE: Final = "/v1/chat/completions/{id}"
 COMPLETION_ROUTE: Final = "/v1/completions/{id}"
 RESPONSE_ROUTE: Final = "/v1/responses/{id}"
+MESSAGE_ROUTE: Final = "/v1/messages/{id}"
 UNKNOWN_ROUTE: Final = "unknown"
 
 ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
@@ -44,6 +47,10 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     COMPLETION_ROUTE + "/cancel": {"POST": cancel_response},
     RESPONSE_ROUTE: {"GET": resume_stream},
     RESPONSE_ROUTE + "/cancel": {"POST": cancel_response},
+    "/v1/messages": {"POST": messages},
+    "/v1/messages/count_tokens": {"POST": count_tokens},
+    MESSAGE_ROUTE: {"GET": resume_stream},
+    MESSAGE_ROUTE + "/cancel": {"POST": cancel_response},
     "/health": {"GET": health, "HEAD": health},
     "/live": {"GET": health, "HEAD": health},
     "/ready": {"GET": ready, "HEAD": ready},
@@ -92,7 +99,7 @@ class HttpRouter:
             return await _handler(request, route)(self._edge, request)
         except KvloomError as error:
             record.error_type = error.reason_name.lower()
-            response = error_response(error)
+            response = _error_response(request, error)
             if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
                 response.headers["Allow"] = ", ".join(ROUTES[route])
             if error.kind.http_status >= 500:
@@ -103,13 +110,25 @@ class HttpRouter:
         except Exception:
             record.error_type = "internal"
             log.exception("request broke", route=route)
-            return error_response(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
+            return _error_response(
+                request, KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
+            )
+
+
+def _error_response(request: web.BaseRequest, error: KvloomError) -> web.Response:
+    """In the shape of the API to which the request belongs."""
+    if not is_anthropic(request):
+        return error_response(error)
+    named = request_id(request)
+    response = error_response(error, ANTHROPIC_ERRORS, named)
+    response.headers[ANTHROPIC_REQUEST_ID] = named
+    return response
 
 
 def _route(path: str) -> str:
     if path in ROUTES:
         return path
-    for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE, RESPONSE_ROUTE):
+    for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE, RESPONSE_ROUTE, MESSAGE_ROUTE):
         folder = route.removesuffix("{id}")
         if path.startswith(folder) and len(path) > len(folder):
             cancel_route = route + "/cancel"

@@ -9,11 +9,14 @@ from urllib.parse import quote
 
 from aiohttp import web
 
+from edge_http.formatting.error_formats import ANTHROPIC_ERRORS, error_format_of
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceStart
 
 REQUEST_ID: Final = "x-request-id"
+ANTHROPIC_REQUEST_ID: Final = "request-id"
+ANTHROPIC_VERSION: Final = "anthropic-version"
 DETAILS: Final = "x-kvloom-details"
 EXPLAIN: Final = "x-kvloom-explain"
 SHARD: Final = "x-kvloom-shard"
@@ -43,6 +46,11 @@ def request_id(request: web.BaseRequest) -> str:
     chosen = given if given and _SAFE_ID.fullmatch(given) else f"req-{os.urandom(12).hex()}"
     request[_REQUEST_ID_KEY] = chosen
     return chosen
+
+
+def is_anthropic(request: web.BaseRequest) -> bool:
+    """Whether the response has Anthropic's shape."""
+    return error_format_of(request.path, has_anthropic_version=ANTHROPIC_VERSION in request.headers) is ANTHROPIC_ERRORS
 
 
 def check_transfer_coding(request: web.BaseRequest) -> None:

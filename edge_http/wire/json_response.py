@@ -22,8 +22,8 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=encode_json(body), status=status, content_type="application/json")
 
 
-def error_response(error: KvloomError, error_format: ErrorFormat = OPENAI_ERRORS) -> web.Response:
-    response = json_response(error_format.body(error), error.kind.http_status)
+def error_response(error: KvloomError, error_format: ErrorFormat = OPENAI_ERRORS, request_id: str = "") -> web.Response:
+    response = json_response(error_format.body(error, request_id), error_format.status(error))
     if error.retry_after_seconds > 0:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
         response.headers["retry-after-ms"] = str(

@@ -1,6 +1,7 @@
 """Conversations with tools, as every API of the fabric understands them. Pure.
 
 tools.py           tools, the choice among them, and their checks
+arguments.py       the arguments of calls in the history
 model_output.py    how a model writes tool calls and reasoning
 prompt.py          the prompt of a conversation
 tool_plan.py       what a request with tools means: the tools in the prompt, the guide, and the parser of the output

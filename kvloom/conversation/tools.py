@@ -11,7 +11,7 @@ from kvloom.errors import invalid_argument
 
 MAX_TOOLS: Final = 128
 MAX_SCHEMA_DEPTH: Final = 32
-_NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 
 
@@ -47,8 +47,9 @@ NONE: Final = ToolChoice("none")
 REQUIRED: Final = ToolChoice("required")
 
 
-def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function.") -> None:
-    """Raise KvloomError (INVALID_ARGUMENT) for tools that no model can call. `at` leads from a tool to its fields."""
+def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function.", schema: str = "parameters") -> None:
+    """Raise KvloomError (INVALID_ARGUMENT) for tools that no model can call. `at` leads from a tool to its fields, of
+    which `schema` has the schema of the arguments."""
     if len(tools) > MAX_TOOLS:
         raise invalid_argument(f"{field} has {len(tools)} entries; at most {MAX_TOOLS}.", field)
     seen: set[str] = set()
@@ -56,16 +57,16 @@ def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function
         where = f"{field}[{number}].{at}"
         if not _NAME.fullmatch(tool.name):
             raise invalid_argument(
-                f"{where}name must have 1 to 64 letters, digits, underscores, dots or hyphens.", f"{where}name"
+                f"{where}name must have 1 to 128 letters, digits, underscores, dots or hyphens.", f"{where}name"
             )
         if tool.name in seen:
             raise invalid_argument(f"{where}name: there is more than one tool {tool.name!r}.", f"{where}name")
         seen.add(tool.name)
         if tool.parameters.get("type", "object") != "object":
-            raise invalid_argument(f"{where}parameters must be a schema of type object.", f"{where}parameters")
+            raise invalid_argument(f"{where}{schema} must be a schema of type object.", f"{where}{schema}")
         if _depth(tool.parameters) > MAX_SCHEMA_DEPTH:
             raise invalid_argument(
-                f"{where}parameters is nested more than {MAX_SCHEMA_DEPTH} levels deep.", f"{where}parameters"
+                f"{where}{schema} is nested more than {MAX_SCHEMA_DEPTH} levels deep.", f"{where}{schema}"
             )
 
 

@@ -93,9 +93,10 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         *,
         max_chars: int = MAX_RENDERED_CHARS,
+        add_generation_prompt: bool = True,
     ) -> str:
         """As `render`, for messages and tools in the form in which templates see them. `options`: further variables of
-        the request."""
+        the request. `add_generation_prompt`: the prompt ends with the beginning of an assistant's message."""
         if not messages:
             raise invalid_argument("messages must hold at least one message.", "messages")
         for i, message in enumerate(messages):
@@ -105,7 +106,7 @@ class ChatTemplate:
             **(options or {}),
             **self._named_tokens,
             "messages": messages,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
             "tools": tools or None,
             "documents": None,
         }

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.process.cpu_affinity import use_every_cpu
 from kvloom.text.chat_template import ChatMessage, ChatTemplate, message_variables, named_tokens, read_json
+from kvloom.text.continued_prompt import continued_prompt
 from kvloom.text.special_tokens import AliasedEncoder, SpecialStrings, texts_in, with_texts
 from kvloom.text.token_bytes import TokenBytes
 from kvloom.text.token_ids import token_array
@@ -163,10 +164,12 @@ class ModelTokenizer:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
+        is_continued: bool = False,
     ) -> tuple[array[int], str]:
         """The (ids, text) of a conversation's prompt. `tools`: as the template expects them; `options`: further
-        variables of the template. Special-token strings in whatever a user can write stay plain text (see
-        kvloom/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, QUEUE_FULL)."""
+        variables of the template; `is_continued`: the last message is the beginning of the answer. Special-token
+        strings in whatever a user can write stay plain text (see kvloom/text/special_tokens.py). Raises KvloomError
+        (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER, QUEUE_FULL)."""
         template = self._required_template()
         variables = message_variables(messages)
         if tools or max(map(len, variables), default=0) > NUM_PLAIN_VARIABLES:
@@ -176,7 +179,10 @@ class ModelTokenizer:
             if mark:
                 for message, content in zip(variables, contents, strict=True):
                     message["content"] = content
-        text = template.render_variables(variables, tools, options)
+        if is_continued:
+            text = continued_prompt(template, variables, tools, options)
+        else:
+            text = template.render_variables(variables, tools, options)
         if not mark:
             return await self.encode(text), text
         ids = await self._in_thread(lambda: self._aliased_encoder().encode(text, mark))

@@ -71,6 +71,7 @@ class FakeRequest:
         index: int = 0,
         *,
         error: KvloomError | None = None,
+        stop_string: str = "",
         **counts: int,
     ) -> None:
         if not self.cancelled.is_set() and index in self._open:
@@ -81,6 +82,7 @@ class FakeRequest:
                 num_cached_tokens=self._num_cached_tokens,
                 num_output_tokens=self._num_output_tokens[index],
                 error=error.to_proto() if error else None,
+                stop_string=stop_string,
                 **counts,
             )
             self._sink.on_finish(index, finish)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 EVENT = re.compile(rb"id: (\d+)\n(?:event: [^\n]*\n)?data: (.*)", re.DOTALL)
-LAST_EVENT = re.compile(rb'\[DONE\]$|{"type":"response\.(completed|incomplete|failed)"')
+LAST_EVENT = re.compile(rb'\[DONE\]$|{"type":"response\.(completed|incomplete|failed)"|{"type":"message_stop"}$')
 
 
 @dataclasses.dataclass
@@ -18,7 +18,7 @@ class ResumingClient:
     """Collects the events of one answer over any number of connections."""
 
     url: str
-    """Of the collection: .../v1/chat/completions, .../v1/completions or .../v1/responses"""
+    """Of the collection: .../v1/chat/completions, .../v1/completions, .../v1/responses or .../v1/messages"""
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
     response_id: str = ""
     events: list[bytes] = dataclasses.field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from edge_http.recovery.edge_membership import EdgeMembership
@@ -19,22 +20,31 @@ from tests.fakes.resuming_client import ResumingClient
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
 TEXT = ["Hel", "lo", "", " \N{SLIGHTLY SMILING FACE}", "! ", 'a "quoted" ', "", "line\n", "end"]
 """Deltas; an empty one is a token whose text is held back: half a character, or what may become a stop string."""
+TOKENS = [(70 + i, text) for i, text in enumerate(TEXT)]
 
 
 class Script:
     """The updates that a router sends for a request: deterministic, as those of real answers are."""
 
-    def __init__(self, n: int = 1, *, logprobs: bool = False, text: str = "") -> None:
-        """`text`: what the model writes, in its tokenizer's tokens; "": TEXT, in tokens that do not matter."""
-        self.deltas, self.token_ids = TEXT, list(range(70, 70 + len(TEXT)))
+    def __init__(
+        self,
+        n: int = 1,
+        *,
+        logprobs: bool = False,
+        tokens: Sequence[tuple[int, str]] = TOKENS,
+        text: str = "",
+    ) -> None:
+        """`tokens`: the ids and what they add to the text. `text`: what the model writes instead, in its tokenizer's
+        tokens."""
         if text:
-            self.token_ids = model_tokenizer().encode_now(text)
             detokenizer = IncrementalDetokenizer(model_tokenizer())
-            self.deltas = [detokenizer.push((token_id,)) for token_id in self.token_ids]
+            tokens = [(token_id, detokenizer.push((token_id,))) for token_id in model_tokenizer().encode_now(text)]
+        self.tokens = tokens
         steps = [("start", index, 0) for index in range(n)]
-        for i in range(len(self.deltas)):
+        for i in range(len(tokens)):
             steps += [("token", index, i) for index in range(n)]
         steps += [("finish", index, 0) for index in reversed(range(n))]
         self.steps = steps
@@ -49,9 +59,8 @@ class Script:
                 request.start(index, num_cached_tokens=2)
             elif what == "token":
                 logprobs = [TokenLogprobs(logprob=-0.5 - i, top_token_ids=[65, 66], top_logprobs=[-0.5, -1.5])]
-                request.tokens(
-                    self.deltas[i], index, token_ids=[self.token_ids[i]], logprobs=logprobs if self.logprobs else ()
-                )
+                token_id, text = self.tokens[i]
+                request.tokens(text, index, token_ids=[token_id], logprobs=logprobs if self.logprobs else ())
             else:
                 request.finish(index=index)
 
@@ -63,8 +72,7 @@ class Script:
         for _, index, _ in self.steps:
             if index not in ended:
                 delivered = [i for what, of, i in done if what == "token" and of == index]
-                num_chars = sum(len(self.deltas[i]) for i in delivered)
-                wanted[index] = ([self.token_ids[i] for i in delivered], num_chars)
+                wanted[index] = ([self.tokens[i][0] for i in delivered], sum(len(self.tokens[i][1]) for i in delivered))
         partial_choices = {
             choice.index: (list(choice.token_ids), choice.num_chars) for choice in request.request.partial_choices
         }
@@ -87,6 +95,7 @@ def kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
             chat_body(stream=True, n=2, logprobs=True, top_logprobs=2, stop=["\n\n"], seed=2**63 + 5, **usage),
             Script(2, logprobs=True),
         ),
+        "messages": (MESSAGES, messages_body(stream=True), Script()),
         "completion": (COMPLETIONS, {**plain, **usage}, Script()),
         "completion with all": (COMPLETIONS, {**plain, "n": 2, "logprobs": 2, **usage}, Script(2, logprobs=True)),
     }
@@ -107,6 +116,11 @@ def parsed_kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
     usage = {"stream_options": {"include_usage": True}}
     tools = [{"type": "function", "function": {"name": "weather"}}]
     return {"chat with tools": (CHAT, chat_body(stream=True, tools=tools, n=2, **usage), Script(2, text=CALLS))}
+
+
+def messages_body(**fields: Any) -> dict[str, Any]:
+    """A body of Anthropic's API."""
+    return {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "the fox"}], **fields}
 
 
 def same_but_names(events: list[bytes]) -> list[bytes]:

@@ -284,6 +284,23 @@ async def test_bad_tools_are_refused_by_name(world: EdgeWorld, fields: dict[str,
     assert body["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"tools":[{"type":"function","function":{"name":"f","parameters":{"a":"\xff"}}}]',
+        b'"response_format":{"type":"json_schema","json_schema":{"schema":{"a":"\xff"}}}',
+        b'"structured_outputs":{"json":{"a":"\xff"}}',
+    ],
+)
+async def test_a_schema_that_is_no_unicode(world: EdgeWorld, fields: bytes) -> None:
+    """Schemas are decoded apart from their body, and what is wrong with them is the client's fault as well."""
+    body = b'{"model":"tiny","messages":[{"role":"user","content":"x"}],%b}' % fields
+    headers = {"Content-Type": "application/json"}
+    async with world.http.post(world.url + "/v1/chat/completions", data=body, headers=headers) as response:
+        assert response.status == 400
+        assert "UTF-8" in (await response.json())["error"]["message"]
+
+
 async def test_markup_in_a_users_message_forges_nothing(world: EdgeWorld) -> None:
     """Special tokens in tool results or arguments stay text, as they do in messages."""
     call = {"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": '{"a": "<|im_end|>"}'}}

@@ -1,0 +1,166 @@
+"""Decodes the bodies that clients post into typed and validated structs. Errors name the field.
+
+Parameters of Anthropic's API that kvloom does not support are declared with their harmless values, which are accepted;
+all others are refused by name, and so are unknown ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from edge_http.anthropic.blocks import CacheControl, ContentBlock, TextBlock
+from edge_http.formatting.decoding import decode_body
+from kvloom.errors import invalid_argument, unsupported
+
+MAX_USER_ID_CHARS: Final = 512
+KNOWN_VERSIONS: Final = ("2023-06-01", "2026-10-21")
+"""The versions of Anthropic's API whose Messages have this format. The later one has no sampling parameters; kvloom's
+models do, so they are accepted with either."""
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A part of a body."""
+
+
+class Message(Part, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class Metadata(Part, kw_only=True):
+    user_id: str | None = None
+    """Accepted, and not used: callers are told apart by their credentials."""
+
+
+class Thinking(Part, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    """Checked, and not enforced: max_tokens bounds thinking and answer together."""
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Part, kw_only=True):
+    type: Literal["json_schema"]
+    schema: msgspec.Raw
+
+
+class OutputConfig(Part, kw_only=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ToolChoiceBody(Part, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ContextEdit(msgspec.Struct, kw_only=True):
+    type: str
+
+
+class ContextManagement(Part, kw_only=True):
+    edits: list[ContextEdit] | None = None
+
+
+class PromptBody(Part, kw_only=True):
+    """What determines the prompt: the body of count_tokens, and the beginning of every other."""
+
+    model: str
+    messages: list[Message]
+    system: str | list[TextBlock] | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The predecessor of `output_config.format`."""
+    cache_control: CacheControl | None = None
+    """Accepted and not needed: every prefix is cached."""
+    context_management: ContextManagement | None = None
+    diagnostics: msgspec.Raw = msgspec.Raw()
+    """Ignored: it asks about Anthropic's cache."""
+    betas: list[str] | None = None
+    """Ignored, like the header anthropic-beta."""
+    speed: Any = None
+    mcp_servers: Any = None
+    container: Any = None
+    compaction: Any = None
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
+    thread: Any = None
+    inference_geo: Any = None
+    user_profile_id: Any = None
+    billing_policy: Any = None
+
+
+class MessagesBody(PromptBody, kw_only=True):
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+_HARMLESS: Final[Mapping[str, Sequence[Any]]] = {
+    "speed": ("standard",),
+    "mcp_servers": ([],),
+    "container": (),
+    "compaction": (),
+    "fallbacks": ([],),
+    "fallback_credit_token": (),
+    "thread": (),
+    "inference_geo": ("global",),
+    "user_profile_id": (),
+    "billing_policy": (),
+}
+"""The parameters that kvloom does not support, and the values besides null that ask for nothing."""
+_HARMLESS_EDIT: Final = "clear_thinking_"
+"""Context edits of this kind leave out old thinking, as chat templates do by themselves."""
+
+_MESSAGES: Final = msgspec.json.Decoder(MessagesBody)
+_PROMPT: Final = msgspec.json.Decoder(PromptBody)
+_Body = TypeVar("_Body", bound=PromptBody)
+
+
+def decode_messages(raw: bytes, max_messages: int) -> MessagesBody:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    body = _checked(decode_body(_MESSAGES, raw), max_messages)
+    user_id = body.metadata.user_id if body.metadata is not None else None
+    if user_id is not None and len(user_id) > MAX_USER_ID_CHARS:
+        field = "metadata.user_id"
+        raise invalid_argument(f"{field} has {len(user_id)} characters; at most {MAX_USER_ID_CHARS}.", field)
+    return body
+
+
+def decode_count_tokens(raw: bytes, max_messages: int) -> PromptBody:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    return _checked(decode_body(_PROMPT, raw), max_messages)
+
+
+def check_version(version: str | None) -> None:
+    """Check the header anthropic-version; it may be missing. Raises KvloomError (INVALID_ARGUMENT)."""
+    if version is not None and version not in KNOWN_VERSIONS:
+        raise invalid_argument(f"anthropic-version: {version[:64]!r} is not a valid version.", "anthropic-version")
+
+
+def _checked(body: _Body, max_messages: int) -> _Body:
+    if not body.messages:
+        raise invalid_argument("messages must hold at least one message.", "messages")
+    if len(body.messages) > max_messages:
+        raise invalid_argument(f"messages has {len(body.messages)} entries; at most {max_messages}.", "messages")
+    for name, harmless in _HARMLESS.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless:
+            raise unsupported(f"{name} is not supported.", name)
+    for number, edit in enumerate((body.context_management.edits if body.context_management else None) or ()):
+        if not edit.type.startswith(_HARMLESS_EDIT):
+            field = f"context_management.edits[{number}]"
+            raise unsupported(f"{field}: edits of type {edit.type[:64]!r} are not supported.", field)
+    return body

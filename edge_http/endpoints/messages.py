@@ -1,0 +1,149 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens: Anthropic's requests for answers, and for the size of a
+prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from edge_http.answers.shape import shape_of
+from edge_http.anthropic.formatter import MessageOptions
+from edge_http.anthropic.messages import chat_messages, check_continued, is_continued
+from edge_http.anthropic.requests import PromptBody, check_version, decode_count_tokens, decode_messages
+from edge_http.anthropic.settings import (
+    max_tokens_of,
+    omits_thinking,
+    output_guide,
+    sampling_of,
+    stop_conditions,
+    template_options,
+    thinks,
+)
+from edge_http.anthropic.tools import MessageTools, tools_of
+from edge_http.edge import Edge, ServedModel
+from edge_http.endpoints.answering import GenerationJob, generate
+from edge_http.openai.prompt import Prompt, chat_prompt
+from edge_http.wire.body import digest_of, read_json_body
+from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
+from edge_http.wire.json_response import json_response
+from kvloom.conversation.model_output import prompted
+from kvloom.conversation.tool_plan import ToolPlan, plan_tools
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.parsers.sniff import starts_in_reasoning
+from kvloom.parsers.spec import ParserSpec
+from kvloom.v1 import router_service_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import Guide
+
+
+class _Prepared(NamedTuple):
+    """What follows from the part of a body that determines the prompt."""
+
+    model: ServedModel
+    prompt: Prompt
+    tools: MessageTools
+    plan: ToolPlan
+    parser: ParserSpec | None
+    guide: Guide | None
+    guide_field: str
+
+
+async def messages(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/messages."""
+    check_version(request.headers.get(ANTHROPIC_VERSION))
+    with edge.admit(edge.callers.caller_of(request)) as permit:
+        with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
+            raw = await read_json_body(request, edge.config, lease)
+            await edge.fair_yield.take(len(raw))
+            edge.check_room()
+            job = await _job(edge, request, raw)
+        return await generate(edge, request, permit, job)
+
+
+async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/messages/count_tokens."""
+    check_version(request.headers.get(ANTHROPIC_VERSION))
+    with edge.admit(edge.callers.caller_of(request)), edge.bodies.lease(edge.callers.caller_of(request)) as lease:
+        raw = await read_json_body(request, edge.config, lease)
+        await edge.fair_yield.take(len(raw))
+        edge.check_room()
+        prepared = await _prepared(edge, decode_count_tokens(raw, edge.config.max_messages))
+        response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
+        response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
+        return response
+
+
+async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
+    """Validate and tokenize a body. Raises KvloomError."""
+    body = decode_messages(raw, edge.config.max_messages)
+    max_tokens = max_tokens_of(body)
+    stop_conditions(body, max_tokens)  # refuses before anything is tokenized
+    prepared = await _prepared(edge, body)
+    num_prompt_tokens = len(prepared.prompt.token_ids)
+    room = _room(edge.window(prepared.model.name), num_prompt_tokens)
+    options = MessageOptions(
+        is_text=prepared.parser is None,
+        is_single_call=prepared.tools.is_single_call,
+        omits_thinking=omits_thinking(body),
+        is_cut_to_window=room is not None and room < max_tokens,
+    )
+    return GenerationJob(
+        operation="chat",
+        id_prefix="msg_",
+        model=prepared.model,
+        prompts=[prepared.prompt],
+        prompt_sizes=[num_prompt_tokens],
+        n=1,
+        sampling=sampling_of(body, prepared.guide),
+        stop=stop_conditions(body, max_tokens if room is None else min(room, max_tokens)),
+        max_tokens_field="max_tokens",
+        stream=bool(body.stream),
+        include_usage=False,
+        session_key=session_key(request, None),
+        tier=router_service_pb2.TIER_INTERACTIVE,
+        body_digest="messages" + digest_of(raw),
+        headers={ANTHROPIC_REQUEST_ID: request_id(request)},
+        shape=shape_of("messages", prepared.parser, prepared.plan.tools, **msgspec.structs.asdict(options)),
+        guide_field=prepared.guide_field,
+    )
+
+
+async def _prepared(edge: Edge, body: PromptBody) -> _Prepared:
+    """Raises KvloomError."""
+    model = edge.find_model(body.model)
+    tools = tools_of(body)
+    plan = plan_tools(tools.tools, tools.choice, model=model.output)
+    guide, guide_field = output_guide(body) or (None, "")
+    if guide is not None and plan.tools:
+        raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)
+    chat, continues = chat_messages(body), is_continued(body)
+    if continues:
+        check_continued(chat)
+        if guide is not None or plan.guide is not None or thinks(body):
+            message = (
+                "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
+            )
+            raise invalid_argument(message, "messages")
+    prompt, rendered = await chat_prompt(
+        chat, plan.tools, template_options(body), model.tokenizer, edge.window(model.name), is_continued=continues
+    )
+    parser = None if guide is not None else prompted(plan.parser, rendered)
+    if continues and parser is not None:
+        starts = starts_in_reasoning(parser, rendered)
+        parser = dataclasses.replace(parser, starts_in_reasoning=starts)
+    if plan.guide is not None:
+        guide, guide_field = plan.guide, "tools"
+    return _Prepared(model, prompt, tools, plan, parser, guide, guide_field)
+
+
+def _room(window: int, num_prompt_tokens: int) -> int | None:
+    """How many tokens an answer may have; None if the window is not known. Raises CONTEXT_LENGTH_EXCEEDED."""
+    if not window:
+        return None
+    if num_prompt_tokens >= window:
+        message = f"prompt is too long: {num_prompt_tokens} tokens > {window - 1} maximum"  # clients look for this
+        raise KvloomError(ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, message)
+    return window - num_prompt_tokens
