@@ -12,6 +12,7 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.table import ResumeTable
+from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
@@ -99,6 +100,7 @@ class Edge:
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
         self.access_log = access_log
+        self.cors = Cors(config.cors_origins) if config.cors_origins else None
         self.bodies = ByteBudget(
             config.max_pending_body_bytes,
             "request bodies",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,13 +129,11 @@ async def _collect(
         )
         begin_answer(name, job.model.name, collected)
         await run_submission(edge, _submission(edge, request, job, name), collected)
-        processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
-        more = explanation(collected.first_start) if wants_explanation(request) else {}
-        headers = {"openai-processing-ms": str(processing_ms), **more}
+        headers = explanation(collected.first_start) if wants_explanation(request) else {}
         pieces = collected.body(with_details=wants_details(request))
         if collected.num_bytes <= PIECE_BYTES:
             return web.Response(body=b"".join(pieces), content_type="application/json", headers=headers)
-        response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id(request)})
+        response = web.StreamResponse(headers=headers)
         response.content_type = "application/json"
         await write_large_body(request, response, pieces, edge.fair_yield)
         return response
