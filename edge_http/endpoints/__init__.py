@@ -4,6 +4,7 @@ answering.py   from a validated request to the end of its answer, for all APIs
 generation.py  POST /v1/chat/completions and POST /v1/completions
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models
+moderations.py  POST /v1/moderations
 not_served.py  refuses the APIs that kvloom does not have, by name
 health.py      /health, /live, /ready, /metrics, /metrics/targets and /version
 page/          the chat page

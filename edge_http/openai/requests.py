@@ -15,6 +15,7 @@ from edge_http.openai import unsupported
 from edge_http.openai.unsupported import Harmless
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.errors import unsupported as unsupported_error
+from kvloom.v1.error_reason_pb2 import ErrorReason
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -174,6 +175,45 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: int | None = None
 
 
+class ModerationPart(Body, kw_only=True):
+    type: str
+    text: str | None = None
+    image_url: msgspec.Raw = msgspec.Raw()
+
+
+class ModerationBody(Body, kw_only=True):
+    input: str | list[str | ModerationPart]
+    model: str | None = None
+    """Ignored: the safety policy decides."""
+
+
+def decode_moderation(raw: bytes) -> ModerationBody:
+    """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    return _decode(_MODERATION_DECODER, raw)
+
+
+def moderation_texts(body: ModerationBody, max_texts: int, max_chars: int) -> list[str]:
+    """Return the texts to judge. The parts of one input are judged one by one. Raises KvloomError (INVALID_ARGUMENT,
+    UNSUPPORTED_PARAMETER, REQUEST_TOO_LARGE)."""
+    given = [body.input] if isinstance(body.input, str) else body.input
+    if not given:
+        raise invalid_argument("input must hold at least one text.", "input")
+    texts: list[str] = []
+    for number, item in enumerate(given):
+        if isinstance(item, ModerationPart):
+            if item.type != "text":
+                field = f"input[{number}].type"
+                raise unsupported_error(f"{field}: inputs of type {_quoted(item.type)} are not supported.", field)
+            if item.text is None:
+                raise invalid_argument(f"input[{number}].text is missing.", f"input[{number}].text")
+            item = item.text
+        texts.append(item)
+    if len(texts) > max_texts or sum(map(len, texts)) > max_chars:
+        message = f"input has at most {max_texts} texts, with {max_chars} characters in all."
+        raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="input")
+    return texts
+
+
 def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
     body = _plain(_PLAIN_CHAT_DECODER, raw)
@@ -262,6 +302,8 @@ _CHAT_DECODER: Final = msgspec.json.Decoder(
     _with_refused_fields(ChatBody, unsupported.CHAT, messages=(list[_MESSAGE],))  # pyright: ignore
 )
 _COMPLETION_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(CompletionBody, unsupported.COMPLETION))
+
+_MODERATION_DECODER: Final = msgspec.json.Decoder(ModerationBody)
 
 _AT: Final = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)

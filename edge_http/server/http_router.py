@@ -13,6 +13,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
 from edge_http.endpoints.models import get_model, list_models
+from edge_http.endpoints.moderations import moderations
 from edge_http.endpoints.not_served import refuse_unserved
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.resume import cancel_response, resume_stream
@@ -34,6 +35,7 @@ UNKNOWN_ROUTE: Final = "unknown"
 ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/chat/completions": {"POST": chat_completions},
     "/v1/completions": {"POST": completions},
+    "/v1/moderations": {"POST": moderations},
     "/v1/models": {"GET": list_models, "HEAD": list_models},
     MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
     CHAT_ROUTE: {"GET": resume_stream},
