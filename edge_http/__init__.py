@@ -7,6 +7,7 @@ edge.py        what all handlers share: configuration, link, models, admission
 submission.py  one answer from its submission to a router until its end
 formatting/    what the response formats of all APIs have in common
 openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters
+openapi/       the description of the API as an OpenAPI document
 wire/          bytes on the connection: bodies, headers, JSON, server-sent events
 answers/       receives an answer's tokens and turns them into a response
 resume/        streams that outlive their connection

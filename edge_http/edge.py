@@ -202,6 +202,11 @@ class Edge:
         if not self.num_running:
             self._idle.set()
 
+    def check_docs(self) -> None:
+        """Raises KvloomError (NOT_FOUND) if the API is not described here."""
+        if not self.config.api_docs:
+            raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This path does not exist (edge.api_docs is false).")
+
     def find_model(self, name: str) -> ServedModel:
         """Raises KvloomError (MODEL_NOT_FOUND)."""
         model = self.models.get(name)

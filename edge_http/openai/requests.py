@@ -32,7 +32,7 @@ class FunctionBody(Body, kw_only=True):
 
     name: str
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """A JSON Schema of type object."""
     strict: bool | None = None
 
@@ -40,7 +40,7 @@ class FunctionBody(Body, kw_only=True):
 class ToolBody(Body, kw_only=True):
     type: str
     function: FunctionBody | None = None
-    custom: msgspec.Raw = msgspec.Raw()
+    custom: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class NamedFunction(Body, kw_only=True):
@@ -100,7 +100,7 @@ class StreamOptions(Body, kw_only=True):
 class JsonSchemaFormat(Body, kw_only=True):
     name: str | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     strict: bool | None = None
     """Ignored: every answer conforms to its schema."""
 
@@ -113,7 +113,7 @@ class ResponseFormat(Body, kw_only=True):
 class StructuredOutputs(Body, kw_only=True):
     """vLLM's extension for guided decoding. Exactly one form must be given."""
 
-    json: msgspec.Raw = msgspec.Raw()
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """A JSON Schema, or a string that contains one."""
     regex: str | None = None
     choice: list[str] | None = None
@@ -178,7 +178,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 class ModerationPart(Body, kw_only=True):
     type: str
     text: str | None = None
-    image_url: msgspec.Raw = msgspec.Raw()
+    image_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class ModerationBody(Body, kw_only=True):

@@ -17,6 +17,7 @@ from edge_http.endpoints.moderations import moderations
 from edge_http.endpoints.not_served import refuse_unserved
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.resume import cancel_response, resume_stream
+from edge_http.server.api_docs import openapi_json
 from edge_http.wire.headers import check_transfer_coding
 from edge_http.wire.json_response import error_response
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
@@ -48,11 +49,13 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/metrics": {"GET": metrics, "HEAD": metrics},
     "/metrics/targets": {"GET": metrics_targets, "HEAD": metrics_targets},
     "/version": {"GET": version, "HEAD": version},
+    "/openapi.json": {"GET": openapi_json, "HEAD": openapi_json},
     **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }
 
-OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", *PAGE_ROUTES))
-"""What needs no API key: the probes of load balancers, and the chat page, which asks its user for a key."""
+OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", "/openapi.json", *PAGE_ROUTES))
+"""What needs no API key: the probes of load balancers, the description of the API, which holds no
+secrets, and the pages, which ask their users for a key."""
 
 
 class HttpRouter:
