@@ -102,9 +102,18 @@ def _responses(operation: Operation, refs: dict[Any, Json], error: Json) -> Json
 
 def _content(answer: Answer, refs: dict[Any, Json]) -> Json:
     if answer.content_type == EVENT_STREAM:
-        text = "Server-sent events. The data of each is the JSON of `x-event`; the last is `[DONE]`."
-        events = {"x-event": refs[answer.body]} if answer.body is not None else {}
-        return {"schema": {"type": "string", "description": text, **events}}
+        # OpenAPI 3.1 has no word for streams. This is one event as OpenAPI 3.2 describes it.
+        data: Json = {"type": "string", "contentMediaType": "application/json"}
+        if answer.body is not None:
+            data["contentSchema"] = refs[answer.body]
+        text = "One server-sent event. Its data is JSON, or `[DONE]` at the end of the stream."
+        names = {name: {"type": "string"} for name in ("event", "id")}
+        event = {
+            "type": "object",
+            "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}, **names},
+            "required": ["data"],
+        }
+        return {"schema": {"description": text, **event}}
     return {"schema": {"type": "string"} if answer.body is None else refs[answer.body]}
 
 

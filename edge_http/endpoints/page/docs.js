@@ -125,8 +125,9 @@ function responses(operation) {
     const line = element("h3", {}, status === "default" ? "Other errors" : `${status}: ${response.description}`);
     if (status !== "default" && Number(status) >= 400 && Number(status) !== 503) return [line];
     return [line, ...Object.entries(response.content ?? {}).flatMap(([type, content]) => {
-      const schema = content.schema["x-event"] ?? content.schema;
-      const title = content.schema["x-event"] ? `${type}: the data of each event` : type;
+      const event = content.schema.properties?.data?.anyOf?.[0].contentSchema;
+      const schema = event ?? content.schema;
+      const title = event ? `${type}: the data of each event` : type;
       return [foldable(title, ...fields(schema))];
     })];
   });
