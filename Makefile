@@ -15,7 +15,7 @@ test unit: export OMP_WAIT_POLICY = passive
 # Hundreds of processes start: each would compile what the last one did.
 test unit: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit fuzz clean
+.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -29,6 +29,13 @@ test: setup-dev ## Everything: checks, then all tests, two at a time. ARGS="-k n
 
 unit: setup-dev ## The quick tests.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property $(ARGS)
+
+SCHEMATHESIS_CHECKS = not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,response_headers_conformance
+
+test-schemathesis: setup-dev ## Requests made up from /openapi.json: no 500, no answer that it does not describe. EXAMPLES=50 a route.
+	test -x .venv-schemathesis/bin/schemathesis || (python3 -m venv .venv-schemathesis && .venv-schemathesis/bin/pip install -q schemathesis==4.32.5)
+	$(BIN)/python -m tests.schemathesis.serve_edge -- .venv-schemathesis/bin/schemathesis run --seed $(or $(SEED),1) \
+	  --max-examples $(or $(EXAMPLES),50) --phases examples,coverage,fuzzing --checks $(SCHEMATHESIS_CHECKS)
 
 fuzz: setup-dev ## Fuzz for SECONDS=60, all targets or TARGET="name name"; failures are kept in tests/fuzz/corpus.
 	$(BIN)/python -m tests.fuzz.run --seconds $(or $(SECONDS),60) $(TARGET)

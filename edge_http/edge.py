@@ -14,6 +14,7 @@ from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import ResumeTable
+from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
@@ -102,6 +103,7 @@ class Edge:
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
         self.access_log = access_log
+        self.cors = Cors(config.cors_origins) if config.cors_origins else None
         self.bodies = ByteBudget(
             config.max_pending_body_bytes,
             "request bodies",
@@ -208,6 +210,11 @@ class Edge:
         self._num_running_by_caller.remove(caller)
         if not self.num_running:
             self._idle.set()
+
+    def check_docs(self) -> None:
+        """Raises KvloomError (NOT_FOUND) if the API is not described here."""
+        if not self.config.api_docs:
+            raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This path does not exist (edge.api_docs is false).")
 
     def find_model(self, name: str) -> ServedModel:
         """Raises KvloomError (MODEL_NOT_FOUND)."""

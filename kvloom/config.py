@@ -9,8 +9,9 @@ Unknown keys and wrong types are errors that name the key. `tools` applies comma
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +23,8 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
 """host:port"""
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,A-Z]+")
+"""As a browser writes it: a scheme, a host and, unless it is the scheme's usual one, a port, in lower case."""
 
 
 class ConfigError(Exception):
@@ -112,6 +115,11 @@ class EdgeConfig(Section):
     trusted_proxies: list[str] = []
     """The networks (CIDR) of reverse proxies in front of the edges. A request from one of them counts as that of the
     last address in X-Forwarded-For that is not in these networks."""
+    cors_origins: list[str] = []
+    """The origins of web pages that may use the API from a browser, e.g. "https://chat.example.com"; "*": all. Empty:
+    only pages of the edge itself."""
+    api_docs: bool = True
+    """Whether the API is described at /openapi.json and /docs, also to callers without an API key."""
     max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
     """The size of all bodies together that are being received or parsed. Beyond that requests are rejected at once."""
     max_answer_bytes: Annotated[int, Meta(ge=4096)] = 32 * 2**20
@@ -139,6 +147,11 @@ class EdgeConfig(Section):
     def __post_init__(self) -> None:
         for network in self.trusted_proxies:
             ipaddress.ip_network(network)  # a ValueError names the network, and msgspec adds the key
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin such as https://chat.example.com, nor *")
+        if "*" in self.cors_origins and len(self.cors_origins) > 1:
+            raise ValueError("cors_origins has both * and single origins")
 
 
 class PlacementConfig(Section):

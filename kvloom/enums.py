@@ -40,6 +40,7 @@ class ErrorReason(enum.IntEnum):
     SAFETY_UNAVAILABLE = 45
     PROTOCOL_VIOLATION = 46
     ANSWER_TOO_LARGE = 47
+    NOT_IMPLEMENTED = 48
     INTERNAL = 50
 
     @classmethod

@@ -24,6 +24,8 @@ from kvloom.v1.router_service_pb2 import (
     GenerateRequest,
     ListModelsRequest,
     ListModelsResponse,
+    ModerateRequest,
+    ModerateResponse,
     PlanRequest,
     PlanResponse,
     ResumeRequest,
@@ -43,6 +45,7 @@ from router.decisions.responses import explanation_to_proto, not_remembered, pla
 from router.intake import MAX_NAME_CHARS, Intake
 from router.links.client_link import ClientLink
 from router.links.link_sessions import LinkSessions
+from router.links.moderation import Moderation
 
 log = structlog.get_logger()
 
@@ -66,10 +69,12 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         incarnation_id: str = "",
         link_address: Callable[[], str] = lambda: "",
         scopes: CallerScopes | None = None,
+        moderation: Moderation | None = None,
     ) -> None:
         """`link_address` is where only this router serves those who use this servicer."""
         self._link_address = link_address
         self._scopes = scopes or CallerScopes(Callers(), trusts_all=True)
+        self._moderation = moderation or Moderation(None)
         self._driver = driver
         self._intake = intake
         self._core = core
@@ -149,6 +154,14 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             await _abort_internal(context, "Explain")
         explanation.request_id = scope.given_id(remembered.request_id)  # without the caller
         return explanation
+
+    async def Moderate(self, request: ModerateRequest, context: Context) -> ModerateResponse:
+        try:
+            return await self._moderation.moderate(request)
+        except KvloomError as error:
+            await abort(context, error)
+        except Exception:
+            await _abort_internal(context, "Moderate")
 
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
         if not request.request_id:

@@ -55,6 +55,7 @@ from router.intake import Intake
 from router.links.fleet_watcher import FleetWatcher
 from router.links.link_sessions import LinkSessions
 from router.links.local_link import LocalRouterLink
+from router.links.moderation import Moderation
 from router.links.safety_finder import SafetyFinder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
@@ -106,6 +107,7 @@ class RouterServer:
         self._driver = CoreDriver(core, self)
         self._safety_finder = SafetyFinder(config, router_id, trust.sealer)
         self._safety_link = _safety_link(config, self._safety_finder, self._driver, trust)
+        self._moderation = Moderation(self._safety_link)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust)
         intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
@@ -155,6 +157,7 @@ class RouterServer:
                 self._incarnation_id,
                 address,
                 CallerScopes(callers, trusts_all=trusts_all),
+                self._moderation,
             )
             return RouterListener(servicer, options, [*interceptors, *checks])
 
@@ -210,7 +213,7 @@ class RouterServer:
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
-        return LocalRouterLink(self._driver, self._intake, name)
+        return LocalRouterLink(self._driver, self._intake, name, self._moderation)
 
     async def serve(self, stop: asyncio.Event, on_open: Callable[[], None] = lambda: None) -> None:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what

@@ -3,6 +3,7 @@
 server.py            the gRPC server and its lifecycle
 connection.py        one router's screening stream
 screen.py            judges a whole prompt, or an answer while it streams
+classify.py          names the categories of all rules that a text breaks
 policy.py            loads, validates and compiles the rules of a policy file
 policy_file.py       reloads the policy file when it changes
 phrase_scan.py       searches streamed text for the phrases of deny lists

@@ -56,7 +56,7 @@ class PhraseScan:
         for end, phrases in self._rules.automaton.iter(text, self._start):
             for phrase in phrases:
                 start = end + 1 - len(phrase.text)
-                if phrase.whole_words and not _is_whole(text, start, end + 1, is_end=is_end):
+                if phrase.whole_words and not is_whole(text, start, end + 1, is_end=is_end):
                     continue
                 if found is None or start < found[0]:
                     found = (start, phrase.rule)
@@ -76,7 +76,7 @@ class PhraseScan:
         self._start = start - kept_from
 
 
-def _is_whole(text: str, start: int, end: int, *, is_end: bool) -> bool:
+def is_whole(text: str, start: int, end: int, *, is_end: bool) -> bool:
     """Whether text[start:end] lies between word boundaries. False while the next character is needed to know that."""
     if start > 0 and is_word(text[start - 1]) and is_word(text[start]):
         return False

@@ -4,6 +4,7 @@
     name = "no-launch-codes"
     applies_to = ["prompt", "answer"]      # default: both
     message = "Launch codes are not discussed here."
+    category = "weapons"                   # how moderations call it; default: the name
     phrases = ["launch code"]              # deny list, compared after folding (see folding.py)
     whole_words = true                     # default: "code" does not match in "codec"
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -54,6 +55,8 @@ class RuleFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     name: Name
     message: Name = "This content is not allowed here."
+    category: Annotated[str, Meta(max_length=128)] = ""
+    """What moderations call a text that breaks the rule; "": the name."""
     applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt", "answer")
     phrases: tuple[str, ...] = ()
     whole_words: bool = True
@@ -72,6 +75,7 @@ class Rule:
 
     name: str
     message: str
+    category: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,6 +148,10 @@ class Policy:
     """A hash of the file's content."""
     prompt: RuleSet
     answer: RuleSet
+    any_text: RuleSet
+    """All rules."""
+    categories: tuple[str, ...]
+    """Of all rules, in the order of the file."""
 
 
 def load_policy(path: Path) -> Policy:
@@ -164,21 +172,23 @@ def load_policy(path: Path) -> Policy:
             raise PolicyError(f"{path}: rule {rule.name!r}: the name is used twice")
         names.add(rule.name)
     try:
-        prompt, answer = (_compile(fields.rules, target) for target in ("prompt", "answer"))
+        prompt, answer = (_compile(fields.rules, (target,)) for target in ("prompt", "answer"))
+        any_text = _compile(fields.rules, ("prompt", "answer"))
     except PolicyError as error:
         raise PolicyError(f"{path}: {error}") from error
-    return Policy(f"{xxhash.xxh3_64_hexdigest(raw)}", prompt, answer)
+    categories = tuple(dict.fromkeys(rule.category or rule.name for rule in fields.rules))
+    return Policy(f"{xxhash.xxh3_64_hexdigest(raw)}", prompt, answer, any_text, categories)
 
 
-def _compile(rules: Sequence[RuleFields], target: str) -> RuleSet:
+def _compile(rules: Sequence[RuleFields], targets: Collection[str]) -> RuleSet:
     phrases: list[Phrase] = []
     patterns: list[Pattern] = []
     for fields in rules:
         if not fields.phrases and not fields.patterns:
             raise PolicyError(f"rule {fields.name!r}: has neither phrases nor patterns")
-        if target not in fields.applies_to:
+        if not any(target in fields.applies_to for target in targets):
             continue
-        rule = Rule(fields.name, fields.message)
+        rule = Rule(fields.name, fields.message, fields.category or fields.name)
         phrases += [_phrase(rule, text, whole_words=fields.whole_words) for text in fields.phrases]
         patterns += [_pattern(rule, expression, fields) for expression in fields.patterns]
     return RuleSet(phrases, patterns)

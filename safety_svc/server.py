@@ -33,6 +33,7 @@ from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from safety_svc.classify import broken_categories
 from safety_svc.connection import ScreenConnection, finding
 from safety_svc.metrics import BLOCKS, PROMPTS, RULES, STREAMS
 from safety_svc.policy import PolicyError, Rule
@@ -43,6 +44,8 @@ log = structlog.get_logger()
 
 SERVICE_NAME: Final = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyService"].full_name
 MAX_PROMPT_CHARS: Final = 8 * 2**20
+MAX_TEXTS: Final = 256
+MAX_TEXTS_CHARS: Final = 2**20
 STOP_GRACE_SECONDS: Final = 1.0
 TAKE_OVER_SECONDS: Final = 0.5
 """How long a successor that waits for this process to stop may take until it listens on the shared port."""
@@ -81,6 +84,23 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         audit("prompt", hit.rule, request_fields(tenant=request.tenant))
         return safety_service_pb2.CheckPromptResponse(
             decision=safety_service_pb2.DECISION_BLOCK, finding=finding(hit.rule), policy_revision=policy.revision
+        )
+
+    async def Classify(  # noqa: N802  (gRPC's name)
+        self,
+        request: safety_service_pb2.ClassifyRequest,
+        context: grpc.aio.ServicerContext[safety_service_pb2.ClassifyRequest, safety_service_pb2.ClassifyResponse],
+    ) -> safety_service_pb2.ClassifyResponse:
+        if len(request.texts) > MAX_TEXTS or sum(map(len, request.texts)) > MAX_TEXTS_CHARS:
+            message = f"At most {MAX_TEXTS} texts, with {MAX_TEXTS_CHARS} characters in all, are classified at a time."
+            await abort(context, KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="texts"))
+        policy = self._policy_file.current
+        results = [
+            safety_service_pb2.Classification(categories=sorted(await broken_categories(policy, text)))
+            for text in request.texts
+        ]
+        return safety_service_pb2.ClassifyResponse(
+            results=results, categories=policy.categories, policy_revision=policy.revision
         )
 
     async def Screen(  # noqa: N802  (gRPC's name)

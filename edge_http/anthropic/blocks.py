@@ -42,7 +42,7 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
     id: str
     name: str
     input: msgspec.Raw
-    caller: msgspec.Raw = msgspec.Raw()
+    caller: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """Who called; ignored."""
     toolset_name: str | None = None
     """Ignored: kvloom refuses toolsets."""
@@ -66,7 +66,10 @@ class RefusedBlock(msgspec.Struct, tag_field="type"):
 
 
 def _refused(*kinds: str) -> list[type]:
-    return [msgspec.defstruct("RefusedBlock", [], bases=(RefusedBlock,), tag=kind) for kind in kinds]
+    """Each has a name of its own, by which the description of the API tells them apart."""
+    names = [f"Refused{kind.title().replace('_', '')}Block" for kind in kinds]
+    pairs = zip(names, kinds, strict=True)
+    return [msgspec.defstruct(name, [], bases=(RefusedBlock,), tag=kind) for name, kind in pairs]
 
 
 _REFUSED_RESULTS: Final = _refused("image", "document", "search_result", "tool_reference", "browser_state")

@@ -81,7 +81,7 @@ class PromptBody(Part, kw_only=True):
     cache_control: CacheControl | None = None
     """Accepted and not needed: every prefix is cached."""
     context_management: ContextManagement | None = None
-    diagnostics: msgspec.Raw = msgspec.Raw()
+    diagnostics: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """Ignored: it asks about Anthropic's cache."""
     betas: list[str] | None = None
     """Ignored, like the header anthropic-beta."""

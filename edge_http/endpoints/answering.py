@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -163,9 +162,8 @@ async def _whole_body(
     collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
     begin_answer(name, job.model.name, collected)
     await run_submission(edge, _submission(edge, request, job, name), collected)
-    processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
-    headers = {"openai-processing-ms": str(processing_ms), **job.headers, **more}
+    headers = {**job.headers, **more}
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
 
 

@@ -10,6 +10,7 @@ sampling.py             converts a body's parameters to SamplingParams and StopC
 prompt_report.py        what an answer repeats of its prompt: echo and prompt_logprobs
 guide.py                converts response_format and structured_outputs to a Guide
 response_formatters.py  the formats of chat and plain completion responses, streamed and complete
+response_objects.py     the types of responses, for the description of the API
 logprobs.py             the formats of log-probabilities
 responses/              the Responses API
 """

@@ -14,8 +14,9 @@ import msgspec
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai import unsupported
 from edge_http.openai.unsupported import Harmless
-from kvloom.errors import invalid_argument
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.errors import unsupported as unsupported_error
+from kvloom.v1.error_reason_pb2 import ErrorReason
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,7 +33,7 @@ class FunctionBody(Body, kw_only=True):
 
     name: str
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """A JSON Schema of type object."""
     strict: bool | None = None
 
@@ -40,7 +41,7 @@ class FunctionBody(Body, kw_only=True):
 class ToolBody(Body, kw_only=True):
     type: str
     function: FunctionBody | None = None
-    custom: msgspec.Raw = msgspec.Raw()
+    custom: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class NamedFunction(Body, kw_only=True):
@@ -105,7 +106,7 @@ class Prediction(Body, kw_only=True):
 class JsonSchemaFormat(Body, kw_only=True):
     name: str | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     strict: bool | None = None
     """Ignored: every answer conforms to its schema."""
 
@@ -118,7 +119,7 @@ class ResponseFormat(Body, kw_only=True):
 class StructuredOutputs(Body, kw_only=True):
     """vLLM's extension for guided decoding. Exactly one form must be given."""
 
-    json: msgspec.Raw = msgspec.Raw()
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """A JSON Schema, or a string that contains one."""
     regex: str | None = None
     choice: list[str] | None = None
@@ -192,6 +193,45 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
+
+
+class ModerationPart(Body, kw_only=True):
+    type: str
+    text: str | None = None
+    image_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+class ModerationBody(Body, kw_only=True):
+    input: str | list[str | ModerationPart]
+    model: str | None = None
+    """Ignored: the safety policy decides."""
+
+
+def decode_moderation(raw: bytes) -> ModerationBody:
+    """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    return decode_body(_MODERATION_DECODER, raw)
+
+
+def moderation_texts(body: ModerationBody, max_texts: int, max_chars: int) -> list[str]:
+    """Return the texts to judge. The parts of one input are judged one by one. Raises KvloomError (INVALID_ARGUMENT,
+    UNSUPPORTED_PARAMETER, REQUEST_TOO_LARGE)."""
+    given = [body.input] if isinstance(body.input, str) else body.input
+    if not given:
+        raise invalid_argument("input must hold at least one text.", "input")
+    texts: list[str] = []
+    for number, item in enumerate(given):
+        if isinstance(item, ModerationPart):
+            if item.type != "text":
+                field = f"input[{number}].type"
+                raise unsupported_error(f"{field}: inputs of type {_quoted(item.type)} are not supported.", field)
+            if item.text is None:
+                raise invalid_argument(f"input[{number}].text is missing.", f"input[{number}].text")
+            item = item.text
+        texts.append(item)
+    if len(texts) > max_texts or sum(map(len, texts)) > max_chars:
+        message = f"input has at most {max_texts} texts, with {max_chars} characters in all."
+        raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="input")
+    return texts
 
 
 def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
@@ -287,6 +327,8 @@ _CHAT_DECODER: Final = msgspec.json.Decoder(
     _with_refused_fields(ChatBody, unsupported.CHAT, messages=(list[_MESSAGE],))  # pyright: ignore
 )
 _COMPLETION_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(CompletionBody, unsupported.COMPLETION))
+
+_MODERATION_DECODER: Final = msgspec.json.Decoder(ModerationBody)
 
 
 def _plain(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T | None:

@@ -19,7 +19,7 @@ from aiohttp.streams import StreamReader
 from edge_http.edge import Edge
 from edge_http.formatting.error_formats import error_format_of
 from edge_http.formatting.json_bytes import encode_json
-from edge_http.wire.headers import unsupported_transfer_coding
+from edge_http.wire.headers import REQUEST_ID, new_request_id, unsupported_transfer_coding
 from edge_http.wire.json_response import error_response
 from edge_http.wire.large_body import RESPONSE_SECONDS
 from edge_http.wire.request_record import log_refused_connection
@@ -115,7 +115,7 @@ class Connection(web.RequestHandler):
         elif self._awaits_head and data:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > 2 * self._edge.config.max_header_bytes:  # the request line, and all headers
-                self._refuse(_head_too_large())
+                self._refuse(_head_too_large(self._edge.config.max_header_bytes))
             elif self._head_timer is None:
                 self._start_head_timer()
 
@@ -139,7 +139,7 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """aiohttp calls this for malformed HTTP and for failed handlers. The connection is closed."""
         if isinstance(exc, LineTooLong):
-            error = _head_too_large()
+            error = _head_too_large(self._edge.config.max_header_bytes)
         elif any(fault in str(exc) for fault in _CODING_FAULTS):
             error = unsupported_transfer_coding()
         elif status < 500:
@@ -238,6 +238,7 @@ class Connection(web.RequestHandler):
         lines = [f"HTTP/1.1 {response.status} {response.reason}", "Connection: close", f"Content-Length: {len(body)}"]
         lines += ["Content-Type: application/json; charset=utf-8"]
         lines += [f"{name}: {value}" for name, value in response.headers.items() if name.lower().startswith("retry-")]
+        lines += [f"{REQUEST_ID}: {new_request_id()}"]
         transport = self.transport
         if transport is not None:
             cast(asyncio.Transport, transport).write("\r\n".join([*lines, "", ""]).encode() + body)
@@ -246,8 +247,9 @@ class Connection(web.RequestHandler):
         self.force_close()
 
 
-def _head_too_large() -> KvloomError:
-    return KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, "The request line or a header is too long.")
+def _head_too_large(max_bytes: int) -> KvloomError:
+    message = f"The request line or a header is too long: at most {max_bytes} bytes (edge.max_header_bytes)."
+    return KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message)
 
 
 def _num_buffered(payload: Any) -> int:

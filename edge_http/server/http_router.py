@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -14,11 +14,14 @@ from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
 from edge_http.endpoints.messages import count_tokens, messages
 from edge_http.endpoints.models import get_model, list_models
+from edge_http.endpoints.moderations import moderations
+from edge_http.endpoints.not_served import refuse_unserved
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
-from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, REQUEST_ID, check_transfer_coding, is_anthropic, request_id
+from edge_http.server.api_docs import openapi_json
+from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, check_transfer_coding, is_anthropic, request_id
 from edge_http.wire.json_response import error_response
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
@@ -39,6 +42,7 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/chat/completions": {"POST": chat_completions},
     "/v1/completions": {"POST": completions},
     "/v1/responses": {"POST": responses},
+    "/v1/moderations": {"POST": moderations},
     "/v1/models": {"GET": list_models, "HEAD": list_models},
     MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
     CHAT_ROUTE: {"GET": resume_stream},
@@ -57,11 +61,13 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/metrics": {"GET": metrics, "HEAD": metrics},
     "/metrics/targets": {"GET": metrics_targets, "HEAD": metrics_targets},
     "/version": {"GET": version, "HEAD": version},
+    "/openapi.json": {"GET": openapi_json, "HEAD": openapi_json},
     **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }
 
-OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", *PAGE_ROUTES))
-"""What needs no API key: the probes of load balancers, and the chat page, which asks its user for a key."""
+OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", "/openapi.json", *PAGE_ROUTES))
+"""What needs no API key: the probes of load balancers, the description of the API, which holds no
+secrets, and the pages, which ask their users for a key."""
 
 
 class HttpRouter:
@@ -72,7 +78,7 @@ class HttpRouter:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         route = _route(request.path)
-        record = RequestRecord(request, self._edge.callers)
+        record = RequestRecord(request, self._edge.callers, self._edge.cors)
         enter_request(record)
         try:
             response = await self._answer(request, route, record)
@@ -81,8 +87,7 @@ class HttpRouter:
             raise
         self._edge.metrics.on_response(route, response.status)
         num_body_bytes = None
-        if isinstance(response, web.Response):  # a stream's headers have been sent already
-            response.headers[REQUEST_ID] = request_id(request)
+        if isinstance(response, web.Response):  # a stream's head has been sent already
             num_body_bytes = response.content_length
             if self._edge.draining:
                 response.force_close()
@@ -92,6 +97,9 @@ class HttpRouter:
 
     async def _answer(self, request: web.BaseRequest, route: str, record: RequestRecord) -> web.StreamResponse:
         try:
+            cors = self._edge.cors
+            if cors is not None and (response := cors.preflight(request, _methods(route))) is not None:
+                return response
             if route not in OPEN_ROUTES:
                 self._edge.callers.check(request)
             check_transfer_coding(request)
@@ -136,9 +144,15 @@ def _route(path: str) -> str:
     return UNKNOWN_ROUTE
 
 
+def _methods(route: str) -> Sequence[str]:
+    """What a browser may send. A page also gets to read why a path does not exist."""
+    return tuple(ROUTES.get(route, ("GET", "POST", "DELETE")))
+
+
 def _handler(request: web.BaseRequest, route: str) -> Handler:
     methods = ROUTES.get(route)
     if methods is None:
+        refuse_unserved(request.path)
         raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This path does not exist.")
     handler = methods.get(request.method)
     if handler is None:

@@ -18,7 +18,10 @@ from aiohttp.streams import StreamReader
 from edge_http.edge import Edge
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
+from edge_http.wire.headers import REQUEST_ID, request_id
+from edge_http.wire.request_record import RequestRecord
 from kvloom.limits.address_limit import AddressLimit
+from kvloom.process.request_context import current_request
 from kvloom.process.service import StartError
 
 log = structlog.get_logger()
@@ -53,6 +56,11 @@ class _Request(web.BaseRequest):
         """aiohttp calls this when a response's headers are complete. It has added its own version and Python's, which
         are of use only to attackers."""
         response.headers.pop("Server", None)
+        record = current_request()
+        if isinstance(record, RequestRecord):
+            response.headers.update(record.response_headers())
+        else:  # the request is not valid HTTP
+            response.headers[REQUEST_ID] = request_id(self)
 
 
 class _LastRequest(_Request):

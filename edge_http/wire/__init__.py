@@ -2,7 +2,8 @@
 
 headers.py          the headers of requests and responses
 request_callers.py  who sends a request: its credential, or else its address
-request_record.py   what is logged of a request
+request_record.py   what is noted of a request, for its log lines and for the headers of every response
+cors.py             which web pages of other origins may read responses
 body.py             reads a JSON body within its limits
 large_body.py       writes a response body of many megabytes in pieces
 fair_yield.py       processes at most one long body per iteration of the event loop

@@ -17,6 +17,8 @@ from kvloom.v1.generation_pb2 import SequenceStart
 REQUEST_ID: Final = "x-request-id"
 ANTHROPIC_REQUEST_ID: Final = "request-id"
 ANTHROPIC_VERSION: Final = "anthropic-version"
+PROCESSING_MS: Final = "openai-processing-ms"
+"""The time from a request's head to that of its response."""
 DETAILS: Final = "x-kvloom-details"
 EXPLAIN: Final = "x-kvloom-explain"
 SHARD: Final = "x-kvloom-shard"
@@ -43,9 +45,13 @@ def request_id(request: web.BaseRequest) -> str:
     if known is not None:
         return known
     given = request.headers.get(REQUEST_ID) or request.headers.get("x-correlation-id") or ""
-    chosen = given if given and _SAFE_ID.fullmatch(given) else f"req-{os.urandom(12).hex()}"
+    chosen = given if given and _SAFE_ID.fullmatch(given) else new_request_id()
     request[_REQUEST_ID_KEY] = chosen
     return chosen
+
+
+def new_request_id() -> str:
+    return f"req-{os.urandom(12).hex()}"
 
 
 def is_anthropic(request: web.BaseRequest) -> bool:

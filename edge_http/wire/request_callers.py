@@ -33,6 +33,11 @@ class RequestCallers:
         request[_CALLER_KEY] = name
         return name
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests without an API key are refused."""
+        return self._callers.api_keys is not None
+
     def check(self, request: web.BaseRequest) -> None:
         """Raises KvloomError (UNAUTHENTICATED) if the request needs an API key and has none that is valid."""
         if self._callers.api_keys is not None:

@@ -1,4 +1,5 @@
-"""What is logged of an HTTP request: its names in every line about it, and one line when it has ended."""
+"""What is noted of an HTTP request while it is served: for its lines in the logs, of which one is written when it has
+ended, and for the headers that every response has."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Final, Protocol
 import structlog
 from aiohttp import web
 
-from edge_http.wire.headers import request_id, traceparent
+from edge_http.wire.cors import Cors
+from edge_http.wire.headers import PROCESSING_MS, REQUEST_ID, request_id, traceparent
 from edge_http.wire.request_callers import RequestCallers
 from kvloom.errors import KvloomError
 from kvloom.process.access_log import AccessLog
@@ -39,11 +41,12 @@ class AnswerFigures(Protocol):
 class RequestRecord:
     """The record of one request. Nothing is computed before a line is written."""
 
-    __slots__ = ("_callers", "_request", "_started_at", "answer", "error_type", "model", "response_id")
+    __slots__ = ("_callers", "_cors", "_request", "_started_at", "answer", "error_type", "model", "response_id")
 
-    def __init__(self, request: web.BaseRequest, callers: RequestCallers) -> None:
+    def __init__(self, request: web.BaseRequest, callers: RequestCallers, cors: Cors | None = None) -> None:
         self._request = request
         self._callers = callers
+        self._cors = cors
         self._started_at = time.monotonic()
         self.response_id = ""
         self.model = ""
@@ -56,6 +59,16 @@ class RequestRecord:
         request = self._request
         tenant = self._callers.caller_of(request)
         return request_fields(self.response_id, request_id(request), traceparent(request), tenant)
+
+    def response_headers(self) -> dict[str, str]:
+        """The headers that every response to the request has, streams included."""
+        headers = {
+            REQUEST_ID: request_id(self._request),
+            PROCESSING_MS: str(int((time.monotonic() - self._started_at) * 1e3)),
+        }
+        if self._cors is not None:
+            headers.update(self._cors.response_headers(self._request))
+        return headers
 
     def log_end(self, access_log: AccessLog, route: str, status: int, num_body_bytes: int | None) -> None:
         """Write the line of the access log, if it is wanted. `num_body_bytes` is None for a stream, of which the events

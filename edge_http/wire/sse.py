@@ -25,6 +25,8 @@ from aiohttp import web
 
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.wire.headers import REPLAYED
+from edge_http.wire.request_record import RequestRecord
+from kvloom.process.request_context import current_request
 
 _HEAD: Final = (
     b"HTTP/1.1 200 OK\r\n"
@@ -134,6 +136,7 @@ class EventStream:
         "_num_events",
         "_numbered",
         "_on_slow_reader",
+        "_record",
         "_transport",
         "ended",
         "has_begun",
@@ -149,6 +152,7 @@ class EventStream:
     ) -> None:
         """`last_event_number`: of the last event that the client already has, if events are numbered."""
         self._transport = request.transport
+        self._record = current_request()
         self._max_buffered_bytes = max_buffered_bytes
         # Without chunks (HTTP/1.0) only the end of the connection marks the end of the answer.
         self._chunked = request.version >= aiohttp.HttpVersion11
@@ -172,6 +176,8 @@ class EventStream:
 
     def begin(self, headers: Mapping[str, str]) -> None:
         self.has_begun = True
+        if isinstance(self._record, RequestRecord):  # a stream that is resumed has the headers of this request
+            headers = {**headers, **self._record.response_headers()}
         lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
         lines.append("Transfer-Encoding: chunked\r\n" if self._chunked else "")
         lines.append("\r\n" if self._keep_alive else "Connection: close\r\n\r\n")

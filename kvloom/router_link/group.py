@@ -26,7 +26,7 @@ from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
-from kvloom.v1.router_service_pb2 import CancelRequest, FleetState
+from kvloom.v1.router_service_pb2 import CancelRequest, FleetState, ModerateRequest, ModerateResponse
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,12 @@ class RouterGroup:
             member.link.cancel(member.handles.pop(handle))
         if tracked is not None:
             tracked.is_over = True
+
+    async def moderate(self, request: ModerateRequest) -> ModerateResponse:
+        """As in RouterLink: any router can answer, because all use the same safety service."""
+        if not self._members.available:
+            raise self._members.unavailable_error()
+        return await self._random.choice(self._members.available).link.moderate(request)
 
     def link_ids(self) -> list[str]:
         """The ids by which routers know this client's links."""

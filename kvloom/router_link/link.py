@@ -22,6 +22,7 @@ from kvloom.router_link.request import ChoiceProgress, LinkRequest
 from kvloom.text.token_ids import prompt_fields
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.transport.frame_writer import FrameWriter
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 """The standard library's logger: in an SDK user's process structlog is not configured, and would print to stdout."""
 
 RECONNECT_SECONDS: Final = 0.2
+MODERATE_TIMEOUT_SECONDS: Final = 30.0
 MAX_PENDING_FRAME_PARTS: Final = 16_384
 
 ConnectCall = (
@@ -72,6 +74,11 @@ class RouterLink(Protocol):
         it."""
         ...
 
+    async def moderate(self, request: router_service_pb2.ModerateRequest) -> router_service_pb2.ModerateResponse:
+        """Ask which categories of the safety policy texts belong to. Raises KvloomError (ROUTER_LOST, INVALID_ARGUMENT,
+        SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE)."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -106,6 +113,8 @@ class GrpcRouterLink:
         self._cancels: list[int] = []
         self._writer: FrameWriter[router_service_pb2.RouterServiceConnectRequest] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._call_channel: grpc.aio.Channel | None = None
+        """For calls beside the stream; made when it is needed."""
         self._closed = False
         self._fleet_changed = asyncio.Event()
 
@@ -162,6 +171,15 @@ class GrpcRouterLink:
         self._cancels += self._choices.cancel(handle)
         self._wake_writer()
 
+    async def moderate(self, request: router_service_pb2.ModerateRequest) -> router_service_pb2.ModerateResponse:
+        if self._call_channel is None:  # its own, so that long texts do not delay the requests of the stream
+            self._call_channel = self._open_channel(self._address)
+        try:
+            stub = router_service_pb2_grpc.RouterServiceStub(self._call_channel)
+            return await stub.Moderate(request, timeout=MODERATE_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
     def report_losses(self) -> None:
         """Send the losses that `identity` has not sent yet."""
         self._wake_writer()
@@ -173,6 +191,9 @@ class GrpcRouterLink:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         self._drop_all("The connection to the router was closed.")
+        channel, self._call_channel = self._call_channel, None
+        if channel is not None:
+            await channel.close()
 
     async def _run(self) -> None:
         while not self._closed:

@@ -12,6 +12,7 @@ reconnect.py        what links to shards and to the safety service share: timeou
 safety_finder.py    the safety services that a router may use
 safety_link.py      the router's connection to the safety service, with hand-over to a successor
 safety_stream.py    one stream to one safety service and the frames that wait for it
+moderation.py       asks the safety service which categories texts belong to
 prefilter.py        clears answer text that the safety service need not see
 prompt_filter.py    clears prompts that the safety service need not see
 """

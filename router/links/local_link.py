@@ -19,13 +19,14 @@ from kvloom.router_link.open_choices import OpenChoices, Sink
 from kvloom.router_link.request import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, TokenLogprobs
-from kvloom.v1.router_service_pb2 import FleetState
+from kvloom.v1.router_service_pb2 import FleetState, ModerateRequest, ModerateResponse
 from router import convert
 from router.core.actions import FleetChanged
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
 from router.intake import Intake
+from router.links.moderation import Moderation
 
 log = structlog.get_logger()
 
@@ -35,7 +36,8 @@ _numbers = itertools.count(1)
 class LocalRouterLink:
     """Both a RouterLink (kvloom/router_link/link.py) and a client of the core (router/core_driver.py)."""
 
-    def __init__(self, driver: CoreDriver, intake: Intake, name: str) -> None:
+    def __init__(self, driver: CoreDriver, intake: Intake, name: str, moderation: Moderation | None = None) -> None:
+        self._moderation = moderation or Moderation(None)
         self._driver = driver
         self._intake = intake
         self._client_id = f"{name}#local-{next(_numbers)}"
@@ -101,6 +103,9 @@ class LocalRouterLink:
         if slots:
             self._cancelled += slots
             self._flush_soon()
+
+    async def moderate(self, request: ModerateRequest) -> ModerateResponse:
+        return await self._moderation.moderate(request)
 
     def _flush_soon(self) -> None:
         if self._flush is None:

@@ -8,7 +8,7 @@ as soon as the old service has cleared all of its text. The old stream ends when
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import grpc
@@ -16,8 +16,10 @@ import structlog
 
 from kvloom.errors import KvloomError
 from kvloom.process.cancellation import raise_if_cancelled
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import safety_service_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
@@ -32,6 +34,9 @@ _BREAKS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomErr
 
 LONGEST_PAUSE_SECONDS: Final = 0.4
 """The longest pause between connection attempts. Answers are held meanwhile, for at most `safety.patience_seconds`."""
+
+
+RETRY_SECONDS: Final = 1.0
 
 
 class SafetyLink:
@@ -56,6 +61,22 @@ class SafetyLink:
     def screens_prompts(self) -> bool:
         """Whether the service needs prompts' text. This is True while the policy is not known."""
         return self._current is None or self._current.policy.screens_prompts
+
+    async def classify(self, texts: Iterable[str]) -> safety_service_pb2.ClassifyResponse:
+        """Names the categories of the policy to which the texts belong. Raises KvloomError (SAFETY_UNAVAILABLE,
+        REQUEST_TOO_LARGE)."""
+        if self._current is None:
+            raise safety_unavailable()
+        try:
+            return await self._current.classify(safety_service_pb2.ClassifyRequest(texts=texts))
+        except grpc.aio.AioRpcError as error:
+            known = from_rpc_error(error)
+            if known.reason == ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE:
+                raise known from error
+            raise safety_unavailable() from error
+        except asyncio.CancelledError as error:  # the stream has broken, and its channel was closed
+            raise_if_cancelled()
+            raise safety_unavailable() from error
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -202,6 +223,14 @@ class SafetyLink:
         policy = stream.policy
         prefilter, prompt_filter = stream.answers.prefilter, PromptFilter.from_policy(policy)
         self._driver.dispatch(SafetyUp(policy.screens_prompts, policy.screens_answers, prefilter, prompt_filter))
+
+
+def safety_unavailable() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE,
+        "The safety service cannot be reached.",
+        retry_after_seconds=RETRY_SECONDS,
+    )
 
 
 def _split(answers: ScreenAnswers, replaced: SafetyStream) -> tuple[ScreenAnswers, ScreenAnswers]:

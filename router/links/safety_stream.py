@@ -20,6 +20,7 @@ from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, LinkEr
 
 log = structlog.get_logger()
 
+CLASSIFY_TIMEOUT_SECONDS: Final = 30.0
 MAX_WAITING_CHARS: Final = 64 * 2**20
 MAX_CHARS_PER_FRAME: Final = 8 * 2**20
 """A character takes at most 4 bytes, so this is half the limit of a gRPC message; the frame's last prompt may add the
@@ -71,6 +72,11 @@ class SafetyStream:
     async def close(self) -> None:
         self._call.cancel()
         await self._channel.close()
+
+    async def classify(self, request: safety_service_pb2.ClassifyRequest) -> safety_service_pb2.ClassifyResponse:
+        """Raises AioRpcError."""
+        stub = safety_service_pb2_grpc.SafetyServiceStub(self._channel)
+        return await stub.Classify(request, timeout=CLASSIFY_TIMEOUT_SECONDS)
 
     def take_policy(self, policy: safety_service_pb2.PolicyState) -> None:
         self.policy = policy

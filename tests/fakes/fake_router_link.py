@@ -10,7 +10,8 @@ from kvloom.router_link.link import LinkRequest, Sink
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
-from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, ModerateRequest, ModerateResponse
+from tests.fakes.fake_safety import CATEGORIES, classify
 
 STOP = generation_pb2.FINISH_REASON_STOP
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
@@ -121,6 +122,7 @@ class FakeRouterLink:
         self.connected = True
         self.script: Script | None = None
         self.requests: list[FakeRequest] = []
+        self.moderation_error: KvloomError | None = None
         self._by_handle: dict[int, FakeRequest] = {}
         self._submitted: asyncio.Queue[FakeRequest] = asyncio.Queue()
         self._fleet_changed = asyncio.Event()
@@ -152,6 +154,14 @@ class FakeRouterLink:
     def cancel(self, handle: int) -> None:
         if handle in self._by_handle:
             self._by_handle[handle].cancelled.set()
+
+    async def moderate(self, request: ModerateRequest) -> ModerateResponse:
+        """A policy with one rule, as that of FakeSafety."""
+        if not self.connected:
+            raise KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "The router is gone.", retry_after_seconds=1.0)
+        if self.moderation_error is not None:
+            raise self.moderation_error
+        return ModerateResponse(results=classify(request.texts), categories=CATEGORIES, policy_revision="1")
 
     async def close(self) -> None:
         self.tell(FleetState(), connected=False)

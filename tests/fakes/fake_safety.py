@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 
 FORBIDDEN = "forbidden"
+CATEGORIES = ("forbidden-things", "other")
+
+
+def classify(texts: Iterable[str]) -> list[safety_service_pb2.Classification]:
+    return [safety_service_pb2.Classification(categories=CATEGORIES[:1] if FORBIDDEN in text else ()) for text in texts]
 
 
 class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
@@ -60,6 +65,11 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
 
     def resume(self) -> None:
         self._may_answer.set()
+
+    async def Classify(self, request, context) -> safety_service_pb2.ClassifyResponse:
+        return safety_service_pb2.ClassifyResponse(
+            results=classify(request.texts), categories=CATEGORIES, policy_revision="1"
+        )
 
     async def Screen(self, request_iterator, context) -> None:
         await context.write(safety_service_pb2.ScreenResponse(policy=self.policy))

@@ -1,9 +1,12 @@
-"""The chat page: static files that are kept in memory and load nothing from other hosts.
+"""The chat page and the reference page: static files that are kept in memory and load nothing from other hosts.
 
 index.html   the page
 chat.js      its code
 chat.css     its style
-favicon.svg  its icon
+favicon.svg  the icon of both pages
+docs.html    the reference page, which shows /openapi.json
+docs.js      its code
+docs.css     its style, besides that of the chat page
 """
 
 from __future__ import annotations
@@ -18,12 +21,19 @@ from aiohttp import web
 from edge_http.edge import Edge
 
 _FOLDER: Final = Path(__file__).parent
-_FILES: Final = {
+PAGE_FILES: Final = {
     "/": ("index.html", "text/html"),
     "/chat.css": ("chat.css", "text/css"),
     "/chat.js": ("chat.js", "text/javascript"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
+"""The files of the chat page by path: name and type."""
+DOCS_FILES: Final = {
+    "/docs": ("docs.html", "text/html"),
+    "/docs.css": ("docs.css", "text/css"),
+    "/docs.js": ("docs.js", "text/javascript"),
+}
+"""Those of the reference page."""
 _SECURITY_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -32,12 +42,17 @@ _SECURITY_HEADERS: Final = {
 }
 
 
-def _file_handler(name: str, content_type: str) -> Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]:
+Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def _file_handler(name: str, content_type: str, *, is_docs: bool = False) -> Handler:
     content = (_FOLDER / name).read_bytes()
     etag = f'"{xxhash.xxh3_64_hexdigest(content)}"'
     headers = {**_SECURITY_HEADERS, "ETag": etag}
 
-    async def handle(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+    async def handle(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+        if is_docs:
+            edge.check_docs()
         if etag in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
         return web.Response(body=content, content_type=content_type, charset="utf-8", headers=headers)
@@ -45,7 +60,8 @@ def _file_handler(name: str, content_type: str) -> Callable[[Edge, web.BaseReque
     return handle
 
 
-PAGE_ROUTES: Final[Mapping[str, Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]]] = {
-    path: _file_handler(name, content_type) for path, (name, content_type) in _FILES.items()
+PAGE_ROUTES: Final[Mapping[str, Handler]] = {
+    **{path: _file_handler(name, content_type) for path, (name, content_type) in PAGE_FILES.items()},
+    **{path: _file_handler(name, content_type, is_docs=True) for path, (name, content_type) in DOCS_FILES.items()},
 }
 """Maps each path to its handler."""

@@ -47,7 +47,7 @@ class TextFormat(Body, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     strict: bool | None = None
     """Without effect: every answer conforms to its schema."""
 

@@ -1,0 +1,283 @@
+"""The objects that responses in OpenAI's shape consist of, as /openapi.json describes them.
+
+Responses are not made from these types, but from templates, because that is faster (response_formatters.py). Tests
+decode what the edge sends with them, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Object(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ErrorObject(Object):
+    message: str
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+    """What happened; docs/http-api.md lists the codes."""
+
+
+class ErrorBody(Object):
+    error: ErrorObject
+
+
+class PromptTokensDetails(Object):
+    cached_tokens: int
+    """Prompt tokens whose KV was reused."""
+
+
+class CompletionTokensDetails(Object):
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class UsageObject(Object):
+    prompt_tokens: int
+    completion_tokens: int
+    """Of all choices together, reasoning included."""
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class KvloomDetails(Object):
+    """With the header x-kvloom-details."""
+
+    shard_id: str
+    num_cached_tokens: int
+    queue_time_seconds: float
+
+
+class TopLogprob(Object):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Object):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class Function(Object):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Object):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class ChatMessage(Object):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """What the model thought before it answered."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: Function | msgspec.UnsetType = msgspec.UNSET
+
+
+FinishReason = Literal["stop", "length", "content_filter", "tool_calls", "function_call"]
+
+
+class ChatChoice(Object):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Object):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: UsageObject
+    kvloom: KvloomDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class FunctionDelta(Object):
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCallDelta(Object):
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatDelta(Object):
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
+    function_call: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(Object):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(Object):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
+    """In the last chunk, if stream_options.include_usage asked for it."""
+    kvloom: KvloomDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionLogprobsObject(Object):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Object):
+    index: int
+    text: str
+    logprobs: CompletionLogprobsObject | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Object):
+    """The body of an answer, and a chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
+    kvloom: KvloomDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class ModelObject(Object):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    """The longest prompt and answer together, in tokens; null while no shard serves the model."""
+    num_ready_shards: int
+
+
+class ModelList(Object):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class ModerationResult(Object):
+    flagged: bool
+    categories: dict[str, bool]
+    """Those of the safety policy, by name."""
+    category_scores: dict[str, float]
+    category_applied_input_types: dict[str, list[str]]
+
+
+class Moderation(Object):
+    id: str
+    model: str
+    """Names the version of the safety policy."""
+    results: list[ModerationResult]
+    """One for each text, in order."""
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """Of the Responses API: the fields that every response has."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    """Messages, reasoning and function calls, in their order."""
+    usage: dict[str, Any] | None
+
+
+class NamedEvent(msgspec.Struct, kw_only=True):
+    """An event of an API whose events have names: the name is also its type."""
+
+    type: str
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    """Blocks of text, thinking and tool use, in their order."""
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class AnthropicErrorObject(Object):
+    type: str
+    message: str
+
+
+class AnthropicError(Object):
+    type: Literal["error"]
+    error: AnthropicErrorObject
+    request_id: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    input_tokens: int
+
+
+class Cancelled(Object):
+    id: str
+    cancelled: bool
+
+
+class Status(Object):
+    status: Literal["ok", "ready", "not_ready"]
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Version(Object):
+    version: str
+
+
+class TargetGroup(Object):
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class OpenApiDocument(msgspec.Struct):
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]

@@ -1,0 +1,7 @@
+"""The description of the HTTP API as an OpenAPI 3.1 document, made from the types that decode the requests.
+
+operation.py   what the document says about one method of one path
+parameters.py  the headers and query parameters of requests, and the headers of responses
+schemas.py     JSON Schemas of typed structs, with the descriptions that stand in their source
+document.py    the whole document
+"""

@@ -1,0 +1,83 @@
+"""The headers and query parameters of requests, and the headers of responses, by name."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from edge_http.wire.headers import (
+    CACHED_TOKENS,
+    DETAILS,
+    EXPLAIN,
+    IDEMPOTENCY_KEY,
+    LAST_EVENT_ID,
+    MAX_EVENT_NUMBER,
+    MAX_SESSION_KEY_CHARS,
+    PROCESSING_MS,
+    REQUEST_ID,
+    RESPONSE_ID,
+    RESUME,
+    SESSION_ID,
+    SHARD,
+)
+
+_SWITCH: Final = {"type": "string", "enum": ["on", "off"]}
+_TRUE: Final = {"type": "string", "enum": ["true"]}
+_EVENT_NUMBER: Final = {"type": "integer", "minimum": 0, "maximum": MAX_EVENT_NUMBER}
+
+
+def _parameter(name: str, description: str, schema: dict[str, Any], *, place: str = "header") -> dict[str, Any]:
+    return {"name": name, "in": place, "description": description, "schema": schema}
+
+
+PARAMETERS: Final[dict[str, dict[str, Any]]] = {
+    REQUEST_ID: _parameter(
+        REQUEST_ID, "Names the request in logs and in its response. A value that could forge a header is replaced.",
+        {"type": "string", "maxLength": 128},
+    ),
+    "traceparent": _parameter("traceparent", "The W3C trace context, which is passed on.", {"type": "string"}),
+    RESUME: _parameter(RESUME, "Whether a stream outlives its connection, so that it can be resumed.", _SWITCH),
+    IDEMPOTENCY_KEY: _parameter(
+        IDEMPOTENCY_KEY, "With a resumable stream: the same request with the same key gets the answer that it began.",
+        {"type": "string", "maxLength": 128, "pattern": "^[A-Za-z0-9._:/+=@-]{1,128}$"},
+    ),
+    LAST_EVENT_ID: _parameter(
+        LAST_EVENT_ID, "The number of the last event that the client has; precedes starting_after.", _EVENT_NUMBER
+    ),
+    DETAILS: _parameter(DETAILS, "Whether the answer tells its shard and its cached tokens.", _TRUE),
+    EXPLAIN: _parameter(EXPLAIN, "Whether the head of the response tells them.", {"type": "string", "enum": ["1"]}),
+    SESSION_ID: _parameter(
+        SESSION_ID, "Requests with the same value belong together; a hint for placement.",
+        {"type": "string", "maxLength": MAX_SESSION_KEY_CHARS},
+    ),
+    "stream": {
+        **_parameter("stream", "Only streams can be resumed.", _TRUE, place="query"),
+        "required": True,
+    },
+    "starting_after": _parameter(
+        "starting_after", "The number of the last event that the client has.", _EVENT_NUMBER, place="query"
+    ),
+}  # fmt: skip
+
+RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
+    REQUEST_ID: {"description": "The request's own id, or a new one.", "schema": {"type": "string"}},
+    PROCESSING_MS: {
+        "description": "Milliseconds from the request's head to this one.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+    "Retry-After": {
+        "description": "After how many seconds a retry makes sense.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+    RESPONSE_ID: {"description": "The id of the answer, with which it can be resumed.", "schema": {"type": "string"}},
+    RESUME: {"description": "For how many seconds the stream can be resumed.", "schema": {"type": "string"}},
+    SHARD: {"description": f"The shard that answers, if {EXPLAIN} asked for it.", "schema": {"type": "string"}},
+    CACHED_TOKENS: {
+        "description": "How many of the prompt's tokens were in its cache.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+}
+
+EVERY_RESPONSE: Final = (REQUEST_ID, PROCESSING_MS)
+EVERY_ERROR: Final = (*EVERY_RESPONSE, "Retry-After")
+GENERATION: Final = (REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, RESUME, IDEMPOTENCY_KEY, LAST_EVENT_ID)
+"""What requests that generate take."""

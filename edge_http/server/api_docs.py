@@ -1,0 +1,24 @@
+"""GET /openapi.json, as bytes that are made once."""
+
+from __future__ import annotations
+
+import functools
+
+from aiohttp import web
+
+from edge_http.edge import Edge
+from edge_http.endpoints.health import VERSION
+from edge_http.formatting.json_bytes import encode_json
+from edge_http.openai.response_objects import ErrorBody
+from edge_http.openapi.document import openapi_document
+from edge_http.server.operations import OPERATIONS
+
+
+async def openapi_json(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+    edge.check_docs()
+    return web.Response(body=document_bytes(needs_key=edge.callers.needs_key), content_type="application/json")
+
+
+@functools.cache
+def document_bytes(*, needs_key: bool) -> bytes:
+    return encode_json(openapi_document(OPERATIONS, VERSION, ErrorBody, needs_key=needs_key))

@@ -1,0 +1,137 @@
+"""What /openapi.json says about each route of http_router.py: one entry for each method of each path."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from edge_http.anthropic.requests import MessagesBody, PromptBody
+from edge_http.endpoints.page import DOCS_FILES, PAGE_FILES
+from edge_http.openai import requests
+from edge_http.openai import response_objects as objects
+from edge_http.openai.responses.requests import ResponsesBody
+from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
+from edge_http.openapi.parameters import GENERATION
+from edge_http.wire.headers import CACHED_TOKENS, LAST_EVENT_ID, REQUEST_ID, RESPONSE_ID, RESUME, SHARD
+
+_GENERATION_ERRORS: Final = (404, 409, 410, 429, 500, 502, 503, 504)
+_ANTHROPIC_ERRORS: Final = (404, 409, 410, 429, 500, 502, 504, 529)
+_ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS)
+_STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_ANSWER_HEADERS)
+_MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]
+_MODEL: Final = "smollm2-135m-instruct"
+_WEATHER: Final = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def _operation(path: str, method: str, name: str, tag: str, summary: str, *answers: Answer, **more: Any) -> Operation:
+    return Operation(path=path, method=method, id=name, tag=tag, summary=summary, answers=answers, **more)
+
+
+def _resumable(path: str, name: str, chunk: Any, error: Any = None) -> list[Operation]:
+    """What can be done with a response that `path` has begun."""
+    return [
+        _operation(
+            f"{path}/{{id}}", "GET", f"resume{name}", "Text", "Resume a stream",
+            Answer("The events after the last one that the client has.", chunk, EVENT_STREAM, headers=_STREAM_HEADERS),
+            Answer("There is nothing more: stop asking.", status=204),
+            parameters=("stream", "starting_after", LAST_EVENT_ID, REQUEST_ID), errors=(400, 404, 409, 410, 503),
+            error=error,
+        ),
+        _operation(
+            f"{path}/{{id}}/cancel", "POST", f"cancel{name}", "Text", "End a resumable answer",
+            Answer("It has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), error=error,
+        ),
+    ]  # fmt: skip
+
+
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    _operation(
+        "/v1/chat/completions", "POST", "createChatCompletion", "Text", "Answer a conversation",
+        Answer("The answer.", objects.ChatCompletion, headers=_ANSWER_HEADERS),
+        Answer("With stream: true.", objects.ChatCompletionChunk, EVENT_STREAM, headers=_STREAM_HEADERS),
+        body=requests.ChatBody, parameters=GENERATION, errors=_GENERATION_ERRORS,
+        examples={
+            "Streamed": {"model": _MODEL, "messages": _MESSAGES, "stream": True},
+            "Not streamed": {"model": _MODEL, "messages": _MESSAGES, "max_tokens": 64},
+            "With a tool": {"model": _MODEL, "messages": _MESSAGES, "tools": [_WEATHER], "tool_choice": "required"},
+        },
+    ),
+    *_resumable("/v1/chat/completions", "ChatCompletion", objects.ChatCompletionChunk),
+    _operation(
+        "/v1/completions", "POST", "createCompletion", "Text", "Continue a text",
+        Answer("The continuation.", objects.Completion, headers=_ANSWER_HEADERS),
+        Answer("With stream: true.", objects.Completion, EVENT_STREAM, headers=_STREAM_HEADERS),
+        body=requests.CompletionBody, parameters=GENERATION, errors=_GENERATION_ERRORS,
+        examples={"A text": {"model": _MODEL, "prompt": "Once upon a time", "max_tokens": 32}},
+    ),
+    *_resumable("/v1/completions", "Completion", objects.Completion),
+    _operation(
+        "/v1/responses", "POST", "createResponse", "Text", "Answer by OpenAI's Responses API",
+        Answer("The response.", objects.Response, headers=_ANSWER_HEADERS),
+        Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
+        body=ResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS,
+        examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
+    ),
+    *_resumable("/v1/responses", "Response", objects.NamedEvent),
+    _operation(
+        "/v1/messages", "POST", "createMessage", "Text", "Answer by Anthropic's Messages API",
+        Answer("The message.", objects.AnthropicMessage, headers=_ANSWER_HEADERS),
+        Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
+        body=MessagesBody, parameters=GENERATION, errors=_ANTHROPIC_ERRORS, error=objects.AnthropicError,
+        examples={"A question": {"model": _MODEL, "max_tokens": 32, "messages": _MESSAGES}},
+    ),
+    _operation(
+        "/v1/messages/count_tokens", "POST", "countTokens", "Text", "The size of a message's prompt",
+        Answer("The number of tokens.", objects.TokenCount),
+        body=PromptBody, parameters=(REQUEST_ID,), errors=(404, 429, 529), error=objects.AnthropicError,
+        examples={"A question": {"model": _MODEL, "messages": _MESSAGES}},
+    ),
+    *_resumable("/v1/messages", "Message", objects.NamedEvent, objects.AnthropicError),
+    _operation(
+        "/v1/moderations", "POST", "createModeration", "Safety", "Judge texts by the safety policy",
+        Answer("One result for each text.", objects.Moderation),
+        body=requests.ModerationBody, parameters=(REQUEST_ID,), errors=(429, 503),
+        examples={"Two texts": {"input": ["Hello!", "How do looms work?"]}},
+    ),
+    _operation("/v1/models", "GET", "listModels", "Models", "List the models", Answer("All.", objects.ModelList)),
+    _operation(
+        "/v1/models/{id}", "GET", "getModel", "Models", "Describe a model",
+        Answer("The model.", objects.ModelObject), errors=(404,),
+    ),
+    *(
+        _operation(path, "GET", name, "Operation", summary, Answer("Yes.", objects.Status), is_open=True)
+        for path, name, summary in (
+            ("/health", "health", "Whether the process runs"),
+            ("/live", "live", "The same, under Kubernetes' name"),
+        )
+    ),
+    _operation(
+        "/ready", "GET", "ready", "Operation", "Whether a shard can take work", Answer("Yes.", objects.Status),
+        Answer("Not yet, or no more.", objects.Status, status=503), is_open=True,
+    ),
+    _operation("/version", "GET", "version", "Operation", "The version", Answer("It.", objects.Version), is_open=True),
+    _operation(
+        "/metrics", "GET", "metrics", "Operation", "Prometheus metrics", Answer("Metrics.", content_type="text/plain")
+    ),
+    _operation(
+        "/metrics/targets", "GET", "metricsTargets", "Operation", "The processes of the fleet that serve metrics",
+        Answer("For Prometheus' HTTP service discovery.", list[objects.TargetGroup]), errors=(503,),
+    ),
+    _operation(
+        "/openapi.json", "GET", "openapi", "Operation", "This document",
+        Answer("OpenAPI 3.1.", objects.OpenApiDocument), is_open=True, errors=(404,),
+    ),
+    *(
+        _operation(
+            path, "GET", f"file_{file.replace('.', '_')}", "Pages", f"A file of the {page}",
+            Answer("The file.", content_type=content_type), is_open=True,
+        )
+        for page, files in (("chat page", PAGE_FILES), ("reference page", DOCS_FILES))
+        for path, (file, content_type) in files.items()
+    ),
+)  # fmt: skip

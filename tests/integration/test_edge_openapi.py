@@ -1,0 +1,166 @@
+"""/openapi.json describes what the edge does, and /docs shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from edge_http.openai import requests
+from edge_http.openai.response_objects import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorBody,
+    ModelList,
+    Moderation,
+)
+from edge_http.server.api_docs import document_bytes
+from edge_http.server.http_router import OPEN_ROUTES, ROUTES
+from edge_http.server.operations import OPERATIONS
+from kvloom.access.api_keys import ApiKeys
+from kvloom.callers import Callers
+from kvloom.config import EdgeConfig
+from kvloom.parsers.spec import ParserSpec
+from tests.fakes.edge_world import chat_body, edge_world
+from tests.fakes.fake_router_link import FakeRequest, answer
+
+DOCUMENT = json.loads(document_bytes(needs_key=False))
+FUNCTION = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+
+
+def every(node: Any) -> Iterator[dict[str, Any]]:
+    """All objects inside a document."""
+    if isinstance(node, dict):
+        yield node
+        node = list(node.values())
+    if isinstance(node, list):
+        for part in node:
+            yield from every(part)
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    """A route without an entry, or an entry without its route, fails here. HEAD is what GET says, without a body."""
+    served = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
+    assert {(operation.path, operation.method) for operation in OPERATIONS} == served
+    described = {(path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert described == served
+    assert {operation.path for operation in OPERATIONS if operation.is_open} == OPEN_ROUTES
+
+
+def test_the_document_is_well_formed() -> None:
+    """References lead somewhere, ids are unique, and every response says what it is."""
+    assert DOCUMENT["openapi"] == "3.1.0"
+    for node in every(DOCUMENT):
+        if isinstance(node.get("$ref"), str):
+            found: Any = DOCUMENT
+            for key in node["$ref"].removeprefix("#/").split("/"):
+                found = found[key]
+    operations = [operation for methods in DOCUMENT["paths"].values() for operation in methods.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"\w+", name) for name in names)
+    for path, methods in DOCUMENT["paths"].items():
+        for operation in methods.values():
+            parameters = [p for p in operation.get("parameters", ()) if p.get("in") == "path"]
+            assert {p["name"] for p in parameters} == set(re.findall(r"\{(\w+)\}", path))
+            for response in operation["responses"].values():
+                assert response["description"]
+                assert "x-request-id" in response["headers"]
+
+
+def test_fields_come_from_the_types_that_decode_them() -> None:
+    """The document cannot lag behind the code: names, requirements and descriptions are those of the source."""
+    chat = DOCUMENT["components"]["schemas"]["ChatBody"]
+    assert set(chat["properties"]) == set(requests.ChatBody.__struct_fields__)
+    assert set(chat["required"]) == {"model", "messages"}
+    assert chat["additionalProperties"] is False
+    assert chat["properties"]["top_k"]["description"] == "An extension. 0 means all tokens."
+
+
+def test_keys_are_demanded_where_the_edge_demands_them() -> None:
+    """A generated client asks for a key only if one is needed."""
+    closed = json.loads(document_bytes(needs_key=True))["paths"]
+    assert closed["/v1/models"]["get"]["security"] == [{"bearer": []}, {"apiKey": []}]
+    assert DOCUMENT["paths"]["/v1/models"]["get"]["security"][-1] == {}
+    assert closed["/health"]["get"]["security"] == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 2, "logprobs": True, "top_logprobs": 2},
+        {"tools": [{"type": "function", "function": FUNCTION}]},
+        {"functions": [FUNCTION]},
+    ],
+    ids=["plain", "logprobs", "tools", "functions"],
+)
+async def test_chat_answers_are_as_described(fields: dict[str, Any]) -> None:
+    """Answers are made from templates; they are decoded here with the types of the document."""
+
+    def play(request: FakeRequest) -> None:
+        for index in range(request.request.n):
+            request.start(index)
+        if "logprobs" not in fields:
+            text = '<think>hm</think>ok <tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+            for index in range(request.request.n):
+                request.tokens(text, index)
+        for index in range(request.request.n):
+            request.finish(index=index)
+
+    async with edge_world(output=ParserSpec(tools="hermes", reasoning="qwen3")) as world:
+        world.link.script = play
+        url, headers = f"{world.url}/v1/chat/completions", {"x-kvloom-details": "true"}
+        async with world.http.post(url, json=chat_body(**fields), headers=headers) as response:
+            assert response.status == 200, await response.text()
+            msgspec.json.decode(await response.read(), type=ChatCompletion)
+        body = chat_body(**fields, stream=True, stream_options={"include_usage": True})
+        async with world.http.post(url, json=body, headers=headers) as response:
+            events = (await response.text()).removesuffix("\n\n").split("\n\n")
+        assert events.pop().endswith("data: [DONE]")
+        for event in events:
+            msgspec.json.decode(event.partition("data: ")[2], type=ChatCompletionChunk)
+
+
+async def test_other_answers_are_as_described() -> None:
+    """As above, for the other endpoints and for errors."""
+    async with edge_world() as world:
+        world.link.script = answer("x")
+        for path, body, kind in (
+            ("/v1/completions", {"model": "tiny", "prompt": "the fox"}, Completion),
+            ("/v1/moderations", {"input": "forbidden"}, Moderation),
+            ("/v1/completions", {"model": "tiny"}, ErrorBody),
+            ("/v1/audio/speech", {}, ErrorBody),
+        ):
+            _, answered = await world.post(path, body)
+            msgspec.convert(answered, kind)
+        async with world.http.get(f"{world.url}/v1/models") as response:
+            msgspec.json.decode(await response.read(), type=ModelList)
+
+
+async def test_served_without_a_key_and_without_other_hosts() -> None:
+    """A newcomer reads the reference before having a key, also on a machine without internet."""
+    async with edge_world(callers=Callers(api_keys=ApiKeys([]))) as world:
+        async with world.http.get(f"{world.url}/openapi.json") as response:
+            assert (response.status, response.content_type) == (200, "application/json")
+            assert await response.read() == document_bytes(needs_key=True)
+        for path in ("/docs", "/docs.js", "/docs.css"):
+            async with world.http.get(world.url + path) as response:
+                assert response.status == 200
+                assert "default-src 'self'" in response.headers["Content-Security-Policy"]
+                assert not re.search(r"https?://", await response.text())
+
+
+async def test_switched_off() -> None:
+    """An operator who does not want to describe the API gets 404 for all of it, and the chat page stays."""
+    async with edge_world(EdgeConfig(api_docs=False)) as world:
+        for path in ("/openapi.json", "/docs", "/docs.js", "/docs.css"):
+            async with world.http.get(world.url + path) as response:
+                assert response.status == 404
+        async with world.http.get(f"{world.url}/") as response:
+            assert response.status == 200
