@@ -17,6 +17,7 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
+from kvloom.conversation.model_output import model_output
 from kvloom.discovery.announcer import Announcer, reachable_address
 from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
@@ -105,7 +106,8 @@ class RouterServer:
         self._safety_link = _safety_link(config, self._driver, trust)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust)
-        intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
+        output = model_output(config.model, tokenizer)
+        intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text, output)
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, Final
 
 from edge_http.openai.requests import Message, ToolCallBody, message_text
+from kvloom.conversation.history import checked_arguments
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom.text.roles import template_role
-
-MAX_ARGUMENTS_DEPTH: Final = 64
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
@@ -19,37 +16,6 @@ def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
     names: dict[str, str] = {}
     """The tool of each call so far, by the call's id."""
     return [_message(message, f"messages[{number}]", number, names) for number, message in enumerate(messages)]
-
-
-def checked_arguments(arguments: str, field: str) -> str:
-    """The arguments of a call in the history, which have to be a JSON object. An empty text stands for none. Raises
-    KvloomError (INVALID_ARGUMENT)."""
-    if not arguments.strip():
-        return "{}"
-    try:
-        value: Any = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        raise invalid_argument(f"{field} is not valid JSON.", field) from error
-    if not isinstance(value, dict):
-        raise invalid_argument(f"{field} must be a JSON object.", field)
-    check_depth(value, field)
-    return arguments
-
-
-def check_depth(value: Any, field: str) -> None:
-    """Raise KvloomError (INVALID_ARGUMENT) for JSON that is nested too deeply to be walked through."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_ARGUMENTS_DEPTH:
-            raise invalid_argument(f"{field} is nested more than {MAX_ARGUMENTS_DEPTH} levels deep.", field)
-        level = [child for node in level for child in _children(node)]
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return list(node.values())
-    return node if isinstance(node, list) else []
 
 
 def _message(message: Message, at: str, number: int, names: dict[str, str]) -> ChatMessage:
