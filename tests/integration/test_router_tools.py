@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+import kvloom
+from kvloom import ChatMessage, Client
+from kvloom.client.answer import AnswerBuilder
+from kvloom.client.migrating_generation import MigratingGeneration
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import (
     FINISH_REASON_STOP,
@@ -234,3 +239,76 @@ async def test_the_history_reaches_the_model(world: RouterWorld) -> None:
     assert merged(deltas) == [("text", "ok")]
     plan = await (await world.stub()).Plan(PlanRequest(request=wanted(**fields)))
     assert plan.num_prompt_tokens == finish_of(deltas).num_prompt_tokens
+
+
+async def test_the_sdk_gives_calls_and_reasoning(world: RouterWorld) -> None:
+    """A user of the SDK gets calls as objects, runs them, and continues with the answer's message and the results."""
+    shard = await start(world)
+    question = ChatMessage("user", "Weather?")
+    tool = kvloom.Tool("get_weather", "The weather.", SCHEMA)
+    async with Client(world.address) as client:
+        answer = await client.complete(model=MODEL, messages=[question], tools=[tool])
+        assert (answer.reasoning, answer.text) == ("Hm, né?", "Let me look.")
+        assert [(call.name, call.parsed) for call in answer.tool_calls] == [("get_weather", {"city": 'Oslø "é"'})] * 2
+        assert answer.finish_reason is kvloom.FinishReason.TOOL_CALLS
+        results = [ChatMessage("tool", "Snow.", tool_call_id=call.id) for call in answer.tool_calls]
+        await client.complete(model=MODEL, messages=[question, answer.message, *results], tools=[tool])
+        openai_tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+        by_name = client.generate(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Weather?"}],
+            tools=[openai_tool],
+            tool_choice={"name": "get_weather"},
+            template_options={"enable_thinking": False},
+        )
+        async for _ in by_name:
+            pass
+    prompt = world.tokenizer.decode(shard.submits[-2].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.count("Snow.") == 2
+    assert '"arguments": {"city": "Oslø' in prompt
+    assert shard.submits[-1].sampling.guide.json_schema
+
+
+async def test_the_sdk_continues_a_call_at_another_router(world: RouterWorld) -> None:
+    """An answer that loses its connection in the middle of a call's arguments gives the same deltas in the end."""
+    await start(world, size=4)
+    request = wanted()
+    generation = MigratingGeneration(request)
+    whole = await collect(world)
+    uncut = _answer([delta for response in whole for delta in generation.apply(response)])
+    assert uncut.tool_calls[1].parsed == {"city": 'Oslø "é"'}
+    stub = await world.stub()
+    for cut in range(1, len(whole), 17):
+        generation = MigratingGeneration(wanted())
+        generation.next_request()
+        deltas = [delta for response in whole[:cut] for delta in generation.apply(response)]
+        async for response in stub.Generate(generation.next_request()):
+            deltas += generation.apply(response)
+        assert generation.is_complete
+        assert _answer(deltas) == uncut, cut
+
+
+def _answer(deltas: Sequence[kvloom.Delta]) -> kvloom.AnswerChoice:
+    builder = AnswerBuilder(1)
+    for delta in deltas:
+        builder.add(delta)
+    return builder.build("mine", 7).choices[0]
+
+
+async def test_the_synchronous_client_does_the_same(world: RouterWorld) -> None:
+    """Programs without an event loop call tools, too."""
+    await start(world)
+
+    def ask() -> tuple[str, str]:
+        with kvloom.SyncClient(world.address) as client:
+            tool = {"type": "function", "function": {"name": "get_weather"}}
+            messages = [{"role": "user", "content": "Weather?"}]
+            reasoning = arguments = ""
+            for delta in client.generate(model=MODEL, messages=messages, tools=[tool]):
+                reasoning += delta.reasoning
+                arguments += "".join(call.arguments for call in delta.tool_calls if call.index == 0)
+            return reasoning, arguments
+
+    reasoning, arguments = await asyncio.to_thread(ask)
+    assert reasoning == "Hm, né?"
+    assert json.loads(arguments) == {"city": 'Oslø "é"'}
