@@ -213,7 +213,9 @@ class Intake:
         if parser is not None:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
             output.restore(choices, self._tokenizer, sampling.shown_special_token_ids)
-        return AcceptedGenerate(request, output, GUIDE_FIELD if plan.guide is None else "tools")
+        return AcceptedGenerate(
+            request, output, GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
+        )
 
     async def _tokenized(self, wanted: GenerateRequest) -> tuple[Sequence[int], str]:
         """Returns (token ids, text for the safety service) of a prompt that is no conversation."""
@@ -247,11 +249,11 @@ class Intake:
         if not (wanted.tools or wanted.HasField("tool_choice") or has_reasoning):
             return NO_TOOLS
         tools, choice = wanted_tools(wanted)
-        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=self._output)
-        if plan.guide is not None:
-            if sampling.HasField("guide"):
-                message = "tool_choice demands a call, which has no room for another form."
-                raise invalid_argument(message, GUIDE_FIELD)
+        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=self._output, at="")
+        if plan.demands_call and sampling.HasField("guide"):
+            raise invalid_argument("tool_choice demands a call, which has no room for another form.", GUIDE_FIELD)
+        if plan.guide is not None and not sampling.HasField("guide"):
+            # With a guide of the caller's own, the answer has another form, and so no calls.
             check_guide(plan.guide, "tools")
             sampling.guide.CopyFrom(plan.guide)
         return plan

@@ -220,6 +220,31 @@ async def test_a_required_call_is_guided(world: RouterWorld) -> None:
     assert from_rpc_error(caught.value).field == "sampling.guide"
 
 
+async def test_calls_of_strict_tools_are_guided_in_free_text(world: RouterWorld) -> None:
+    """A strict tool's schema holds although the model is free to call; a caller's own guide has precedence."""
+    shard = await start(world)
+    strict = Tool(name="get_weather", parameters=json.dumps(SCHEMA), strict=True)
+    deltas = deltas_of(await collect(world, tools=[strict, Tool(name="get_time")]))
+    assert [part[0] for part in merged(deltas)].count("start") == 2
+    guide = shard.submits[-1].sampling.guide.structural_tags
+    assert list(guide.triggers) == ["<tool_call>"]
+    assert [json.loads(tag.json_schema) for tag in guide.tags] == [SCHEMA, {"type": "object"}]
+    arguments = CALL.partition('"arguments": ')[2].removesuffix("}\n</tool_call>")
+    assert guide.tags[0].begin + arguments + guide.tags[0].end == CALL
+    await collect(world, tools=[strict], sampling=SamplingParams(seed=1, guide=Guide(regex="x")))
+    assert shard.submits[-1].sampling.guide.regex == "x"
+
+
+async def test_strict_is_refused_where_it_cannot_be_kept(world: RouterWorld) -> None:
+    """A promise that a model's format does not allow is refused by name, not dropped."""
+    world.config.model.tool_parser = "pythonic"
+    await start(world)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(world, tools=[Tool(name="f"), Tool(name="g", strict=True)])
+    error = from_rpc_error(caught.value)
+    assert (error.reason_name, error.field) == ("UNSUPPORTED_PARAMETER", "tools[1].strict")
+
+
 async def test_the_history_reaches_the_model(world: RouterWorld) -> None:
     """An agent's next request has its calls and their results; `Plan` counts the same prompt."""
     shard = await start(world, "ok")
