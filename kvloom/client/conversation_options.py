@@ -60,8 +60,8 @@ def _add_mapping(added: Message, message: Mapping[str, Any]) -> None:
     """A message in OpenAI's shape."""
     calls = message.get("tool_calls") or ()
     added.role = message["role"]
-    content = message.get("content") if calls else message["content"]
-    added.content = "" if content is None and calls else content
+    content = message.get("content") or "" if calls else message["content"]
+    added.content = content
     for name in ("tool_call_id", "name"):
         setattr(added, name, message.get(name) or "")
     added.reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
