@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from kvloom.client.credentials import TlsOptions
     from kvloom.client.delta_stream import DeltaStream
     from kvloom.client.generate_request import GenerateOptions
-    from kvloom.client.generation import Delta
+    from kvloom.client.generation import Delta, ToolCallDelta
     from kvloom.client.sync_client import SyncClient, SyncDeltaStream
+    from kvloom.conversation.tools import Tool
     from kvloom.enums import CancelOutcome, ErrorReason, FinishReason, Tier
     from kvloom.errors import ErrorKind, KvloomError
-    from kvloom.text.chat_message import ChatMessage
+    from kvloom.text.chat_message import ChatMessage, ToolCall
 
     __version__: str
 
@@ -66,6 +67,9 @@ __all__ = [
     "SyncDeltaStream",
     "Tier",
     "TlsOptions",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "__version__",
 ]
 
@@ -86,6 +90,9 @@ _MODULES = {
     "SyncDeltaStream": "kvloom.client.sync_client",
     "Tier": "kvloom.enums",
     "TlsOptions": "kvloom.client.credentials",
+    "Tool": "kvloom.conversation.tools",
+    "ToolCall": "kvloom.text.chat_message",
+    "ToolCallDelta": "kvloom.client.generation",
 }
 
 

@@ -63,6 +63,8 @@ class FinishReason(enum.IntEnum):
     """The request was cancelled."""
     ERROR = 5
     """The choice failed. Reading the answer raises the KvloomError."""
+    TOOL_CALLS = 6
+    """The model called tools, and waits for their results."""
 
 
 class Tier(enum.StrEnum):

@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 from kvloom.errors import invalid_argument
-from kvloom.v1.generation_pb2 import Guide
+from kvloom.v1.generation_pb2 import Guide, StructuralTags
 
 GUIDE_FIELD: Final = "sampling.guide"
 """The name of the guide's field in errors of the router and the shards."""
@@ -18,6 +18,11 @@ MAX_PATTERN_BYTES: Final = 16 * 2**10
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_BYTES: Final = 64 * 2**10
 """The limit for all choices together."""
+MAX_TAGS: Final = 128
+MAX_TRIGGERS: Final = 16
+MAX_TRIGGER_BYTES: Final = 256
+MAX_TAG_BYTES: Final = 1024
+"""The limit for the begin and for the end of a structural tag."""
 MAX_MULTIPLE: Final = 10_000
 """The limit for the digits of `multipleOf`, read as an integer: a compiler makes that many states."""
 
@@ -26,7 +31,8 @@ def check_guide(guide: Guide, field: str) -> None:
     """Raise KvloomError (INVALID_ARGUMENT) that names `field`. A guide that passes may still fail to compile."""
     form = guide.WhichOneof("form")
     if form is None:
-        raise invalid_argument(f"{field} must hold one of json_object, json_schema, regex, choice and grammar.", field)
+        forms = "json_object, json_schema, regex, choice, grammar and structural_tags"
+        raise invalid_argument(f"{field} must hold one of {forms}.", field)
     if form == "json_object":
         if not guide.json_object:
             raise invalid_argument(f"{field}.json_object can only be true.", field)
@@ -34,6 +40,8 @@ def check_guide(guide: Guide, field: str) -> None:
         _check_schema(guide.json_schema, field)
     elif form == "choice":
         _check_choices(list(guide.choice.texts), field)
+    elif form == "structural_tags":
+        _check_structural_tags(guide.structural_tags, field)
     else:
         _check_pattern(guide.regex if form == "regex" else guide.grammar, form, field)
 
@@ -88,6 +96,31 @@ def _check_choices(texts: list[str], field: str) -> None:
         raise invalid_argument(f"{field} holds an empty choice.", field)
     if sum(len(text.encode()) for text in texts) > MAX_CHOICE_BYTES:
         raise invalid_argument(f"{field}: the choices are longer than {MAX_CHOICE_BYTES} bytes together.", field)
+
+
+def _check_structural_tags(guide: StructuralTags, field: str) -> None:
+    tags, triggers = list(guide.tags), list(guide.triggers)
+    if not 1 <= len(tags) <= MAX_TAGS:
+        raise invalid_argument(f"{field} must hold 1 to {MAX_TAGS} tags, got {len(tags)}.", field)
+    if not 1 <= len(triggers) <= MAX_TRIGGERS:
+        raise invalid_argument(f"{field} must hold 1 to {MAX_TRIGGERS} triggers, got {len(triggers)}.", field)
+    if not all(1 <= len(trigger.encode()) <= MAX_TRIGGER_BYTES for trigger in triggers):
+        raise invalid_argument(f"{field}: a trigger must have 1 to {MAX_TRIGGER_BYTES} bytes.", field)
+    if any(one in other for i, one in enumerate(triggers) for j, other in enumerate(triggers) if i != j):
+        raise invalid_argument(f"{field}: a trigger must not contain another one.", field)
+    for tag in tags:
+        if not any(tag.begin.startswith(trigger) for trigger in triggers):
+            raise invalid_argument(f"{field}: every tag must begin with a trigger.", field)
+        if max(len(tag.begin.encode()), len(tag.end.encode())) > MAX_TAG_BYTES:
+            raise invalid_argument(f"{field}: a tag's begin or end is longer than {MAX_TAG_BYTES} bytes.", field)
+        _check_schema(tag.json_schema, field)
+        if not tag.json_schema.lstrip().startswith("{"):
+            raise invalid_argument(f"{field}: the schema must be a JSON object.", field)
+    for trigger in triggers:
+        if not any(tag.begin.startswith(trigger) for tag in tags):
+            raise invalid_argument(f"{field}: no tag begins with the trigger {trigger!r}.", field)
+    if sum(len(tag.json_schema.encode()) for tag in tags) > MAX_SCHEMA_BYTES:
+        raise invalid_argument(f"{field}: the schemas are longer than {MAX_SCHEMA_BYTES} bytes together.", field)
 
 
 def _check_pattern(text: str, form: str, field: str) -> None:

@@ -7,11 +7,16 @@ import secrets
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+from kvloom.conversation.model_output import prompted, show_markers
+from kvloom.conversation.prompt import conversation_prompt, screened_text
+from kvloom.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.guide import GUIDE_FIELD, check_guide
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
     MAX_CHOICES,
@@ -22,21 +27,28 @@ from kvloom.sampling import (
     check_stop,
     draw_seed,
 )
-from kvloom.text.roles import template_role
 from kvloom.text.token_ids import are_below, unpack_token_ids
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message, Submit
+from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
 from router import convert
 from router.caller_scope import TRUSTED, CallerScope
+from router.conversation_intake import (
+    MESSAGES,
+    check_only_for_conversations,
+    conversation_error,
+    template_options,
+    wanted_messages,
+    wanted_tools,
+)
 from router.core.events import ChoiceSpec, Request, Tier
+from router.parsed_output import ParsedOutput
 from router.partial_choices import wanted_choices
 
 MAX_NAME_CHARS: Final = 256
 """The longest request id (the router's or the caller's), tenant, trace context or session key."""
-MAX_MESSAGES: Final = 4096
 CHARS_PER_TOKEN: Final = 4
 """The usual number, by which large prompts of tokens are told apart from small ones."""
 MAX_CHARS_PER_TOKEN: Final = 16
@@ -48,6 +60,19 @@ _TIERS: Final[Mapping[int, Tier]] = {
 }
 
 
+NO_TOOLS: Final = ToolPlan()
+
+
+class AcceptedGenerate(NamedTuple):
+    """What the intake has made of a `Generate`."""
+
+    request: Request
+    output: ParsedOutput | None
+    """None: the output is text."""
+    guide_field: str
+    """The field that asked for the guide."""
+
+
 class Intake:
     """Checks requests and tokenizes those for the model whose tokenizer this router has."""
 
@@ -57,7 +82,10 @@ class Intake:
         tokenizer: ModelTokenizer,
         max_prompt_tokens: int,
         needs_prompt_text: Callable[[], bool],
+        output: ParserSpec | None = None,
     ) -> None:
+        """`output` says how the model writes tool calls and reasoning."""
+        self._output = output
         self._model = model
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
@@ -132,8 +160,19 @@ class Intake:
         scope: CallerScope = TRUSTED,
         client_request_id: str = "",
     ) -> Request:
-        """Returns the request of a `Generate` or `Plan`; the slots of its choices are their indexes. Raises
-        KvloomError."""
+        """Returns the request of a `Plan`. Raises KvloomError."""
+        accepted = await self.accept_generate(wanted, client_id, traceparent, scope, client_request_id)
+        return accepted.request
+
+    async def accept_generate(
+        self,
+        wanted: GenerateRequest,
+        client_id: str,
+        traceparent: str = "",
+        scope: CallerScope = TRUSTED,
+        client_request_id: str = "",
+    ) -> AcceptedGenerate:
+        """Returns the request of a `Generate`; the slots of its choices are their indexes. Raises KvloomError."""
         check_num_choices(wanted.n or 1)
         _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
@@ -141,13 +180,20 @@ class Intake:
         if wanted.model != self._model:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, self._tokenizer, self._max_prompt_tokens)
-        token_ids, text = await self._tokenized(wanted)
-        check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
         sampling = _with_seed(wanted.sampling)
+        plan, parser = NO_TOOLS, None
+        if wanted.WhichOneof("input") == "conversation":
+            plan = self._tool_plan(wanted, sampling)
+            token_ids, text, parser = await self._tokenized_conversation(wanted, plan, sampling)
+        else:
+            check_only_for_conversations(wanted)
+            token_ids, text = await self._tokenized(wanted)
+        check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
         if wanted.predicted_text:
             sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted))
-        return Request(
-            request_id=scope.request_id(wanted.request_id or new_request_id()),
+        given_id = wanted.request_id or new_request_id()
+        request = Request(
+            request_id=scope.request_id(given_id),
             client_id=client_id,
             model=self._model,
             prompt_token_ids=token_ids,
@@ -163,9 +209,16 @@ class Intake:
             session_key=wanted.session_key,
             client_request_id=client_request_id,
         )
+        output = None
+        if parser is not None:
+            output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
+            output.restore(choices, self._tokenizer, sampling.shown_special_token_ids)
+        return AcceptedGenerate(
+            request, output, GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
+        )
 
     async def _tokenized(self, wanted: GenerateRequest) -> tuple[Sequence[int], str]:
-        """Returns (token ids, text for the safety service) of whichever input was given."""
+        """Returns (token ids, text for the safety service) of a prompt that is no conversation."""
         match wanted.WhichOneof("input"):
             case "text":
                 if not wanted.text:
@@ -174,11 +227,6 @@ class Intake:
                 token_ids = await self._tokenizer.encode(wanted.text)
                 self._check_prompt(token_ids, wanted.model, "text")
                 return token_ids, wanted.text
-            case "conversation":
-                messages = self._checked_messages(wanted.conversation)
-                token_ids = await self._encoded_chat(messages)
-                self._check_prompt(token_ids, wanted.model, "conversation.messages")
-                return token_ids, "\n".join(message.content for message in messages)
             case "token_ids":
                 token_ids = wanted.token_ids.ids[:]
                 self._check_prompt(token_ids, wanted.model, "token_ids.ids")
@@ -195,26 +243,38 @@ class Intake:
         token_ids = await self._tokenizer.encode(wanted.predicted_text)
         return token_ids[:MAX_PREDICTED_TOKENS]
 
-    async def _encoded_chat(self, messages: Sequence[ChatMessage]) -> Sequence[int]:
-        try:
-            token_ids, _ = await self._tokenizer.encode_chat(messages)
-        except KvloomError as error:  # The tokenizer's field is "messages"; our callers' field is longer.
-            field = f"conversation.{error.field}" if error.field else ""
-            raise KvloomError(
-                error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds
-            ) from error
-        return token_ids
+    def _tool_plan(self, wanted: GenerateRequest, sampling: SamplingParams) -> ToolPlan:
+        """What the tools mean for the model. `sampling` gets the guide that they need, if any."""
+        has_reasoning = self._output is not None and self._output.reasoning
+        if not (wanted.tools or wanted.HasField("tool_choice") or has_reasoning):
+            return NO_TOOLS
+        tools, choice = wanted_tools(wanted)
+        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=self._output, at="")
+        if plan.demands_call and sampling.HasField("guide"):
+            raise invalid_argument("tool_choice demands a call, which has no room for another form.", GUIDE_FIELD)
+        if plan.guide is not None and not sampling.HasField("guide"):
+            # With a guide of the caller's own, the answer has another form, and so no calls.
+            check_guide(plan.guide, "tools")
+            sampling.guide.CopyFrom(plan.guide)
+        return plan
 
-    def _checked_messages(self, conversation: Conversation) -> list[ChatMessage]:
-        at = "conversation.messages"
-        messages = conversation.messages
-        if not messages:
-            raise invalid_argument(f"{at} must not be empty.", at)
-        if len(messages) > MAX_MESSAGES:
-            raise invalid_argument(f"{at} has {len(messages)} messages; at most {MAX_MESSAGES} are allowed.", at)
-        checked = [_checked_message(message, f"{at}[{i}]") for i, message in enumerate(messages)]
-        self._check_num_chars(sum(len(message.content) for message in checked), at)
-        return checked
+    async def _tokenized_conversation(
+        self, wanted: GenerateRequest, plan: ToolPlan, sampling: SamplingParams
+    ) -> tuple[Sequence[int], str, ParserSpec | None]:
+        """Returns (token ids, text for the safety service, parser of the answer). `sampling` then shows the markers
+        that the parser has to see."""
+        messages = wanted_messages(wanted)
+        options = template_options(wanted)
+        text = screened_text(messages, plan.tools)
+        self._check_text_size(text, MESSAGES)
+        try:
+            token_ids, rendered = await conversation_prompt(self._tokenizer, messages, plan.tools, options)
+        except KvloomError as error:
+            raise conversation_error(error) from error
+        self._check_prompt(token_ids, wanted.model, MESSAGES)
+        parser = prompted(plan.parser, rendered)
+        show_markers(sampling, parser, self._tokenizer)
+        return token_ids, text, parser
 
     def _check_prompt(self, token_ids: Sequence[int], model: str, field: str) -> None:
         if not token_ids:
@@ -274,14 +334,6 @@ def seed_of(request: Request) -> int:
     """Returns the seed that the client gave or the intake drew."""
     assert isinstance(request.sampling, SamplingParams)
     return request.sampling.seed
-
-
-def _checked_message(message: Message, at: str) -> ChatMessage:
-    role = template_role(message.role, f"{at}.role")
-    if message.parts and message.content:
-        raise invalid_argument(f"{at} has both content and parts.", f"{at}.parts")
-    content = "".join(part.text for part in message.parts) if message.parts else message.content
-    return ChatMessage(role=role, content=content)
 
 
 def _prompt_of(submit: Submit) -> Sequence[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.guide import GUIDE_FIELD
 from kvloom.sampling import DEFAULT_TEMPERATURE
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice
@@ -47,11 +48,13 @@ def num_wanted_choices(wanted: GenerateRequest) -> int:
     return max(1, (wanted.n or 1) - len(done))
 
 
-def named_for_callers(error: KvloomError) -> KvloomError:
+def named_for_callers(error: KvloomError, guide_field: str = GUIDE_FIELD) -> KvloomError:
     """Renames the error's field for callers of `Generate`. Some errors are found only by the core and by shards, whose
-    requests name the prompt and the output that was given in another way."""
+    requests name the prompt and the output that was given in another way. `guide_field` asked for the guide."""
     if error.field == "prompt_token_ids":
         field = "input"
+    elif error.field == GUIDE_FIELD and guide_field != GUIDE_FIELD:
+        field = guide_field
     elif error.field.startswith("choices."):
         field = "partial_choices." + error.field.removeprefix("choices.")
     else:

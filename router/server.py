@@ -17,6 +17,7 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
+from kvloom.conversation.model_output import model_output
 from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
 from kvloom.discovery.records import NameTakenError, RouterRecord
 from kvloom.discovery.registry import RouterRegistry, ShardRegistry
@@ -110,7 +111,8 @@ class RouterServer:
         self._moderation = Moderation(self._safety_link)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust)
-        intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
+        output = model_output(config.model, tokenizer)
+        intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text, output)
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""

@@ -11,7 +11,7 @@ from kvloom.guide import GUIDE_FIELD
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_prompt_logprobs, check_sampling, check_stop
 from kvloom.text.block_hash import root_hash
 from kvloom.text.token_ids import unpack_token_ids
-from kvloom.v1.generation_pb2 import Choice, SamplingParams
+from kvloom.v1.generation_pb2 import Choice, SamplingParams, StructuralTags
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from shard_server.engines.base import Capability, EngineInfo, EngineRequest, Guide, GuideKind, Sampling
 
@@ -110,8 +110,15 @@ def guide_of(sampling: SamplingParams) -> Guide:
             return Guide(GuideKind.CHOICE, json.dumps(list(guide.choice.texts), ensure_ascii=False))
         case "grammar":
             return Guide(GuideKind.GRAMMAR, guide.grammar)
+        case "structural_tags":
+            return Guide(GuideKind.STRUCTURAL_TAGS, _structural_tags(guide.structural_tags))
         case _:
             return Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}')
+
+
+def _structural_tags(wanted: StructuralTags) -> str:
+    tags = [{"begin": tag.begin, "json_schema": tag.json_schema, "end": tag.end} for tag in wanted.tags]
+    return json.dumps({"tags": tags, "triggers": list(wanted.triggers)}, ensure_ascii=False)
 
 
 def _max_tokens(submit: ShardSubmit, num_prompt_tokens: int, info: EngineInfo) -> int:
@@ -171,6 +178,12 @@ def _check_capabilities(submit: ShardSubmit, info: EngineInfo) -> None:
             "gives no prompt_logprobs",
         ),
         (Capability.GUIDED, sampling.HasField("guide"), GUIDE_FIELD, "has no guided decoding"),
+        (
+            Capability.STRUCTURAL_TAGS,
+            sampling.guide.WhichOneof("form") == "structural_tags",
+            GUIDE_FIELD,
+            "cannot guide structures in free text, as strict tools need it",
+        ),
         (Capability.TOP_K, sampling.top_k, "sampling.top_k", "has no top_k"),
         (Capability.PENALTIES, sampling.presence_penalty, "sampling.presence_penalty", "has no penalties"),
         (Capability.PENALTIES, sampling.frequency_penalty, "sampling.frequency_penalty", "has no penalties"),

@@ -19,7 +19,7 @@ from edge_http.anthropic.blocks import (
 )
 from edge_http.anthropic.requests import Message, PromptBody
 from edge_http.formatting.decoding import json_text
-from kvloom.conversation.arguments import checked_arguments
+from kvloom.conversation.history import checked_arguments
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.text.chat_message import ChatMessage, ToolCall
 

@@ -62,9 +62,9 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
     given = tools_of(body)
     plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
     guide = guide_of(body)
-    if plan.guide is not None:
-        if guide is not None:
-            raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
+    if plan.demands_call and guide is not None:
+        raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
+    if plan.guide is not None and guide is None:  # an answer of another form has no calls, not even of strict tools
         guide = BodyGuide(plan.guide, "functions" if given.has_legacy_functions else "tools")
     max_tokens, max_tokens_field = chat_max_tokens(body)
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)

@@ -115,7 +115,7 @@ async def _prepared(edge: Edge, body: PromptBody) -> _Prepared:
     """Raises KvloomError."""
     model = edge.find_model(body.model)
     tools = tools_of(body)
-    plan = plan_tools(tools.tools, tools.choice, model=model.output)
+    plan = plan_tools(tools.tools, tools.choice, model=model.output, at="")
     guide, guide_field = output_guide(body) or (None, "")
     if guide is not None and plan.tools:
         raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)

@@ -38,11 +38,11 @@ async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJo
     model = edge.find_model(body.model)
     given = tools_of(body)
     is_parallel = bool(body.parallel_tool_calls)
-    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output)
+    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, at="")
     guide = text_guide(body)
-    if plan.guide is not None:
-        if guide is not None:
-            raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
+    if plan.demands_call and guide is not None:
+        raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
+    if plan.guide is not None and guide is None:  # an answer of another form has no calls, not even of strict tools
         guide = BodyGuide(plan.guide, "tools")
     shared = as_chat(body)
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))

@@ -1,7 +1,6 @@
 """What the formats of all APIs have in common. A format turns an answer's output into the bytes of a response.
 
 response_formatter.py  the base of all formats
-call_ids.py            the ids of tool calls
 collected_choice.py    the output of one choice of a response that is not streamed
 usage.py               the token counts of a response
 error_formats.py       errors in the JSON of each API

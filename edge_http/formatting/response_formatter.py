@@ -14,10 +14,10 @@ from typing import Final
 
 import msgspec
 
-from edge_http.formatting.call_ids import tool_call_id
 from edge_http.formatting.collected_choice import CollectedChoice
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.usage import Usage
+from kvloom.conversation.call_ids import tool_call_id
 from kvloom.errors import KvloomError
 from kvloom.parsers.events import Event, TextDelta
 from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs

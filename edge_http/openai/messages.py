@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_http.openai.requests import Message, ToolCallBody, message_text
-from kvloom.conversation.arguments import checked_arguments
+from kvloom.conversation.history import checked_arguments
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom.text.roles import template_role

@@ -6,8 +6,9 @@ import dataclasses
 from array import array
 from collections.abc import Sequence
 
-from kvloom.client.generation import Delta
+from kvloom.client.generation import Delta, ToolCallDelta
 from kvloom.enums import FinishReason
+from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
 
@@ -24,6 +25,15 @@ class AnswerChoice:
     stop_string: str
     """The stop string that ended it; "" if none did."""
     num_output_tokens: int
+    reasoning: str = ""
+    """What the model thought before it answered."""
+    tool_calls: Sequence[ToolCall] = ()
+    """The calls that the caller is asked to run."""
+
+    @property
+    def message(self) -> ChatMessage:
+        """The choice as a message, to continue the conversation with."""
+        return ChatMessage("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +54,21 @@ class Answer:
     def text(self) -> str:
         """The text of the first choice."""
         return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of the first choice."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]:
+        """The tool calls of the first choice."""
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> ChatMessage:
+        """The first choice as a message, to continue the conversation with."""
+        return self.choices[0].message
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -89,4 +114,16 @@ def _choice(index: int, deltas: list[Delta]) -> AnswerChoice:
         finish_reason=FinishReason(finish.reason) if finish else FinishReason.UNSPECIFIED,
         stop_string=finish.stop_string if finish else "",
         num_output_tokens=finish.num_output_tokens if finish else 0,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_tool_calls(deltas),
     )
+
+
+def _tool_calls(deltas: list[Delta]) -> list[ToolCall]:
+    starts: dict[int, ToolCallDelta] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        for piece in delta.tool_calls:
+            starts.setdefault(piece.index, piece)
+            arguments.setdefault(piece.index, []).append(piece.arguments)
+    return [ToolCall(start.id, start.name, "".join(arguments[index])) for index, start in starts.items()]

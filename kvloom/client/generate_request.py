@@ -8,6 +8,8 @@ from typing import Any, Literal, Required, TypedDict
 
 from google.protobuf.message import Message
 
+from kvloom.client.conversation_options import set_conversation
+from kvloom.conversation.tools import Tool
 from kvloom.enums import Tier
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.request_fields import flat_field
@@ -22,12 +24,22 @@ class GenerateOptions(TypedDict, total=False):
     must be given; an option that is None counts as not given."""
 
     model: Required[str]
-    messages: Sequence[ChatMessage | Mapping[str, str]]
-    """A conversation, which the router renders with the model's chat template. Mappings have "role" and "content"."""
+    messages: Sequence[ChatMessage | Mapping[str, Any]]
+    """A conversation, which the router renders with the model's chat template. Mappings have OpenAI's shape: "role" and
+    "content", and "tool_calls" or "tool_call_id" where tools were called."""
     text: str
     """A prompt that the router tokenizes unchanged."""
     token_ids: Sequence[int]
     """A prompt that is tokenized already."""
+    tools: Sequence[Tool | Mapping[str, Any]]
+    """The tools that the model may call: `Tool`s, or mappings in OpenAI's shape. Like the next three, only with
+    `messages`."""
+    tool_choice: Literal["auto", "none", "required"] | Mapping[str, Any]
+    """Whether the model calls tools. A mapping {"name": ...}, or OpenAI's, names the tool to call. Default auto."""
+    parallel_tool_calls: bool
+    """With tool_choice "required": several calls are wanted, not one."""
+    template_options: Mapping[str, Any]
+    """Further variables of the chat template, e.g. {"enable_thinking": False}."""
     max_tokens: int
     temperature: float
     """0 to 2; default 1. 0 is greedy."""
@@ -123,10 +135,7 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
         _set(request.stop, name, given)
     stop = given.get("stop", ())
     _set(request.stop, "stop", {"stop": [stop] if isinstance(stop, str) else stop})
-    if "messages" in given:
-        request.conversation.SetInParent()
-        for i, message in enumerate(given["messages"]):
-            _add_message(request.conversation, message, f"messages[{i}]")
+    set_conversation(request, given)
     if "token_ids" in given:
         request.token_ids.SetInParent()
         _set(request.token_ids, "ids", {"ids": given["token_ids"]}, field="token_ids")
@@ -185,15 +194,3 @@ def _set_guide(guide: Guide, form: Mapping[str, Any]) -> None:
             setattr(guide, name, value)
     except (AttributeError, TypeError, ValueError) as error:
         raise invalid_argument(f"guide has an unusable form: {error}", "guide") from error
-
-
-def _add_message(
-    conversation: router_service_pb2.Conversation, message: ChatMessage | Mapping[str, str], field: str
-) -> None:
-    try:
-        if isinstance(message, ChatMessage):
-            conversation.messages.add(role=message.role, content=message.content)
-        else:
-            conversation.messages.add(role=message["role"], content=message["content"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise invalid_argument(f"{field} must have a role and a content, both text.", field) from error

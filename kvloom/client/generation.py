@@ -16,7 +16,22 @@ from kvloom.v1.generation_pb2 import (
     SequenceStart,
     TokenLogprobs,
 )
-from kvloom.v1.router_service_pb2 import ChoiceDelta
+from kvloom.v1.router_service_pb2 import ChoiceDelta, OutputPart
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call."""
+
+    index: int
+    """The number of the call in its choice, from 0 on."""
+    id: str = ""
+    """Set when the call begins, like the name."""
+    name: str = ""
+    arguments: str = ""
+    """The text to append to the call's arguments."""
+    is_complete: bool = False
+    """True when the call has ended."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +51,10 @@ class Delta:
     """Set with the last token: the finish reason and the token counts."""
     request_id: str = ""
     """The id of the request, for `Client.cancel` and `Client.explain`."""
+    reasoning: str = ""
+    """What the model thinks, to append. Only for `messages`."""
+    tool_calls: Sequence[ToolCallDelta] = ()
+    """Pieces of tool calls, in order. Only for `messages` with `tools`."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -46,7 +65,24 @@ class Delta:
     def from_proto(cls, delta: ChoiceDelta) -> Delta:
         start = delta.start if delta.HasField("start") else None
         finish = delta.finish if delta.HasField("finish") else None
-        return cls(delta.index, delta.text, delta.token_ids, delta.logprobs, start, finish)
+        found = cls(delta.index, delta.text, delta.token_ids, delta.logprobs, start, finish)
+        if delta.output:
+            found.reasoning = "".join(part.reasoning for part in delta.output)
+            found.tool_calls = [call for part in delta.output if (call := _tool_call_delta(part)) is not None]
+        return found
+
+
+def _tool_call_delta(part: OutputPart) -> ToolCallDelta | None:
+    match part.WhichOneof("part"):
+        case "tool_call_start":
+            start = part.tool_call_start
+            return ToolCallDelta(start.index, start.id, start.name)
+        case "tool_call_arguments":
+            return ToolCallDelta(part.tool_call_arguments.index, arguments=part.tool_call_arguments.text)
+        case "tool_call_end":
+            return ToolCallDelta(part.tool_call_end.index, is_complete=True)
+        case _:
+            return None
 
 
 class Finishes:

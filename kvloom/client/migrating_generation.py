@@ -77,7 +77,10 @@ class MigratingGeneration:
     def _apply(self, delta_proto: ChoiceDelta) -> Delta | None:
         choice = self._choices[delta_proto.index]
         choice.token_ids.extend(delta_proto.token_ids)
-        choice.num_chars += len(delta_proto.text)
+        if delta_proto.HasField("num_delivered_chars"):  # the output is parsed: its text is not all of it
+            choice.num_chars = delta_proto.num_delivered_chars
+        else:
+            choice.num_chars += len(delta_proto.text)
         self._num_tokens += len(delta_proto.token_ids)
         delta = Delta.from_proto(delta_proto)
         if delta.start is not None:
@@ -91,7 +94,8 @@ class MigratingGeneration:
             choice.is_done = True
             if self.current_request.partial_choices:
                 delta.finish = _whole_finish(choice, delta.finish)
-        return delta if delta.text or delta.token_ids or delta.start or delta.finish else None
+        has_content = delta.text or delta.token_ids or delta_proto.output
+        return delta if has_content or delta.start or delta.finish else None
 
     def _seconds_left(self) -> float:
         if not self._request.timeout_seconds:

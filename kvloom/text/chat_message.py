@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,6 +17,14 @@ class ToolCall:
     name: str
     arguments: str
     """A JSON object."""
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments. Raises ValueError for those of a call that was cut off, or that the model got wrong."""
+        value: Any = json.loads(self.arguments or "{}")
+        if not isinstance(value, dict):
+            raise ValueError("The arguments are not a JSON object.")  # noqa: TRY004  (as for text that is no JSON)
+        return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import grpc
 from kvloom.client.resumed_call import CONTINUES_KEY
 from kvloom.client.router_routes import ADDRESS_KEY
 from kvloom.errors import KvloomError
+from kvloom.guide import GUIDE_FIELD
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
@@ -19,10 +20,10 @@ from router import convert
 from router.answers.named_calls import NamedCalls, name_of
 from router.caller_scope import TRUSTED, CallerScope, credential_of, metadata_value
 from router.core.actions import FleetChanged
-from router.core.events import ClientGone, Request, RequestArrived
+from router.core.events import ClientGone, RequestArrived
 from router.core.frames import Finish, Start, Step
 from router.core_driver import CoreDriver
-from router.intake import Intake, new_request_id, seed_of
+from router.intake import AcceptedGenerate, Intake, new_request_id, seed_of
 from router.links.step_outbox import StepOutbox
 from router.partial_choices import named_for_callers
 
@@ -74,22 +75,22 @@ class GenerateCall:
             if name:
                 # This is sent at once because the client waits only briefly for a sign that a router has the request.
                 await self._context.send_initial_metadata(owner_metadata(self._address))
-            request = await self._accept(wanted)
+            accepted = await self._accept(wanted)
             self._driver.add_client(self._client_id, self)
             try:
-                self._driver.dispatch(RequestArrived(request))
-                await self._stream(request)
+                self._driver.dispatch(RequestArrived(accepted.request))
+                await self._stream(accepted)
             finally:
                 self._leave()
         finally:
             if name:
                 self._named_calls.close(name, self._client_id)
 
-    async def _accept(self, wanted: GenerateRequest) -> Request:
+    async def _accept(self, wanted: GenerateRequest) -> AcceptedGenerate:
         try:
             traceparent = metadata_value(self._context, "traceparent")
             client_request_id = metadata_value(self._context, REQUEST_ID_METADATA)
-            request = await self._intake.request_from_generate(
+            accepted = await self._intake.accept_generate(
                 wanted, self._client_id, traceparent, self._scope, client_request_id
             )
         except KvloomError as error:
@@ -97,7 +98,7 @@ class GenerateCall:
             raise
         if self._is_settled:
             raise _settled()
-        return request
+        return accepted
 
     def _leave(self) -> None:
         self._driver.remove_client(self._client_id)
@@ -123,7 +124,8 @@ class GenerateCall:
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
-    async def _stream(self, request: Request) -> None:
+    async def _stream(self, accepted: AcceptedGenerate) -> None:
+        request = accepted.request
         given_id = self._scope.given_id(request.request_id)
         num_open = len(request.choices)
         has_output = any(choice.output_token_ids for choice in request.choices)
@@ -143,12 +145,14 @@ class GenerateCall:
                 continue
             num_open -= len(step.finishes)
             has_output = has_output or bool(step.slots)
-            error = error_of(step.finishes, has_output)
+            error = error_of(step.finishes, has_output, accepted.guide_field)
             if self._explains and step.starts:
                 self._explains = False  # Only the first choice to start is explained.
                 explain(self._context, step.starts[0])
             deltas = deltas_of(step)
             if deltas and (error is None or step.slots):
+                if accepted.output is not None:
+                    accepted.output.parse(deltas)
                 response = GenerateResponse(request_id=given_id, deltas=deltas)
                 if is_first:
                     is_first = False
@@ -205,12 +209,13 @@ def deltas_of(step: Step) -> list[ChoiceDelta]:
     return list(by_index.values())
 
 
-def error_of(finishes: list[Finish], has_output: bool) -> KvloomError | None:
-    """Returns the error for the RPC's status if a choice failed, or if the safety service withheld the whole answer."""
+def error_of(finishes: list[Finish], has_output: bool, guide_field: str = GUIDE_FIELD) -> KvloomError | None:
+    """Returns the error for the RPC's status if a choice failed, or if the safety service withheld the whole answer.
+    `guide_field` is the field that asked for guided decoding."""
     for finish in finishes:
         if finish.reason == FINISH_REASON_ERROR:
             error = finish.error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The request failed.")
-            return named_for_callers(error)
+            return named_for_callers(error, guide_field)
         if finish.reason == FINISH_REASON_CONTENT_FILTER and not has_output and finish.error is not None:
             return finish.error
     return None

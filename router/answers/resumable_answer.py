@@ -12,12 +12,14 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kvloom.errors import KvloomError
+from kvloom.guide import GUIDE_FIELD
 from kvloom.replay.event_log import EventLog
 from kvloom.replay.reader_slot import Nouns, ReaderSlot
 from kvloom.v1.router_service_pb2 import GenerateResponse
 from router.answers.generate import deltas_of, error_of
 from router.core.actions import FleetChanged
 from router.core.frames import Start, Step
+from router.parsed_output import ParsedOutput
 
 Write = Callable[[GenerateResponse], Awaitable[None]]
 _NOUNS: Final = Nouns("response", "answer", "call")
@@ -75,7 +77,10 @@ class ResumableAnswer:
         self.is_known_to_client = False
         """A client may know how to resume it."""
         self.seed: int | None = None
-        """Known once the request was admitted."""
+        """Known once the request was admitted, like the next two."""
+        self.output: ParsedOutput | None = None
+        """None: the output is text."""
+        self.guide_field = GUIDE_FIELD
         self.first_start: Start | None = None
         self.ended = False
         self.error: KvloomError | None = None
@@ -110,9 +115,11 @@ class ResumableAnswer:
         self._has_output = self._has_output or bool(step.slots)
         if step.starts and self.first_start is None:
             self.first_start = step.starts[0]
-        error = error_of(step.finishes, self._has_output)
+        error = error_of(step.finishes, self._has_output, self.guide_field)
         deltas = deltas_of(step)
         if deltas and (error is None or step.slots):
+            if self.output is not None:
+                self.output.parse(deltas)
             self._append(GenerateResponse(request_id=self.name.request_id, deltas=deltas))
         if error is not None or not self._num_open:
             self.end(error)

@@ -197,9 +197,7 @@ class ResumableAnswers:
         """Tokenize and submit the request, whether or not its RPC lasts that long."""
         client_id = answer.name.client_id
         try:
-            admitted = await self._intake.request_from_generate(
-                request, client_id, traceparent, scope, client_request_id
-            )
+            accepted = await self._intake.accept_generate(request, client_id, traceparent, scope, client_request_id)
         except KvloomError as error:
             self._dispatcher.request_refused(error)
             answer.end(error)
@@ -210,9 +208,10 @@ class ResumableAnswers:
             answer.end(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request."))
             return
         if not answer.ended:
-            answer.seed = seed_of(admitted)
+            answer.seed = seed_of(accepted.request)
+            answer.output, answer.guide_field = accepted.output, accepted.guide_field
             self._dispatcher.add_client(client_id, answer)
-            self._dispatcher.dispatch(RequestArrived(admitted))
+            self._dispatcher.dispatch(RequestArrived(accepted.request))
 
     def _on_ended(self, answer: ResumableAnswer) -> None:
         client_id = answer.name.client_id

@@ -36,6 +36,8 @@ class Capability(enum.StrEnum):
     """The engine reuses the KV of earlier sequences and reports its cached blocks as KvEvents."""
     GUIDED = "guided"
     """`EngineRequest.guide`."""
+    STRUCTURAL_TAGS = "structural_tags"
+    """Guides of the kind STRUCTURAL_TAGS, in an engine with GUIDED."""
     MIN_P = "min_p"
     """`Sampling.min_p`."""
     REPETITION_PENALTY = "repetition_penalty"
@@ -133,6 +135,9 @@ class GuideKind(enum.StrEnum):
     """A JSON array of the allowed texts."""
     GRAMMAR = "grammar"
     """A context-free grammar in Lark's syntax."""
+    STRUCTURAL_TAGS = "structural_tags"
+    """A JSON object of `tags` (each with `begin`, `json_schema` as text, and `end`) and `triggers`: see StructuralTags
+    in protos/kvloom/v1/generation.proto."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 from kvloom.request_fields import flat_field
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import Guide, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import TIER_INTERACTIVE, Conversation, GenerateRequest, Message
+from kvloom.v1.router_service_pb2 import (
+    TIER_INTERACTIVE,
+    TOOL_CHOICE_MODE_REQUIRED,
+    Conversation,
+    GenerateRequest,
+    Message,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.router_world import MODEL, RouterWorld
 
@@ -47,6 +57,39 @@ def stop(**values: Any) -> dict[str, Any]:
     return {"stop": StopConditions(**values)}
 
 
+def tools(*names: str, **function: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The body and the fields of a request with these tools, each of which has `function`."""
+    body = [{"type": "function", "function": {"name": name, **function}} for name in names]
+    schema = {"parameters": json.dumps(function["parameters"])} if "parameters" in function else {}
+    return messages("user") | {"tools": body}, {"tools": [Tool(name=name, **schema) for name in names]}
+
+
+def choice(http: Any, **grpc_choice: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    body, fields = tools("f")
+    return body | {"tool_choice": http}, fields | {"tool_choice": ToolChoice(**grpc_choice)}
+
+
+def history(call: dict[str, str], result_id: str = "c") -> tuple[dict[str, Any], dict[str, Any]]:
+    """A conversation with a tool call and a result."""
+    function = {"name": call.get("name", "f"), "arguments": call.get("arguments", "{}")}
+    http_call = {"id": "c", "type": "function", "function": function}
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [http_call]},
+        {"role": "tool", "tool_call_id": result_id, "content": "y"},
+    ]
+    grpc_turns = [
+        Message(role="user", content="x"),
+        Message(role="assistant", tool_calls=[ToolCall(id="c", **function)]),
+        Message(role="tool", tool_call_id=result_id, content="y"),
+    ]
+    return {"messages": turns}, {"conversation": Conversation(messages=grpc_turns)}
+
+
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(40):
+    DEEP = {"type": "object", "properties": {"x": DEEP}}
+
 # By name: the HTTP body, the fields of GenerateRequest, and the reason and the field of the refusal.
 INVALID, UNSUPPORTED, TOO_LONG = "INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", "CONTEXT_LENGTH_EXCEEDED"
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -77,6 +120,32 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         sampling(guide=Guide(regex="")),
         INVALID,
         "structured_outputs|guide",
+    ),
+    "bad tool name": (*tools("a b"), INVALID, "tools[0].function.name|tools[0].name"),
+    "same tool twice": (*tools("f", "f"), INVALID, "tools[1].function.name|tools[1].name"),
+    "many tools": (*tools(*(f"f{i}" for i in range(129))), INVALID, "tools"),
+    "array schema": (*tools("f", parameters={"type": "array"}), INVALID, "tools[0].function.parameters|tools[0].param"),
+    "no schema": (*tools("f", parameters=[1]), INVALID, "tools[0].function.parameters|tools[0].parameters"),
+    "deep schema": (*tools("f", parameters=DEEP), INVALID, "tools[0].function.parameters|tools[0].parameters"),
+    "choice without tools": (
+        messages("user") | {"tool_choice": "required"},
+        {"tool_choice": ToolChoice(mode=TOOL_CHOICE_MODE_REQUIRED)},
+        INVALID,
+        "tool_choice",
+    ),
+    "choice of no tool": (
+        *choice({"type": "function", "function": {"name": "g"}}, name="g"),
+        INVALID,
+        "tool_choice",
+    ),
+    "broken arguments": (*history({"arguments": "{"}), INVALID, "messages[1].tool_calls[0]"),
+    "arguments are no object": (*history({"arguments": "[1]"}), INVALID, "messages[1].tool_calls[0]"),
+    "result of no call": (*history({}, "d"), INVALID, "messages[2].tool_call_id"),
+    "result without call": (
+        messages("user", "tool"),
+        conversation("user", "tool"),
+        INVALID,
+        "messages[1].tool_call_id",
     ),
 }
 

@@ -49,7 +49,10 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         max_batch: int = 256,
         max_model_len: int = 4096,
         incarnation_id: str = "1",
+        script: Sequence[tuple[int, str]] = (),
     ) -> None:
+        """With a `script`, every answer consists of its tokens (id and text) and then stops."""
+        self.script = script
         self.info = shard_service_pb2.ShardInfo(
             shard_id=shard_id,
             incarnation_id=incarnation_id,
@@ -148,6 +151,9 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
             if sequence.first:
                 sequence.first = False
                 frame.starts.add(slot=slot, num_cached_tokens=0)
+            if self.script:
+                self._play(frame, slot, sequence)
+                continue
             token_id = expected_tokens(submit.prompt_token_ids, sequence.index, sequence.num_tokens + 1)[-1]
             sequence.num_tokens += 1
             frame.slots.append(slot)
@@ -159,6 +165,17 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
                 del self._running[slot]
                 frame.finishes.append(self._finish(slot, sequence, generation_pb2.FINISH_REASON_LENGTH))
         return frame
+
+    def _play(self, frame: generation_pb2.StepFrame, slot: int, sequence: _Sequence) -> None:
+        if sequence.num_tokens < len(self.script):
+            token_id, text = self.script[sequence.num_tokens]
+            frame.slots.append(slot)
+            frame.token_ids.append(token_id)
+            frame.deltas.append(text)
+            sequence.num_tokens += 1
+        if sequence.num_tokens >= len(self.script):
+            del self._running[slot]
+            frame.finishes.append(self._finish(slot, sequence, generation_pb2.FINISH_REASON_STOP))
 
     def _finish(self, slot: int, sequence: _Sequence, reason) -> generation_pb2.SequenceFinish:
         return generation_pb2.SequenceFinish(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from kvloom.config import ShardConfig, TorchConfig
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
@@ -61,6 +62,20 @@ def is_person(text: str) -> bool:
 
 def is_nested(text: str) -> bool:
     return all(item in (True, False) or item == {"x": None} for item in json.loads(text)) and len(json.loads(text)) <= 2
+
+
+CALL_BEGIN, CALL_END = '<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>"
+"""A call as strict tools guide it; the second tool's schema refers to itself."""
+TREE = {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False}
+PERSON_TEXT = '{"name": "Ann", "age": 3, "tags": ["red"]}'
+
+
+def tags_guide() -> Guide:
+    tags = [
+        {"begin": CALL_BEGIN, "json_schema": json.dumps(PERSON), "end": CALL_END},
+        {"begin": CALL_BEGIN.replace('"f"', '"g"'), "json_schema": json.dumps(TREE), "end": CALL_END},
+    ]
+    return Guide(GuideKind.STRUCTURAL_TAGS, json.dumps({"tags": tags, "triggers": ["<tool_call>"]}))
 
 
 GUIDES = {
@@ -244,6 +259,30 @@ async def test_without_an_end_token_a_complete_answer_still_ends(driver: EngineD
     assert driver.ends[request.request_id] is FinishReason.STOP
 
 
+async def test_structures_in_answers_are_whole_and_continue(driver: EngineDriver, prompts: Prompts) -> None:
+    """What the model itself begins conforms to the schema, and an answer that continues on another shard in the middle
+    of a structure becomes the same."""
+    tag = {"begin": '{"person": ', "json_schema": json.dumps(PERSON), "end": "}"}
+    guide = Guide(GuideKind.STRUCTURAL_TAGS, json.dumps({"tags": [tag], "triggers": ["{"]}))
+    requests = [prompts.request(guide, temperature=temperature) for temperature in (0.0, 0.7, 1.0)]
+    await driver.run(*requests)
+    num_whole = 0
+    for request in requests:
+        text = prompts.tokenizer.decode(driver.tokens[request.request_id])
+        _, *structures = text.split('{"person": ')
+        for structure in structures:
+            arguments, end, _ = structure.partition("}}")
+            assert end or structure == structures[-1], text
+            num_whole += bool(end)
+            assert not end or is_person(arguments + "}"), text
+    assert num_whole
+    whole = driver.tokens[requests[0].request_id]
+    for cut in (1, len(whole) // 2):
+        again = dataclasses.replace(requests[0], request_id=f"again-{cut}", output_token_ids=whole[:cut])
+        await driver.run(again)
+        assert [*whole[:cut], *driver.tokens[again.request_id]] == whole
+
+
 async def test_an_engine_without_a_vocabulary_refuses_guides(tmp_path: Path) -> None:
     """It must not answer as if there were none."""
     from tests.fakes.tiny_llama import write_tiny_llama
@@ -269,6 +308,38 @@ def test_compiled_guides_are_kept_up_to_a_bound(model_dir: Path) -> None:
     before = two.mask().copy()
     one.take([token])
     assert (two.mask() == before).all(), "sequences share a compiled guide, not their place in it"
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_structures_stand_in_free_text(model_dir: Path, tmp_path: Path, is_special: bool) -> None:
+    """Strict tools: the model may write what it likes, but what begins as a call is one, be its marker a special token
+    or spelled out; and other special tokens stay free."""
+    plain = tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    if is_special:
+        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    compiler = GuideCompiler(path, tokenizer.get_vocab_size(), [0, 2])
+
+    def allowed(text: str, writer: Tokenizer) -> tuple[str, bool]:
+        """The part of the text that the guide allows, and whether the answer may end there."""
+        state, ids = compiler.start(tags_guide(), [0, 2]), writer.encode(text).ids
+        taken = 0
+        while taken < len(ids) and state.take(ids[taken : taken + 1]):
+            taken += 1
+        may_end = taken == len(ids) and bool(state.mask()[0] & 1)
+        return writer.decode(ids[:taken], skip_special_tokens=False), may_end
+
+    call = CALL_BEGIN + PERSON_TEXT + CALL_END
+    tree = call.replace('"f"', '"g"').replace(PERSON_TEXT, '{"child": {"child": {}}}')
+    for writer in (plain, tokenizer):
+        for text in ("", "hello", f"Look:\n{call}", f"{call}\n{tree} and {call} done", "a < b <tool", "<|im_start|>x"):
+            assert allowed(text, writer) == (text, True), text
+        assert allowed(call[:-5], writer)[1] is False
+        for text in ("a <tool_call> b", "<tool_call>{", call.replace('"age"', '"size"'), call.replace('"f"', '"h"')):
+            assert allowed(text, writer)[0] != text, text
+        assert not allowed(tree.replace("{}", "[]"), writer)[0].endswith("</tool_call>")
 
 
 def test_choices_are_taken_letter_by_letter(model_dir: Path) -> None:

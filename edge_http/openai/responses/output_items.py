@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from edge_http.formatting.call_ids import tool_call_id
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.json_bytes import Buffer, encode_json
+from kvloom.conversation.call_ids import tool_call_id
 
 WHITE_SPACE: Final = " \n\r\t"
 _BLANK: Final = re.compile(rb"(?: |\\[nrt])*")

@@ -84,6 +84,8 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
         found |= _OF_THE_SAMPLER
     if config.guided_decoding_backend != "off":
         found.add(Capability.GUIDED)
+    if config.guided_decoding_backend == "xgrammar":
+        found.add(Capability.STRUCTURAL_TAGS)
     return frozenset(found)
 
 

@@ -346,7 +346,7 @@ def _capabilities(
         capabilities |= _IF_INVARIANT
     if config.torch.speculation.max_predicted_tokens:
         capabilities |= {Capability.PREDICTION}
-    return capabilities if guides is None else capabilities | {Capability.GUIDED}
+    return capabilities if guides is None else capabilities | {Capability.GUIDED, Capability.STRUCTURAL_TAGS}
 
 
 def _description(runner: ModelRunner | DeviceRunner, speed: StepSpeed) -> str:

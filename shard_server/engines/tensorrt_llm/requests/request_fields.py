@@ -40,6 +40,26 @@ def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
             if backend != "llguidance":
                 raise EngineError("grammars are in Lark's syntax, which only the backend llguidance accepts")
             return {"grammar": guide.text}
+        case GuideKind.STRUCTURAL_TAGS:
+            if backend != "xgrammar":
+                raise EngineError("structures in free text are guided only by the backend xgrammar")
+            return {"structural_tag": _structural_tag(guide.text)}
+
+
+def _structural_tag(guide: str) -> str:
+    """The guide in xgrammar's format."""
+    wanted = json.loads(guide)
+    tags = [
+        {
+            "type": "tag",
+            "begin": tag["begin"],
+            "content": {"type": "json_schema", "json_schema": json.loads(tag["json_schema"])},
+            "end": tag["end"],
+        }
+        for tag in wanted["tags"]
+    ]
+    form = {"type": "triggered_tags", "triggers": wanted["triggers"], "tags": tags}
+    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
 
 
 def _escape(text: str) -> str:

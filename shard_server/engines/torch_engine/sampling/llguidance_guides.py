@@ -21,6 +21,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from shard_server.engines.base import EngineError, Guide, GuideKind
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
+from shard_server.engines.torch_engine.sampling.structural_tags import StructuralTagGrammar, special_token_ids
 
 CACHED_GUIDES: Final = 128
 _LIMITS: Final = LLParserLimits(
@@ -87,10 +88,12 @@ class GuideCompiler:
         self._vocab_size = vocab_size
         eos = sorted(eos_token_ids)
         try:
-            self._tokenizer = LLTokenizer(tokenizer_json.read_text(), n_vocab=vocab_size, eos_token=eos or None)
+            text = tokenizer_json.read_text()
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos or None)
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"{tokenizer_json}: no vocabulary for guided decoding: {error}") from error
         self._eos = eos
+        self._structural_tags = StructuralTagGrammar(special_token_ids(text), eos, _JSON_WHITESPACE)
         self._cache: OrderedDict[Guide, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -121,7 +124,7 @@ class GuideCompiler:
 
     def _compile(self, guide: Guide) -> LLMatcher:
         try:
-            grammar = _grammar(guide)
+            grammar = self._grammar(guide)
         except (ValueError, TypeError, RecursionError) as error:
             raise GuideError(str(error)[:_MAX_MESSAGE_CHARS]) from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
@@ -131,19 +134,21 @@ class GuideCompiler:
             raise GuideError(_message(matcher))
         return matcher
 
-
-def _grammar(guide: Guide) -> str:
-    match guide.kind:
-        case GuideKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(guide.text, defaults={"whitespace_pattern": _JSON_WHITESPACE})
-        case GuideKind.REGEX:
-            return LLMatcher.grammar_from_regex(guide.text)
-        case GuideKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(guide.text)
-        case GuideKind.CHOICE:
-            choices: list[str] = json.loads(guide.text)
-            # A regular expression can hold every character literally; a string in a grammar cannot.
-            return LLMatcher.grammar_from_regex("|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices))
+    def _grammar(self, guide: Guide) -> str:
+        match guide.kind:
+            case GuideKind.JSON_SCHEMA:
+                return LLMatcher.grammar_from_json_schema(guide.text, defaults={"whitespace_pattern": _JSON_WHITESPACE})
+            case GuideKind.REGEX:
+                return LLMatcher.grammar_from_regex(guide.text)
+            case GuideKind.GRAMMAR:
+                return LLMatcher.grammar_from_lark(guide.text)
+            case GuideKind.STRUCTURAL_TAGS:
+                return LLMatcher.grammar_from_lark(self._structural_tags.grammar(guide.text))
+            case GuideKind.CHOICE:
+                choices: list[str] = json.loads(guide.text)
+                # A regular expression can hold every character literally; a string in a grammar cannot.
+                escaped = (_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
+                return LLMatcher.grammar_from_regex("|".join(escaped))
 
 
 def _message(matcher: LLMatcher) -> str:

@@ -143,6 +143,18 @@ def test_a_grammar_goes_only_to_the_backend_that_reads_its_syntax():
         params_of(grammar, "xgrammar")
 
 
+def test_structural_tags_take_the_form_of_xgrammar():
+    """Strict tools are guided where the library can, and refused where it would read something else."""
+    tags = {"tags": [{"begin": "<a>", "json_schema": '{"type": "object"}', "end": "</a>"}], "triggers": ["<a>"]}
+    guide = guided(GuideKind.STRUCTURAL_TAGS, json.dumps(tags))
+    form = json.loads(params_of(guide, "xgrammar").guided_decoding.structural_tag)["format"]
+    assert (form["type"], form["triggers"]) == ("triggered_tags", ["<a>"])
+    [tag] = form["tags"]
+    assert (tag["begin"], tag["end"], tag["content"]["json_schema"]) == ("<a>", "</a>", {"type": "object"})
+    with pytest.raises(EngineError, match="xgrammar"):
+        params_of(guide, "llguidance")
+
+
 def test_a_guided_answer_is_not_resumed():
     """The library's matcher would start over in the middle of the answer."""
     with pytest.raises(EngineError, match="begun elsewhere"):

@@ -123,7 +123,10 @@ async def test_info_is_what_the_runner_and_the_configuration_say() -> None:
         info = bench.engine.info
         assert (info.engine, info.model, info.block_size, info.num_blocks) == ("torch", "fake", 4, 16)
         assert (info.max_batch, info.max_model_len, info.vocab_size) == (8, 64, VOCAB_SIZE)
-        assert info.capabilities == frozenset(Capability) - {Capability.GUIDED}  # there is no vocabulary
+        assert info.capabilities == frozenset(Capability) - {
+            Capability.GUIDED,
+            Capability.STRUCTURAL_TAGS,
+        }  # there is no vocabulary
 
 
 @pytest.mark.parametrize(

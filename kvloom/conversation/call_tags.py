@@ -1,0 +1,64 @@
+"""Guides under which a model is free to call tools or not, and calls of strict tools conform to their schemas.
+
+Only families whose calls are a fixed text with the tool's name, JSON, and a fixed end can be guided so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from kvloom.conversation.tools import Tool
+from kvloom.errors import unsupported
+from kvloom.v1.generation_pb2 import Guide, StructuralTag, StructuralTags
+
+
+class _Form(NamedTuple):
+    """How a family writes a call."""
+
+    trigger: str
+    begin: Callable[[str], str]
+    """What stands before the arguments of a tool."""
+    end: str
+
+
+_FORMS: Final[Mapping[str, _Form]] = {
+    "hermes": _Form(
+        "<tool_call>", lambda name: f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ', "}\n</tool_call>"
+    ),
+    "deepseek_v3": _Form(
+        "<｜tool▁call▁begin｜>",
+        lambda name: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v31": _Form(
+        "<｜tool▁call▁begin｜>", lambda name: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    ),
+}
+_SAME_FORM: Final[Mapping[str, str]] = {"deepseek_r1": "deepseek_v3"}
+
+_ANY_ARGUMENTS: Final = '{"type": "object"}'
+
+
+def strict_guide(tools: Sequence[Tool], family: str | None, at: str = "function.") -> Guide | None:
+    """The guide for these tools, of which those that are not strict may be called with any arguments; None if no tool
+    is strict, or the family is None: then nothing is a call. `at` leads from a tool to its fields. Raises KvloomError
+    (UNSUPPORTED_PARAMETER) for a family whose calls cannot be guided."""
+    strict = next((number for number, tool in enumerate(tools) if tool.strict), None)
+    if strict is None or not family:
+        return None
+    form = _FORMS.get(_SAME_FORM.get(family, family))
+    if form is None:
+        field = f"tools[{strict}].{at}strict"
+        message = f"{field}: calls in the format of {family!r} cannot be guided; with tool_choice required they are."
+        raise unsupported(message, field)
+    tags = [
+        StructuralTag(
+            begin=form.begin(tool.name),
+            json_schema=json.dumps(tool.parameters, ensure_ascii=False) if tool.strict else _ANY_ARGUMENTS,
+            end=form.end,
+        )
+        for tool in tools
+    ]
+    return Guide(structural_tags=StructuralTags(tags=tags, triggers=[form.trigger]))

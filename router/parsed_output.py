@@ -1,0 +1,76 @@
+"""The output of an answer's choices, taken apart into text, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvloom.conversation.call_ids import tool_call_id
+from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.parsers.output_parser import make_parser
+from kvloom.parsers.spec import OutputParser, ParserSpec, ToolSchema
+from kvloom.text.detokenizer import IncrementalDetokenizer
+from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.v1 import router_service_pb2
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, FINISH_REASON_TOOL_CALLS
+from kvloom.v1.router_service_pb2 import ChoiceDelta, OutputPart
+from router.core.events import ChoiceSpec
+
+
+class ParsedOutput:
+    """A parser for each choice of one answer."""
+
+    def __init__(self, request_id: str, spec: ParserSpec, tools: Sequence[ToolSchema]) -> None:
+        """`request_id` is the one that the client knows: the ids of tool calls follow from it."""
+        self._request_id = request_id
+        self._spec = spec
+        self._tools = tools
+        self._parsers: dict[int, OutputParser] = {}
+        self._num_chars: dict[int, int] = {}
+
+    def restore(
+        self, choices: Sequence[ChoiceSpec], tokenizer: ModelTokenizer, shown_special_token_ids: Sequence[int]
+    ) -> None:
+        """Bring the parsers to where those of another router were when the client received its last update."""
+        for choice in choices:
+            if choice.num_delivered_chars:
+                detokenizer = IncrementalDetokenizer(tokenizer, shown_special_token_ids=shown_special_token_ids)
+                text = detokenizer.push(choice.output_token_ids)[: choice.num_delivered_chars]
+                self._parser(choice.index).feed(text)
+                self._num_chars[choice.index] = choice.num_delivered_chars
+
+    def parse(self, deltas: Sequence[ChoiceDelta]) -> None:
+        """Replace the text of the updates by what the parsers find in it."""
+        for delta in deltas:
+            parser = self._parser(delta.index)
+            raw = delta.text
+            events = parser.feed(raw) if raw else []
+            if delta.HasField("finish") and delta.finish.reason != FINISH_REASON_ERROR:
+                # After an error another router may continue, whose parser still holds back what this one does.
+                events = [*events, *parser.finish()]
+                if parser.num_tool_calls and delta.finish.reason == FINISH_REASON_STOP:
+                    delta.finish.reason = FINISH_REASON_TOOL_CALLS
+            self._num_chars[delta.index] = num_chars = self._num_chars.get(delta.index, 0) + len(raw)
+            delta.num_delivered_chars = num_chars
+            delta.text = "".join(event.text for event in events if isinstance(event, TextDelta))
+            if not all(isinstance(event, TextDelta) for event in events):
+                delta.output.extend(self._part(delta.index, event) for event in events)
+
+    def _parser(self, index: int) -> OutputParser:
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = make_parser(self._spec, self._tools)
+        return parser
+
+    def _part(self, choice: int, event: Event) -> OutputPart:
+        if isinstance(event, TextDelta):
+            return OutputPart(text=event.text)
+        if isinstance(event, ReasoningDelta):
+            return OutputPart(reasoning=event.text)
+        if isinstance(event, ToolCallArguments):
+            arguments = router_service_pb2.ToolCallArguments(index=event.index, text=event.text)
+            return OutputPart(tool_call_arguments=arguments)
+        if isinstance(event, ToolCallStart):
+            call_id = tool_call_id(self._request_id, choice, event.index)
+            start = router_service_pb2.ToolCallStart(index=event.index, id=call_id, name=event.name)
+            return OutputPart(tool_call_start=start)
+        return OutputPart(tool_call_end=router_service_pb2.ToolCallEnd(index=event.index))
