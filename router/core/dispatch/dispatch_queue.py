@@ -301,7 +301,7 @@ class DispatchQueue:
         must_leave_room = self._fair_shares.must_leave_room
         live = self.queues.take(
             queue_id,
-            lambda live: live.prefill_chunk is None and not must_leave_room(shard, live.request.tenant),
+            lambda live: live.prefill_chunk is None and not must_leave_room(shard, live),
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
         )
         if live is not None:
