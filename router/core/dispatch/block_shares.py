@@ -15,7 +15,7 @@ from router.core.fleet.fleet import Shard
 from router.core.live import Choice, LiveRequest
 from router.core.load.load_ledger import LoadLedger
 
-_State = tuple[ShardLoad, int, int, int]
+_State = tuple[ShardLoad, int, int, int, int, int]
 
 
 class BlockShares:
@@ -25,11 +25,19 @@ class BlockShares:
         self._ledger = ledger
         self._held: dict[str, tuple[_State, Mapping[str, int]]] = {}
         """By shard: what each tenant held, and the state for which it was counted."""
+        self._free: dict[str, tuple[_State, int]] = {}
+        """By shard: what was free, and the state for which it was counted. Every waiting request asks for it."""
 
     def num_free(self, shard: Shard) -> int:
         """Blocks that nothing holds and that no sequence on its way there needs. Negative: some have to wait."""
+        state = self._state(shard)
+        known = self._free.get(shard.shard_id)
+        if known is not None and _is_same(known[0], state):
+            return known[1]
         view = self._ledger.view(shard.shard_id)
-        return view.report.num_available_blocks - view.num_unadmitted_blocks
+        num_free = view.report.num_available_blocks - view.num_unadmitted_blocks
+        self._free[shard.shard_id] = (state, num_free)
+        return num_free
 
     def has_queued(self, shard: Shard) -> bool:
         """Whether a sequence that was sent there has no token yet."""
@@ -43,8 +51,7 @@ class BlockShares:
         """How many blocks each tenant's sequences hold there, or will hold once they start."""
         state = self._state(shard)
         known = self._held.get(shard.shard_id)
-        # The report is compared by identity: every report is a new object.
-        if known is not None and known[0][0] is state[0] and known[0][1:] == state[1:]:
+        if known is not None and _is_same(known[0], state):
             return known[1]
         shard.fast_path.write_back()
         held: Counter[str] = Counter()
@@ -56,13 +63,20 @@ class BlockShares:
     def forget(self) -> None:
         """Nothing needs the counts any more."""
         self._held.clear()
+        self._free.clear()
 
     def _state(self, shard: Shard) -> _State:
         """Sequences are only added at the end, each with a higher number, so that these numbers tell whether they are
         the same as before."""
         attempts = shard.attempts
         newest = attempts[next(reversed(attempts))].dispatch_number if attempts else 0
-        return self.report(shard), len(attempts), len(shard.choices), newest
+        view = self._ledger.view(shard.shard_id)
+        return view.report, len(attempts), len(shard.choices), newest, view.own_waiting, view.own_running
+
+
+def _is_same(known: _State, state: _State) -> bool:
+    """Every report is a new object, so that its identity tells whether there was one since."""
+    return known[0] is state[0] and known[1:] == state[1:]
 
 
 def num_blocks_of(choice: Choice, shard: Shard) -> int:

@@ -86,8 +86,9 @@ class FairShares:
         return num_mine > 0 and self._must_leave_blocks(shard, live)
 
     def _must_leave_blocks(self, shard: Shard, live: LiveRequest) -> bool:
+        num_unreserved = self._blocks.num_free(shard) - self._num_reserved_blocks(shard)
         num_needed = num_blocks_needed(live, shard)
-        if self._blocks.num_free(shard) - num_needed >= self._num_reserved_blocks(shard):
+        if num_needed <= num_unreserved:
             return False
         tenant = live.request.tenant
         num_mine = self._blocks.held(shard).get(tenant, 0)
