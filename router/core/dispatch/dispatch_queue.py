@@ -166,11 +166,13 @@ class DispatchQueue:
 
     def serve(self, now: float) -> None:
         """Send every waiting request that can be sent."""
+        self._fair_shares.begin_serving()
         self._serve_models(now)
         if self._hold is not None:
             self._serve_shards(now)
         for queue_id in [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]:
             self._serve_parked(queue_id, now)
+        self._fair_shares.end_serving()
 
     def _serve_shards(self, now: float) -> None:
         if now >= self._replace_at:

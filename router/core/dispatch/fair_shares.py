@@ -69,6 +69,9 @@ class FairShares:
         self._leaving: dict[str, _Leaving] = {}
         """By shard, until it has stopped them and reported what is free."""
         self._check_at = math.inf
+        self._full: set[tuple[str, str]] | None = None
+        """(shard, tenant): who was found to get no block there while the queues are served. Sending makes it no better,
+        and hundreds of requests of that tenant may wait."""
 
     # -- who may be sent -----------------------------------------------------------------------------------------
 
@@ -83,7 +86,16 @@ class FairShares:
         num_mine = shard.num_by_tenant.get(tenant, 0)
         if len(shard.attempts) >= batch - num_reserved and num_mine >= _share(shard, tenant):
             return True
+        if self._full and (shard.shard_id, tenant) in self._full:
+            return True
         return num_mine > 0 and self._must_leave_blocks(shard, live)
+
+    def begin_serving(self) -> None:
+        """Until `end_serving`, requests are only sent."""
+        self._full = set()
+
+    def end_serving(self) -> None:
+        self._full = None
 
     def _must_leave_blocks(self, shard: Shard, live: LiveRequest) -> bool:
         num_unreserved = self._blocks.num_free(shard) - self._num_reserved_blocks(shard)
@@ -92,7 +104,10 @@ class FairShares:
             return False
         tenant = live.request.tenant
         num_mine = self._blocks.held(shard).get(tenant, 0)
-        return num_mine > 0 and num_mine + num_needed > _block_share(shard, tenant)
+        share = _block_share(shard, tenant)
+        if self._full is not None and num_unreserved < 1 and num_mine >= share:
+            self._full.add((shard.shard_id, tenant))
+        return num_mine > 0 and num_mine + num_needed > share
 
     def _num_reserved_blocks(self, shard: Shard) -> int:
         assert self._settings is not None
