@@ -196,7 +196,9 @@ class ObservedShard:
         held = 0
         for slot in self.open:
             choice = self.current(slot)
-            if choice is not None and choice.request.request.tenant == tenant and slot in self.num_reported_tokens:
+            if choice is None or choice.request.is_ending:
+                continue  # it may have left before the others were sent
+            if choice.request.request.tenant == tenant and slot in self.num_reported_tokens:
                 num_tokens = self.num_reported_tokens[slot]
                 if len(choice.request.choices) == 1:  # choices share their prompt
                     num_tokens += len(choice.request.request.prompt_token_ids)
