@@ -200,8 +200,8 @@ class FairnessConfig(Section):
     preempt_after_seconds: PositiveFloat = 0.25
     """How long a request of a tenant below its share waits before it gets the place of a running answer."""
     reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.125
-    """The part of each shard's batch, at least one place, that tenants above their share leave free while tenants
-    compete."""
+    """The part of each shard's batch and of its KV blocks, at least one of each, that tenants above their share leave
+    free while tenants compete."""
     contention_seconds: PositiveFloat = 30.0
     """How long tenants are taken to compete after one had to wait."""
 

@@ -62,7 +62,7 @@ class RouterCore:
         self._ledger = LoadLedger()
         self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
-        fair_shares = FairShares(config.fairness, self._fleet)
+        fair_shares = FairShares(config.fairness, self._fleet, self._ledger)
         self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed, fair_shares.must_leave_room)
         self._attempt_sender = AttemptSender(
             self._fleet,

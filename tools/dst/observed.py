@@ -139,15 +139,32 @@ class ObservedRequest:
 class ObservedShard:
     """A shard that a router knows."""
 
-    __slots__ = ("description", "hands_over", "health", "is_draining", "limit", "load", "open")
+    __slots__ = (
+        "contended_until",
+        "description",
+        "hands_over",
+        "health",
+        "is_draining",
+        "limit",
+        "load",
+        "num_reported_tokens",
+        "open",
+        "started",
+    )
 
     def __init__(self, description: ShardDescription) -> None:
         self.description = description
         self.is_draining = False
         self.hands_over = False
         """It drains and its deadline has passed, so that its sequences must move."""
-        self.load = ShardLoad()
+        self.load = ShardLoad(num_available_blocks=description.num_blocks)
         """The last load report."""
+        self.num_reported_tokens: dict[int, int] = {}
+        """By slot: the tokens that each sequence had when that report came."""
+        self.started: set[int] = set()
+        """Slots whose sequences have started."""
+        self.contended_until = 0.0
+        """Tenants compete for it at least until then."""
         self.health = HealthState.HEALTHY
         """The last state that the router reported."""
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch
@@ -160,11 +177,61 @@ class ObservedShard:
     def has_room(self) -> bool:
         return len(self.open) < self.limit
 
+    def num_reserved_blocks(self, fairness: FairnessSettings) -> int:
+        return max(1, int(self.description.num_blocks * fairness.reserved_share))
+
+    def num_free_blocks_at_least(self) -> int:
+        """What is free once everything that has not started has its blocks. Probes and prefill chunks may need any
+        number."""
+        num_free = self.load.num_available_blocks
+        for slot, choice in self.open.items():
+            if choice is None:
+                return 0
+            if slot not in self.started:
+                num_free -= self._num_blocks(choice.request, max(other.num_tokens for other in choice.request.choices))
+        return num_free
+
+    def num_held_blocks_at_least(self, tenant: str) -> int:
+        """What the tenant's sequences held when the load was reported."""
+        held = 0
+        for slot in self.open:
+            choice = self.current(slot)
+            if choice is None or choice.request.is_ending:
+                continue  # it may have left before the others were sent
+            if choice.request.request.tenant == tenant and slot in self.num_reported_tokens:
+                num_tokens = self.num_reported_tokens[slot]
+                if len(choice.request.choices) == 1:  # choices share their prompt
+                    num_tokens += len(choice.request.request.prompt_token_ids)
+                held += -(-num_tokens // self.description.block_size)
+        return held
+
+    def num_held_blocks_at_most(self, tenant: str) -> int:
+        """What the tenant's sequences hold or will hold once they start."""
+        choices = [choice for choice in map(self.current, self.open) if choice is not None]
+        return sum(self.num_blocks(choice) for choice in choices if choice.request.request.tenant == tenant)
+
+    def num_blocks(self, choice: ObservedChoice) -> int:
+        """The blocks of a sequence that shares nothing."""
+        return self._num_blocks(choice.request, choice.num_tokens)
+
+    def _num_blocks(self, observed: ObservedRequest, num_tokens: int) -> int:
+        return -(-(len(observed.request.prompt_token_ids) + num_tokens) // self.description.block_size)
+
+    def note_load(self, load: ShardLoad) -> None:
+        self.load = load
+        choices = ((slot, self.current(slot)) for slot in self.open)
+        self.num_reported_tokens = {slot: choice.num_tokens for slot, choice in choices if choice is not None}
+
     def may_be_left_free(self, tenant: str, fairness: FairnessSettings | None) -> bool:
-        """Whether the tenant has its share of the shard, so that the rest of the batch is left to other tenants. Probes
-        and prefill chunks may be anyone's."""
+        """Whether the tenant has its share of the shard, so that the rest of the batch or of the blocks is left to
+        other tenants. Probes and prefill chunks may be anyone's."""
         if fairness is None:
             return False
+        largest = max(self.description.max_model_len, 1) // self.description.block_size  # of what may be sent
+        if self.num_free_blocks_at_least() - largest < self.num_reserved_blocks(fairness) and any(
+            choice is None or choice.request.request.tenant == tenant for choice in self.open.values()
+        ):
+            return True
         batch = self.description.max_batch
         counts = Counter(choice.request.request.tenant for choice in self.open.values() if choice is not None)
         num_unknown = sum(choice is None for choice in self.open.values())

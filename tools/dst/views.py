@@ -23,6 +23,7 @@ class WitnessView(Protocol):
     shards: dict[str, ObservedShard]
     live: dict[str, ObservedRequest]
     models: set[str]
+    contended: set[str]
     policy: tuple[bool, bool] | None
     safety_waited_for_until: float | None
     arriving: ObservedRequest | None

@@ -100,7 +100,7 @@ class Witness:
             case LoadReported():
                 shard = self.shards.get(event.shard_id)
                 if shard is not None:
-                    shard.load = event.load
+                    shard.note_load(event.load)
                     shard.is_draining = event.load.draining
                     shard.hands_over = event.load.draining and event.load.hand_over
             case ShardUp():
@@ -136,6 +136,7 @@ class Witness:
 
     def _take_step(self, shard: ObservedShard, step: Step) -> None:
         shard.ramp_up(sum(start.slot in shard.open for start in step.starts))
+        shard.started.update(start.slot for start in step.starts)
         position = 0
         for i, slot in enumerate(step.slots):
             count = step.num_tokens[i] if step.num_tokens else 1
@@ -146,6 +147,7 @@ class Witness:
         for finish in step.finishes:
             choice = shard.current(finish.slot)
             shard.open.pop(finish.slot, None)
+            shard.started.discard(finish.slot)
             self._drop_prefill_chunk(shard, finish.slot)
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
@@ -306,6 +308,10 @@ class Witness:
         """The choices were cancelled just before."""
         shard = self.shards[action.shard_id]
         self.contended.add(shard.description.model)
+        if self.config.fairness is not None:
+            for other in self.shards.values():
+                if other.description.model == shard.description.model:
+                    other.contended_until = self.now + self.config.fairness.contention_seconds
         for slot in action.slots:
             choice = shard.open.get(slot)
             if choice is not None and choice.state is State.MOVING:

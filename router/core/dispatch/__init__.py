@@ -5,6 +5,7 @@ waiting_queues.py   the queues themselves: tenants take turns, tiers are counted
 attempt_sender.py   sends attempts, prefill chunks and probes, and frees what they reserved
 prefill_chunks.py   how a long prompt is split
 fair_shares.py      which sequences give way to other tenants
+block_shares.py     what each tenant holds of a shard's KV blocks
 overload.py         which requests are refused or dropped because they would wait too long
 refusals.py         the other reasons for a refusal, and all error messages
 """

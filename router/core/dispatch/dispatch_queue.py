@@ -166,11 +166,13 @@ class DispatchQueue:
 
     def serve(self, now: float) -> None:
         """Send every waiting request that can be sent."""
+        self._fair_shares.begin_serving()
         self._serve_models(now)
         if self._hold is not None:
             self._serve_shards(now)
         for queue_id in [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]:
             self._serve_parked(queue_id, now)
+        self._fair_shares.end_serving()
 
     def _serve_shards(self, now: float) -> None:
         if now >= self._replace_at:
@@ -301,7 +303,7 @@ class DispatchQueue:
         must_leave_room = self._fair_shares.must_leave_room
         live = self.queues.take(
             queue_id,
-            lambda live: live.prefill_chunk is None and not must_leave_room(shard, live.request.tenant),
+            lambda live: live.prefill_chunk is None and not must_leave_room(shard, live),
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
         )
         if live is not None:

@@ -4,7 +4,8 @@ Turns in the queue are not enough: a tenant that fills every shard with answers 
 their ends, however their turns come. So when a request of a tenant that uses little has waited for a moment, sequences
 of the tenant that uses most are preempted: they leave the shard and continue later, after the tokens they have. From
 then on, a tenant with more than its share of a shard leaves a part of the batch to the others, for as long as others
-come. A tenant that is alone is never limited. (Max-min fairness over the places of a shard's batch; see Bertsekas and
+come. The same holds for KV blocks, since few long answers can hold all of them while places are free. A tenant that is
+alone is never limited. (Max-min fairness over the places of a shard's batch, and over its blocks; see Bertsekas and
 Gallager, "Data Networks", 6.5.2.)
 """
 
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from router.core.dispatch.block_shares import BlockShares, num_blocks_needed, num_blocks_of
 from router.core.dispatch.waiting_queues import WaitingQueues
+from router.core.events import ShardLoad
 from router.core.fleet.fleet import Fleet, Shard
-from router.core.live import Choice, LiveRequest
+from router.core.live import Attempt, Choice, LiveRequest
+from router.core.load.load_ledger import LoadLedger
 
 MAX_MOVES: Final = 16
 """The most moves of one choice, besides its attempts: a choice that is preempted, or that runs on a fleet whose shards
@@ -32,7 +35,7 @@ class FairnessSettings:
     preempt_after_seconds: float = 0.25
     """How long a request waits before sequences of another tenant are preempted for it."""
     reserved_share: float = 0.125
-    """The part of each batch that tenants above their share leave free while tenants compete."""
+    """The part of each batch, and of the KV blocks, that tenants above their share leave free while tenants compete."""
     contention_seconds: float = 30.0
     """How long tenants are taken to compete after one had to wait."""
 
@@ -45,28 +48,70 @@ class Preemption(NamedTuple):
     choices: list[Choice]
 
 
+class _Leaving(NamedTuple):
+    """Sequences that a shard was told to stop so that their blocks become free."""
+
+    report: ShardLoad
+    """The shard's last report before that."""
+    attempts: list[tuple[int, Attempt]]
+    """By slot."""
+
+
 class FairShares:
     """With `settings` None, tenants are not limited."""
 
-    def __init__(self, settings: FairnessSettings | None, fleet: Fleet) -> None:
+    def __init__(self, settings: FairnessSettings | None, fleet: Fleet, ledger: LoadLedger) -> None:
         self._settings = settings
         self._fleet = fleet
+        self._blocks = BlockShares(ledger)
         self._contended_until: dict[str, float] = {}
         """Models for which tenants compete."""
+        self._leaving: dict[str, _Leaving] = {}
+        """By shard, until it has stopped them and reported what is free."""
         self._check_at = math.inf
+        self._full: set[tuple[str, str]] | None = None
+        """(shard, tenant): who was found to get no block there while the queues are served. Sending makes it no better,
+        and hundreds of requests of that tenant may wait."""
 
     # -- who may be sent -----------------------------------------------------------------------------------------
 
-    def must_leave_room(self, shard: Shard, tenant: str) -> bool:
-        """Whether the tenant has its share of the shard, and only the part that is left to the others is free."""
+    def must_leave_room(self, shard: Shard, live: LiveRequest) -> bool:
+        """Whether the request's tenant has its share of the shard, and only the part that is left to the others is
+        free."""
         if not self._contended_until or shard.description.model not in self._contended_until:
             return False
         assert self._settings is not None
-        batch = shard.description.max_batch
+        batch, tenant = shard.description.max_batch, live.request.tenant
         num_reserved = max(1, int(batch * self._settings.reserved_share))
-        return len(shard.attempts) >= batch - num_reserved and shard.num_by_tenant.get(tenant, 0) >= _share(
-            shard, tenant
-        )
+        num_mine = shard.num_by_tenant.get(tenant, 0)
+        if len(shard.attempts) >= batch - num_reserved and num_mine >= _share(shard, tenant):
+            return True
+        if self._full and (shard.shard_id, tenant) in self._full:
+            return True
+        return num_mine > 0 and self._must_leave_blocks(shard, live)
+
+    def begin_serving(self) -> None:
+        """Until `end_serving`, requests are only sent."""
+        self._full = set()
+
+    def end_serving(self) -> None:
+        self._full = None
+
+    def _must_leave_blocks(self, shard: Shard, live: LiveRequest) -> bool:
+        num_unreserved = self._blocks.num_free(shard) - self._num_reserved_blocks(shard)
+        num_needed = num_blocks_needed(live, shard)
+        if num_needed <= num_unreserved:
+            return False
+        tenant = live.request.tenant
+        num_mine = self._blocks.held(shard).get(tenant, 0)
+        share = _block_share(shard, tenant)
+        if self._full is not None and num_unreserved < 1 and num_mine >= share:
+            self._full.add((shard.shard_id, tenant))
+        return num_mine > 0 and num_mine + num_needed > share
+
+    def _num_reserved_blocks(self, shard: Shard) -> int:
+        assert self._settings is not None
+        return max(1, int(shard.description.num_blocks * self._settings.reserved_share))
 
     def can_make_room(self, model: str, tenant: str, queues: WaitingQueues) -> bool:
         """Whether another tenant gives way to this one, so that a first request of it waits only for a moment, however
@@ -85,11 +130,10 @@ class FairShares:
             self._check_at = min(self._check_at, now + self._settings.preempt_after_seconds)
 
     def note_sent(self, shard: Shard, tenant: str, now: float) -> None:
-        """A request was sent to the shard. It may wait there: a shard is sent more than its batch."""
+        """A request was sent to the shard. It may wait there, for a place or for blocks."""
         if self._settings is None or len(shard.num_by_tenant) < 2:
             return
-        if len(shard.attempts) > shard.description.max_batch:
-            self.note_waiting(now)
+        self.note_waiting(now)
         model = shard.description.model
         if model in self._contended_until and shard.num_by_tenant[tenant] < _share(shard, tenant):
             self._contended_until[model] = now + self._settings.contention_seconds
@@ -105,6 +149,8 @@ class FairShares:
         ended = [model for model, until in self._contended_until.items() if until <= now]
         for model in ended:
             del self._contended_until[model]
+        if ended and not self._contended_until:
+            self._blocks.forget()
         return ended
 
     def preemptions(self, queues: WaitingQueues, now: float) -> list[Preemption]:
@@ -113,29 +159,33 @@ class FairShares:
             return []
         assert self._settings is not None
         before = now - self._settings.preempt_after_seconds
-        crowded = [
-            shard
-            for shard in self._fleet.shards.values()
-            if len(shard.num_by_tenant) > 1
-            and len(shard.attempts) > shard.description.max_batch
-            and not shard.is_draining
-            and not shard.is_suspected
-        ]
-        may_continue = bool(crowded) or queues.num_requests > 0
-        self._check_at = now + self._settings.preempt_after_seconds if may_continue else math.inf
+        able = [shard for shard in self._fleet.shards.values() if not shard.is_draining and not shard.is_suspected]
+        shared = [shard for shard in able if len(shard.num_by_tenant) > 1]
+        crowded = [shard for shard in shared if len(shard.attempts) > shard.description.max_batch]
         found: dict[str, Preemption] = {}
-        for tenant, model, shards, num_wanted in self._starved(queues, before, crowded):
+        for tenant, shards, num_wanted in self._starved(queues, before, crowded):
             preemption = self._for(tenant, [shard for shard in shards if shard.shard_id not in found], num_wanted)
             if preemption is not None:
                 found[preemption.shard.shard_id] = preemption
-                self._contended_until[model] = now + self._settings.contention_seconds
+        self._end_leaving()
+        for shard in able:
+            if len(shard.num_by_tenant) > 1 or shard.description.model in self._contended_until:
+                preemption = None if shard.shard_id in found else self._for_blocks(shard, before)
+                if preemption is not None:
+                    found[shard.shard_id] = preemption
+        for preemption in found.values():
+            self._contended_until[preemption.shard.description.model] = now + self._settings.contention_seconds
+        may_continue = (
+            crowded or queues.num_requests or self._contended_until or any(map(self._blocks.has_queued, shared))
+        )
+        self._check_at = now + self._settings.preempt_after_seconds if may_continue else math.inf
         return list(found.values())
 
     def _starved(
         self, queues: WaitingQueues, before: float, crowded: list[Shard]
-    ) -> Iterator[tuple[str, str, list[Shard], int]]:
-        """Tenants whose oldest request has waited since `before`, in the router or on a shard: with the model, the
-        shards where it could run, and the number of places that it needs besides those it has."""
+    ) -> Iterator[tuple[str, list[Shard], int]]:
+        """Tenants whose oldest request has waited since `before`, in the router or on a shard: with the shards where
+        it could run, and the number of places that it needs besides those it has."""
         seen: set[tuple[str, str]] = set()
         for live in queues:
             model, tenant = live.request.model, live.request.tenant
@@ -149,15 +199,10 @@ class FairShares:
                 for shard in self._fleet.ready(model)
                 if not shard.is_suspected and shard.description.max_model_len >= window
             ]
-            yield tenant, model, shards, len(live.pending)
+            yield tenant, shards, len(live.pending)
         for shard in crowded:
-            waiting = Counter(
-                choice.request.request.tenant
-                for slot, choice in shard.choices.items()
-                if choice.num_cached_tokens is None and shard.attempts[slot].sent_at <= before
-            )
-            for tenant in waiting:
-                yield tenant, shard.description.model, [shard], 0
+            for tenant in _waiting_tenants(shard, before):
+                yield tenant, [shard], 0
 
     def _for(self, tenant: str, shards: list[Shard], num_wanted: int) -> Preemption | None:
         """The sequences that make room for the tenant, on the shard where it costs the others least."""
@@ -180,6 +225,61 @@ class FairShares:
         able = sorted(filter(_may_move, reversed(running)), key=_cost_to_move)
         chosen = able[: max(0, min(num_excess, len(running) - num_left))]
         return Preemption(shard, other, chosen) if chosen else None
+
+    def _for_blocks(self, shard: Shard, before: float) -> Preemption | None:
+        """The sequences that give back the shard's reserve of blocks. They leave when half of it is gone, so that the
+        next token of a running answer does not preempt another one; or at once, if a sequence waits for blocks."""
+        num_free, num_reserved = self._blocks.num_free(shard), self._num_reserved_blocks(shard)
+        if num_free >= num_reserved or shard.shard_id in self._leaving:
+            return None
+        held = self._blocks.held(shard)
+        if not held:
+            return None
+        largest = max(held, key=lambda tenant: held[tenant])
+        if 2 * num_free >= num_reserved and not _waiting_tenants(shard, before).keys() - {largest}:
+            return None
+        num_held, num_left = held[largest], _block_share(shard, largest)
+        num_others = max((count for tenant, count in held.items() if tenant != largest), default=0)
+        if num_held < 2 * num_others:  # as for places: like tenants do not take each other's in turns
+            return None
+        running = [choice for choice in shard.choices.values() if choice.request.request.tenant == largest]
+        chosen: list[Choice] = []
+        for choice in sorted(filter(_may_move, reversed(running)), key=_cost_to_move):
+            if num_free >= num_reserved or num_held <= num_left:
+                break
+            chosen.append(choice)
+            num_free += num_blocks_of(choice, shard)
+            num_held -= num_blocks_of(choice, shard)
+        if not chosen:
+            return None
+        attempts = [(choice.shard_slot, shard.attempts[choice.shard_slot]) for choice in chosen]
+        self._leaving[shard.shard_id] = _Leaving(self._blocks.report(shard), attempts)
+        return Preemption(shard, largest, chosen)
+
+    def _end_leaving(self) -> None:
+        """Forget the sequences that have left, once their shard has reported what is free since."""
+        for shard_id, leaving in list(self._leaving.items()):
+            shard = self._fleet.shards.get(shard_id)
+            if shard is None or (
+                self._blocks.report(shard) is not leaving.report
+                and all(shard.attempts.get(slot) is not attempt for slot, attempt in leaving.attempts)
+            ):
+                del self._leaving[shard_id]
+
+
+def _waiting_tenants(shard: Shard, before: float) -> dict[str, None]:
+    """Tenants with a sequence there that was sent at `before` or earlier and has not started, in their order."""
+    return {
+        choice.request.request.tenant: None
+        for slot, choice in shard.choices.items()
+        if choice.num_cached_tokens is None and shard.attempts[slot].sent_at <= before
+    }
+
+
+def _block_share(shard: Shard, tenant: str) -> int:
+    """An equal part of the blocks for each tenant on the shard and for one more if there is none."""
+    num_tenants = len(shard.num_by_tenant) + (tenant not in shard.num_by_tenant)
+    return max(1, shard.description.num_blocks // max(2, num_tenants))
 
 
 def _share(shard: Shard, tenant: str) -> int:

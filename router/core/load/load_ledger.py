@@ -160,16 +160,23 @@ class LoadView:
         excess = used + num_new_blocks - self.num_blocks
         return 0.0 if excess <= 0 or not used else self.residence_seconds * min(excess / used, 1.0)
 
-    def learn_sharing(self) -> None:
-        """Compare the blocks that the shard reports in use with those of the own sequences that it has admitted."""
-        num_blocks = self.own_blocks
+    @property
+    def num_unadmitted_blocks(self) -> int:
+        """Blocks of own sequences that the engine had not admitted when it last reported: the newest ones, since it
+        admits them in order."""
+        num_blocks = 0
         if self.queued:
             num_not_admitted = self.own_waiting - max(0, self.report.num_own_running - self.own_running)
             for reservation in reversed(self.queued.values()):
                 if num_not_admitted <= 0:
                     break
                 num_not_admitted -= reservation.num_sequences
-                num_blocks -= reservation.num_blocks
+                num_blocks += reservation.num_blocks
+        return num_blocks
+
+    def learn_sharing(self) -> None:
+        """Compare the blocks that the shard reports in use with those of the own sequences that it has admitted."""
+        num_blocks = self.own_blocks - self.num_unadmitted_blocks
         if num_blocks > 0:
             used = self.num_blocks - self.report.num_available_blocks
             self.sharing += SHARING_SMOOTHING * (max(0, used) / num_blocks - self.sharing)

@@ -46,9 +46,9 @@ class Placer:
         ledger: LoadLedger,
         policy: str,
         seed: int,
-        must_leave_room: Callable[[Shard, str], bool],
+        must_leave_room: Callable[[Shard, LiveRequest], bool],
     ) -> None:
-        """`must_leave_room` says whether a tenant may not be sent to a shard although it has room."""
+        """`must_leave_room` says whether a request may not be sent to a shard although it has room."""
         if policy not in POLICIES:
             raise ValueError(f"unknown placement policy {policy!r}; there are: {', '.join(sorted(POLICIES))}")
         self._fleet = fleet
@@ -68,7 +68,7 @@ class Placer:
 
     def has_room(self, shard: Shard, live: LiveRequest) -> bool:
         """Whether the shard has room for the request's tenant."""
-        return shard.has_room and not self._must_leave_room(shard, live.request.tenant)
+        return shard.has_room and not self._must_leave_room(shard, live)
 
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
         """Whether that ready shard could run the request."""
@@ -274,7 +274,7 @@ class Placer:
             return f"suspected: {shard.health.symptom}"
         if not shard.has_room:
             return "full"
-        if self._must_leave_room(shard, live.request.tenant):
+        if self._must_leave_room(shard, live):
             return "the rest is left to other tenants"
         return "failed this request before"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from router.core.dispatch.fair_shares import FairShares, Preemption
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import PreemptionsJustified
+from tools.dst.checkers import PreemptionsJustified, ReserveKept
 
 
 @caught_by(PreemptionsJustified)
@@ -34,3 +36,22 @@ def preempts_for_requests_that_have_not_waited(patch: Patch) -> None:
         return original(self, queues, before + 1e9, crowded)
 
     patch.setattr(FairShares, "_starved", starved)
+
+
+@caught_by(ReserveKept, first_seed=160)
+def ignores_the_reserve_of_blocks(patch: Patch) -> None:
+    """A tenant that holds most blocks is sent more sequences as long as places are free."""
+    patch.setattr(FairShares, "_must_leave_blocks", lambda *_: False)
+
+
+@caught_by(PreemptionsJustified)
+def preempts_while_enough_blocks_are_free(patch: Patch) -> None:
+    """Sequences leave although the reserve is free."""
+    original = FairShares._for_blocks
+
+    def for_blocks(self: FairShares, shard: Any, before: float) -> Preemption | None:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(self._blocks, "num_free", lambda _: 0)
+            return original(self, shard, before)
+
+    patch.setattr(FairShares, "_for_blocks", for_blocks)

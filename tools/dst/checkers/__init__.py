@@ -4,7 +4,7 @@ attempts.py    what may be dispatched to shards, and frames of attempts that are
 deadlines.py   deadlines and the timer that enforces them
 delivery.py    what clients read: every token, all of the text, well-formed frames
 ends.py        how requests end: once, metered exactly, and for a reason
-fairness.py    who is preempted for other tenants
+fairness.py    who is preempted for other tenants, and what is left to them
 fleet.py       the fleet reports that clients get
 health.py      hung and draining shards, and the bounds of suspicion
 integrity.py   the core's own consistency check
@@ -32,7 +32,7 @@ from tools.dst.checkers.attempts import (
 from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextIntact, TokensExact
 from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
-from tools.dst.checkers.fairness import PreemptionsJustified
+from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
@@ -60,6 +60,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     NoIdleWait,
     NoStarvation,
     PreemptionsJustified,
+    ReserveKept,
     QueueBound,
     DeadlinesKept,
     SafetyKept,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from router.core.actions import SequencesPreempted
+from router.core.actions import SequencesPreempted, SubmitAttempt
+from router.core.dispatch.fair_shares import FairnessSettings
 from tools.dst.checker import Checker
-from tools.dst.observed import ObservedShard, State
+from tools.dst.observed import ObservedChoice, ObservedRequest, ObservedShard, State
 from tools.dst.views import RouterView
 
 
 class PreemptionsJustified(Checker):
     """Sequences are preempted only while a request of another tenant has waited long enough, only those of a tenant
-    that has more on the shard than the one that waits, and never so many that it falls below its share."""
+    that has more on the shard than the one that waits, and never so many that it falls below its share. Or else while
+    tenants compete for blocks of which fewer than the reserve are free, and then only those of a tenant with more than
+    its share of them."""
 
     invariant = "preemptions_justified"
 
@@ -21,6 +24,8 @@ class PreemptionsJustified(Checker):
         choices = [shard.open.get(slot) for slot in preempted.slots]
         if any(choice is None or choice.request.request.tenant != preempted.tenant for choice in choices):
             self.fail(f"slots {list(preempted.slots)} of {preempted.shard_id} are not all {preempted.tenant}'s")
+        if self._restores_reserve(node, shard, preempted, [choice for choice in choices if choice], fairness):
+            return
         counts = _running(shard)
         # Prefill chunks may be of further tenants.
         num_tenants = len({choice and choice.request.request.tenant for choice in shard.open.values()})
@@ -32,6 +37,24 @@ class PreemptionsJustified(Checker):
         waiting.discard(preempted.tenant)
         if not any(counts.get(tenant, 0) < num_left + len(preempted.slots) for tenant in waiting):
             self.fail(f"sequences of {preempted.tenant} were preempted on {preempted.shard_id}, and no other needed it")
+
+    def _restores_reserve(
+        self,
+        node: RouterView,
+        shard: ObservedShard,
+        preempted: SequencesPreempted,
+        chosen: list[ObservedChoice],
+        fairness: FairnessSettings,
+    ) -> bool:
+        """Whether blocks are short, and the tenant has more than its share without all but one of those chosen."""
+        tenants = {choice.request.request.tenant if choice else None for choice in shard.open.values()}
+        is_contended = len(tenants) > 1 or shard.description.model in node.witness.contended
+        if not is_contended or shard.num_free_blocks_at_least() >= shard.num_reserved_blocks(fairness):
+            return False
+        share = shard.description.num_blocks // max(2, len(shard.open) if None in tenants else len(tenants))
+        # Those chosen were cancelled just before, so that they are not counted among what is held.
+        num_left = shard.num_held_blocks_at_most(preempted.tenant)
+        return num_left + max(shard.num_blocks(choice) for choice in chosen) > share
 
     def _waiting(self, node: RouterView, shard: ObservedShard, before: float) -> set[str]:
         """Tenants with a request that has waited since `before`, in the router or on the shard."""
@@ -49,6 +72,29 @@ class PreemptionsJustified(Checker):
             if choice is not None and choice.state is State.RUNNING and choice.placed_at <= latest
         }
         return queued | sent
+
+
+class ReserveKept(Checker):
+    """While tenants compete, no sequence of a tenant above its share of a shard's blocks is sent there into the blocks
+    that are left to the others."""
+
+    invariant = "reserve_kept"
+
+    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+        fairness, shard = node.config.fairness, node.witness.shards.get(attempt.shard_id)
+        if fairness is None or shard is None or observed is None or node.now >= shard.contended_until:
+            return
+        tenant = observed.request.tenant
+        num_output_tokens = max(len(spec.output_token_ids) for spec in attempt.choices)
+        num_tokens = len(observed.request.prompt_token_ids) + num_output_tokens
+        num_needed = -(-num_tokens // shard.description.block_size) + len(attempt.choices) - 1
+        if shard.load.num_available_blocks - num_needed >= shard.num_reserved_blocks(fairness):
+            return
+        tenants = {choice.request.request.tenant for choice in shard.open.values() if choice is not None} | {tenant}
+        share = shard.description.num_blocks // max(2, len(tenants))
+        num_held = shard.num_held_blocks_at_least(tenant)
+        if num_held and num_held + num_needed > share:
+            self.fail(f"{observed.request.request_id} of {tenant} was sent into the reserve of {attempt.shard_id}")
 
 
 def _running(shard: ObservedShard) -> dict[str, int]:

@@ -29,7 +29,8 @@ class Sequence:
 
 
 class Engine:
-    """`sequences` are keyed by (stream, slot), in the order of their arrival. The first `max_batch` of them run."""
+    """`sequences` are keyed by (stream, slot), in the order of their arrival. The first `max_batch` of them run, as far
+    as there are blocks for them: one that outgrows what is left takes the blocks of the latest."""
 
     def __init__(self, env: Environment, shape: ShardShape, cache: BlockCache) -> None:
         self._env = env
@@ -42,7 +43,7 @@ class Engine:
         changes: list[KvChange] = []
         rng = self._env.rng
         is_ragged = rng.random() < 0.3
-        for stream, slot in list(self.sequences)[: self._shape.max_batch]:
+        for stream, slot in self._running():
             changes += self._run(stream, slot, num_tokens=rng.randrange(4) if is_ragged else 1)
         return changes
 
@@ -69,7 +70,7 @@ class Engine:
             num_waiting=counts[1],
             num_queued_prefill_tokens=counts[2],
             num_decode_context_tokens=counts[3],
-            num_available_blocks=self._shape.num_blocks,
+            num_available_blocks=self._num_available_blocks(),
             prefill_tokens_per_second=2000.0,
             decode_step_seconds=self._env.scenario.step_seconds,
             draining=draining,
@@ -78,6 +79,28 @@ class Engine:
             num_own_queued_prefill_tokens=counts[6],
             num_own_decode_context_tokens=counts[7],
         )
+
+    def _running(self) -> list[tuple[ShardStream, int]]:
+        """The sequences that have places and blocks now."""
+        keys = list(self.sequences)[: self._shape.max_batch]
+        if not self._shape.has_scarce_blocks:
+            return keys
+        num_left = self._shape.num_blocks
+        for count, key in enumerate(keys):
+            num_left -= self._num_blocks(self.sequences[key])
+            if num_left < 0:
+                return keys[: max(1, count)]
+        return keys
+
+    def _num_available_blocks(self) -> int:
+        if not self._shape.has_scarce_blocks:
+            return self._shape.num_blocks
+        held = sum(self._num_blocks(self.sequences[key]) for key in self._running())
+        return max(0, self._shape.num_blocks - held)
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        num_tokens = len(sequence.request.prompt_token_ids) + sequence.position + 1
+        return -(-num_tokens // self._shape.block_size)
 
     def end(self, stream: ShardStream, slot: int, sequence: Sequence) -> None:
         """Send the remaining text of a complete sequence, and its finish."""
