@@ -102,5 +102,5 @@ async def test_a_fault_that_shows_later_ends_the_stream_too():
     client.queue.clear()
     client.queue.add(frame(long("a"), long(FAULTY), short("b")))
     await client.taken_by_turn()
-    assert [str(error) for error in client.faults] == ["It is faulty."]
+    assert [error.message for error in client.faults] == ["It is faulty."]
     assert (client.taken, client.num_empty) == (["a"], 0)
