@@ -42,7 +42,10 @@ class ConnectionSweep:
 
     def sweep(self) -> int:
         """Returns how many connections were closed. The latest ones of an address are closed first."""
-        descriptors = os.listdir(_DESCRIPTORS)
+        try:
+            descriptors = os.listdir(_DESCRIPTORS)
+        except OSError:  # no descriptor is free; the next sweep follows soon
+            return 0
         if len(descriptors) <= self._max_connections:
             self._known.clear()
             return 0

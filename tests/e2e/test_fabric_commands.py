@@ -82,7 +82,7 @@ def test_a_secret_is_rotated_under_a_running_answer(sim_fabric: RunningFabric):
             done = run_kvloom("secret", "rotate", "--step", step, "--settle-seconds", "0", env=sim_fabric.env)
             assert done.returncode == 0, done.stderr
         rest = answer.read()
-    assert first.startswith(b"id: ")
+    assert first.startswith(b"data: ")
     assert rest.rstrip().endswith(b"data: [DONE]")
     assert b'"error"' not in rest
     eventually(

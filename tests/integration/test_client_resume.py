@@ -97,10 +97,8 @@ async def test_a_router_that_does_not_know_the_answer_any_more(world: RouterWorl
     token_ids: list[int] = []
     async with Client(proxy.address, reattach_seconds=reattach_seconds) as client:
         options: Any = {"model": MODEL, "token_ids": PROMPT, "max_tokens": 80, "resumable": True}
-        answer = client.generate(**options)
-        async for delta in answer:
-            token_ids += delta.token_ids
-            break
+        answer = aiter(client.generate(**options))  # held here, so that it is not cancelled between two loops
+        token_ids += (await anext(answer)).token_ids
         proxy.refuse(True)
         proxy.reset()
         asyncio.get_running_loop().call_later(0.3, proxy.refuse, False)

@@ -129,7 +129,7 @@ async def test_a_second_connection_takes_over(world: EdgeWorld) -> None:
 
 async def test_the_official_client_resumes(world: EdgeWorld) -> None:
     """`responses.retrieve` with `starting_after` continues behind the last event that the client saw."""
-    world.link.script = answer(*Script(text=TEXT).deltas)
+    world.link.script = answer(*(text for _, text in Script(text=TEXT).tokens))
     headers = {"x-kvloom-resume": "on"}
     async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="k", max_retries=0) as official:
         stream = await official.responses.create(**BODY, extra_headers=headers)

@@ -152,7 +152,9 @@ async def test_stuck_reader_of_a_replay_is_cut_off(monkeypatch: pytest.MonkeyPat
 async def test_nothing_is_left_when_all_clients_are_gone() -> None:
     """Hundreds of clients disconnect, return, take over, cancel or never come back: no permit, task, byte or request in
     the fabric is left behind."""
-    async with edge_world(config(grace_seconds=0.1, max_unattended=20, max_bytes=400_000)) as world:
+    async with edge_world(
+        config(grace_seconds=0.1, max_unattended=20, max_bytes=400_000, idempotency_seconds=0.1)
+    ) as world:
         rng = random.Random(7)
 
         async def generate(request: FakeRequest) -> None:

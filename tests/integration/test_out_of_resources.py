@@ -28,7 +28,7 @@ from safety_svc import policy_file as policy_file_module
 from safety_svc.policy_file import PolicyFile
 from shard_server.engines.torch_engine.core_share import CoreShare
 from tests.fakes.no_descriptors import no_free_descriptors
-from tools.supervisor.readiness import is_edge_ready
+from tools.supervisor.readiness import edge_reason
 from tools.supervisor.supervised_process import ProcessStatus
 
 POLICY = '[[rules]]\nname = "{0}"\nphrases = ["{0}"]\n'
@@ -155,7 +155,7 @@ async def test_a_readiness_check_without_descriptors_says_no() -> None:
     trust = SharedSecret(FabricSecret.draw(), ("tools",), "test")
     edge = ProcessStatus("edge", "edge", 1, "ready", metrics_address="127.0.0.1:1", peer_address="127.0.0.1:1")
     with no_free_descriptors():
-        assert not await is_edge_ready(edge, trust)
+        assert await edge_reason(edge, trust)
 
 
 async def test_a_client_without_descriptors_has_no_local_stream() -> None:

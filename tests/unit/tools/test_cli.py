@@ -64,6 +64,7 @@ def test_flags_override_the_file(tmp_path: Path):
         sim_prefill_tokens_per_second=None,
         http_port=0,
         router_port=None,
+        metrics_port=None,
         secret_file=None,
         api_keys=Path("keys"),
         tls_certificate=None,

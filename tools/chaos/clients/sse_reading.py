@@ -9,6 +9,8 @@ from typing import Any, Final
 from tools.chaos.clients.transcript import End, Transcript
 
 _EVENT: Final = re.compile(rb"(?:id: (\d+)\n)?data: (.*)", re.DOTALL)
+_OF_CONNECTIONS: Final = ("stream_taken_over", "client_too_slow")
+"""Errors about a connection and not about the answer."""
 
 
 class EventReader:
@@ -36,16 +38,16 @@ class EventReader:
             transcript.event_fault = transcript.event_fault or f"not an event: {event[:80]!r}"
             return
         number, payload = match.groups()
-        if number is None:
-            self.notice = _error_of(json.loads(payload))[0]
-            return
         due = transcript.num_events + 1
-        if int(number) != due:
-            fault = (
-                f"event {int(number)} came again" if int(number) < due else f"events {due} to {int(number) - 1} lost"
-            )
+        if number is None and payload.startswith(b'{"error"') and (code := error_in(payload)[0]) in _OF_CONNECTIONS:
+            self.notice = code
+            return
+        # Events of a stream that cannot be resumed have no numbers.
+        found = due if number is None else int(number)
+        if found != due:
+            fault = f"event {found} came again" if found < due else f"events {due} to {found - 1} lost"
             transcript.event_fault = transcript.event_fault or fault
-        transcript.num_events = int(number)
+        transcript.num_events = found
         if payload == b"[DONE]":
             transcript.end, self.done = End.COMPLETE, True
         else:
