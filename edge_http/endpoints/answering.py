@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from edge_http.resume.kept_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.submission import Submission, run_resumable, run_submission
+from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
     REQUEST_ID,
@@ -40,6 +41,7 @@ from edge_http.wire.headers import (
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
+from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.router_link.link import LinkRequest
@@ -81,10 +83,32 @@ class GenerationJob(msgspec.Struct, frozen=True):
         return len(self.prompts) * self.n
 
 
-async def generate(
+ReadJob = Callable[[Edge, web.BaseRequest, bytes], Awaitable[GenerationJob]]
+"""Validates and tokenizes a body. Raises KvloomError."""
+
+
+async def serve_generation(edge: Edge, request: web.BaseRequest, read_job: ReadJob) -> web.StreamResponse:
+    """Serve a POST that generates. Raises KvloomError while nothing has been sent."""
+    caller = edge.callers.caller_of(request)
+    with edge.admit(caller) as permit:
+        with edge.bodies.lease(caller) as lease:
+            job = await read_job(edge, request, await read_prompt_body(edge, request, lease))
+        return await _generate(edge, request, permit, job)
+
+
+async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLease) -> bytes:
+    """Read the body of an admitted request whose prompt is to be tokenized next. Raises KvloomError."""
+    raw = await read_json_body(request, edge.config, lease)
+    await edge.fair_yield.take(len(raw))
+    edge.check_room()
+    return raw
+
+
+async def _generate(
     edge: Edge, request: web.BaseRequest, permit: AdmissionPermit, job: GenerationJob
 ) -> web.StreamResponse:
     """Submit the job and deliver its answer. Raises KvloomError while nothing has been sent."""
+    show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
     window = edge.window(job.model.name)
     if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None

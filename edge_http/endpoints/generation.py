@@ -9,8 +9,8 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, generate
-from edge_http.openai.guide import BodyGuide, guide_of
+from edge_http.endpoints.answering import GenerationJob, serve_generation
+from edge_http.openai.guide import guide_of, with_calls
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens
 from edge_http.openai.prompt_report import prompt_report
@@ -25,33 +25,20 @@ from edge_http.openai.sampling import (
     tier_of,
 )
 from edge_http.openai.tools import tools_of
-from edge_http.wire.body import digest_of, read_json_body
+from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
-from kvloom.conversation.model_output import prompted, show_markers
+from kvloom.conversation.model_output import prompted
 from kvloom.conversation.tool_plan import plan_tools
-from kvloom.errors import invalid_argument
 
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/chat/completions."""
-    with edge.admit(edge.callers.caller_of(request)) as permit:
-        with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
-            raw = await read_json_body(request, edge.config, lease)
-            await edge.fair_yield.take(len(raw))
-            edge.check_room()
-            job = await _chat_job(edge, request, raw)
-        return await generate(edge, request, permit, job)
+    return await serve_generation(edge, request, _chat_job)
 
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/completions."""
-    with edge.admit(edge.callers.caller_of(request)) as permit:
-        with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
-            raw = await read_json_body(request, edge.config, lease)
-            await edge.fair_yield.take(len(raw))
-            edge.check_room()
-            job = await _completion_job(edge, request, raw)
-        return await generate(edge, request, permit, job)
+    return await serve_generation(edge, request, _completion_job)
 
 
 async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
@@ -61,11 +48,7 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
     n = num_choices(body)
     given = tools_of(body)
     plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
-    guide = guide_of(body)
-    if plan.demands_call and guide is not None:
-        raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
-    if plan.guide is not None and guide is None:  # an answer of another form has no calls, not even of strict tools
-        guide = BodyGuide(plan.guide, "functions" if given.has_legacy_functions else "tools")
+    guide = with_calls(guide_of(body), plan, "functions" if given.has_legacy_functions else "tools")
     max_tokens, max_tokens_field = chat_max_tokens(body)
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
@@ -74,7 +57,6 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
     if body.prediction is not None:
         sampling.predicted_token_ids.extend(await predicted_tokens(body.prediction, model.tokenizer, window))
     parser = prompted(plan.parser, rendered)
-    show_markers(sampling, parser, model.tokenizer)
     return GenerationJob(
         operation="chat",
         id_prefix="chatcmpl-",

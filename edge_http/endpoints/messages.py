@@ -24,9 +24,9 @@ from edge_http.anthropic.settings import (
 )
 from edge_http.anthropic.tools import MessageTools, tools_of
 from edge_http.edge import Edge, ServedModel
-from edge_http.endpoints.answering import GenerationJob, generate
+from edge_http.endpoints.answering import GenerationJob, read_prompt_body, serve_generation
 from edge_http.openai.prompt import Prompt, chat_prompt
-from edge_http.wire.body import digest_of, read_json_body
+from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
 from edge_http.wire.json_response import json_response
 from kvloom.conversation.model_output import prompted
@@ -54,22 +54,15 @@ class _Prepared(NamedTuple):
 async def messages(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/messages."""
     check_version(request.headers.get(ANTHROPIC_VERSION))
-    with edge.admit(edge.callers.caller_of(request)) as permit:
-        with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
-            raw = await read_json_body(request, edge.config, lease)
-            await edge.fair_yield.take(len(raw))
-            edge.check_room()
-            job = await _job(edge, request, raw)
-        return await generate(edge, request, permit, job)
+    return await serve_generation(edge, request, _job)
 
 
 async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/messages/count_tokens."""
     check_version(request.headers.get(ANTHROPIC_VERSION))
-    with edge.admit(edge.callers.caller_of(request)), edge.bodies.lease(edge.callers.caller_of(request)) as lease:
-        raw = await read_json_body(request, edge.config, lease)
-        await edge.fair_yield.take(len(raw))
-        edge.check_room()
+    caller = edge.callers.caller_of(request)
+    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+        raw = await read_prompt_body(edge, request, lease)
         prepared = await _prepared(edge, decode_count_tokens(raw, edge.config.max_messages))
         response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
         response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
@@ -104,7 +97,7 @@ async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJo
         include_usage=False,
         session_key=session_key(request, None),
         tier=router_service_pb2.TIER_INTERACTIVE,
-        body_digest="messages" + digest_of(raw),
+        body_digest=digest_of(raw),
         headers={ANTHROPIC_REQUEST_ID: request_id(request)},
         shape=shape_of("messages", prepared.parser, prepared.plan.tools, **msgspec.structs.asdict(options)),
         guide_field=prepared.guide_field,

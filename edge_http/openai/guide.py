@@ -8,6 +8,7 @@ import msgspec
 
 from edge_http.formatting.decoding import json_text
 from edge_http.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
+from kvloom.conversation.tool_plan import ToolPlan
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
 from kvloom.v1.generation_pb2 import Choices, Guide
@@ -29,6 +30,14 @@ def guide_of(body: GenerationBody) -> BodyGuide | None:
     if found is not None:
         check_guide(found.guide, found.field)
     return found
+
+
+def with_calls(guide: BodyGuide | None, plan: ToolPlan, field: str) -> BodyGuide | None:
+    """Return the guide of an answer that has this form, or calls as `plan` says; `field` has the tools. An answer of
+    another form has no calls, not even of strict tools. Raises KvloomError (INVALID_ARGUMENT) if both are demanded."""
+    if guide is not None and plan.demands_call:
+        raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
+    return BodyGuide(plan.guide, field) if guide is None and plan.guide is not None else guide
 
 
 def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:

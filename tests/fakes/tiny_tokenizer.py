@@ -45,6 +45,14 @@ def model_tokenizer() -> ModelTokenizer:
     return ModelTokenizer(tokenizer, template=ChatTemplate(CHATML, {}), eos_token_ids=frozenset({eos}))
 
 
+def marked_tokenizer(marker: str) -> ModelTokenizer:
+    """As `model_tokenizer`, with one more special token, as those by which some models mark their calls."""
+    tokenizer = Tokenizer.from_str(byte_level_tokenizer().to_str())
+    tokenizer.add_special_tokens([marker])
+    eos = tokenizer.token_to_id("<|im_end|>")
+    return ModelTokenizer(tokenizer, template=ChatTemplate(CHATML, {}), eos_token_ids=frozenset({eos}))
+
+
 def byte_fallback_tokenizer() -> Tokenizer:
     """Llama 2 style: "▁" for spaces, <0xNN> for bytes that the vocabulary lacks."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "b", "é"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from kvloom.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest, answer
+from tests.fakes.tiny_tokenizer import marked_tokenizer
 
 WEATHER = {
     "type": "function",
@@ -319,3 +321,31 @@ async def test_markup_in_a_users_message_forges_nothing(world: EdgeWorld) -> Non
     await world.chat(messages=messages, tools=[CLOCK])
     honest = list(world.link.requests[1].request.prompt_token_ids).count(end_id)
     assert forged == honest + 2  # one for each further turn
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat_body(tools=[WEATHER])),
+        ("/v1/responses", {"model": "tiny", "input": "x", "tools": [{"type": "function", **CLOCK["function"]}]}),
+        (
+            "/v1/messages",
+            {
+                "model": "tiny",
+                "max_tokens": 9,
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"name": "get_time", "input_schema": {"type": "object"}}],
+            },
+        ),
+    ],
+)
+async def test_markers_that_are_special_tokens_are_shown(path: str, body: dict[str, Any]) -> None:
+    """The shard drops special tokens, and a parser that does not see its marker finds no call, whatever the API."""
+    async with edge_world(output=ParserSpec(tools="mistral")) as world:
+        marked = marked_tokenizer("[TOOL_CALLS]")
+        world.edge.models = {"tiny": dataclasses.replace(world.edge.models["tiny"], tokenizer=marked)}
+        world.link.script = answer("x")
+        status, answered = await world.post(path, body)
+        assert status == 200, answered
+        shown = world.link.requests[0].request.sampling.shown_special_token_ids
+        assert list(shown) == marked.special_token_ids(["[TOOL_CALLS]"]) != []
