@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-import textwrap
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,28 +32,33 @@ def schemas_of(types: Iterable[Any]) -> tuple[list[Json], Json]:
     return list(schemas), dict(components)
 
 
-@functools.cache
 def field_texts(struct: type) -> dict[str, str]:
     """Return what the source says below each field, also of the classes from which the struct inherits."""
     found: dict[str, str] = {}
     for kind in reversed(struct.__mro__):
-        if kind in (object, msgspec.Struct) or not issubclass(kind, msgspec.Struct):
-            continue
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-        except (OSError, TypeError):  # a struct that was made by a function
-            continue
-        statements = body.body if isinstance(body, ast.ClassDef) else []
-        for statement, below in itertools.pairwise(statements):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-                and isinstance(below.value.value, str)
-            ):
-                found[statement.target.id] = " ".join(below.value.value.split())
+        if kind is not msgspec.Struct and issubclass(kind, msgspec.Struct):
+            found |= _texts_in(kind.__module__).get(kind.__name__, {})
     return found
+
+
+@functools.cache
+def _texts_in(module: str) -> dict[str, dict[str, str]]:
+    """What the source says below the fields of a module's classes, by class. A struct that was made by a function has
+    none."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: _texts_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _texts_of(definition: ast.ClassDef) -> dict[str, str]:
+    return {
+        statement.target.id: " ".join(below.value.value.split())
+        for statement, below in itertools.pairwise(definition.body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
 
 
 def _structs_in(types: Iterable[Any]) -> set[type]:

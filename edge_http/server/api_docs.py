@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 from aiohttp import web
@@ -16,7 +17,9 @@ from edge_http.server.operations import OPERATIONS
 
 async def openapi_json(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
     edge.check_docs()
-    return web.Response(body=document_bytes(needs_key=edge.callers.needs_key), content_type="application/json")
+    # The first request makes the document, which takes some hundredths of a second.
+    body = await asyncio.to_thread(document_bytes, needs_key=edge.callers.needs_key)
+    return web.Response(body=body, content_type="application/json")
 
 
 @functools.cache
