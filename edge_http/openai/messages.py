@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_http.openai.requests import Message, ToolCallBody, message_text
-from kvloom.conversation.history import checked_arguments
+from kvloom.conversation.history import checked_arguments, turn_of_others
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom.text.roles import template_role
@@ -25,21 +25,11 @@ def _message(message: Message, at: str, number: int, names: dict[str, str]) -> C
     if message.tool_calls or message.function_call or message.reasoning_content:
         raise _misplaced(message, at)
     content = message_text(message, number)
-    if role != "tool":
-        if message.tool_call_id is not None:
-            raise invalid_argument(f"{at}.tool_call_id goes only with role tool.", f"{at}.tool_call_id")
-        return ChatMessage(role, content)
     if message.role == "function":
         if not message.name:
             raise invalid_argument(f"{at}.name is missing.", f"{at}.name")
         return ChatMessage(role, content, tool_call_id=message.name, name=message.name)
-    call_id = message.tool_call_id
-    if not call_id:
-        raise invalid_argument(f"{at}.tool_call_id is missing.", f"{at}.tool_call_id")
-    if call_id not in names:
-        field = f"{at}.tool_call_id"
-        raise invalid_argument(f"{field}: no earlier message has a tool call {call_id[:64]!r}.", field)
-    return ChatMessage(role, content, tool_call_id=call_id, name=names[call_id])
+    return turn_of_others(role, content, message.tool_call_id, at, names)
 
 
 def _misplaced(message: Message, at: str) -> KvloomError:

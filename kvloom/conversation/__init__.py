@@ -2,6 +2,7 @@
 
 tools.py           tools, the choice among them, and their checks
 model_output.py    how a model writes tool calls and reasoning
+json_depth.py      how deep the JSON that callers send may be nested
 history.py         the checks of earlier messages
 prompt.py          the prompt of a conversation
 tool_plan.py       what a request with tools means: the tools in the prompt, the guide, and the parser of the output

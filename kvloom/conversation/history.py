@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
 
@@ -29,18 +30,8 @@ def json_object(text: str, field: str) -> dict[str, Any]:
         raise invalid_argument(f"{field} is not valid JSON.", field) from error
     if not isinstance(value, dict):
         raise invalid_argument(f"{field} must be a JSON object.", field)
-    check_depth(value, field)
+    check_depth(value, field, MAX_ARGUMENTS_DEPTH)
     return value
-
-
-def check_depth(value: Any, field: str) -> None:
-    """Raise KvloomError (INVALID_ARGUMENT) for JSON that is nested too deeply to be walked through."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_ARGUMENTS_DEPTH:
-            raise invalid_argument(f"{field} is nested more than {MAX_ARGUMENTS_DEPTH} levels deep.", field)
-        level = [child for node in level for child in _children(node)]
 
 
 def checked_messages(messages: Sequence[ChatMessage], field: str) -> list[ChatMessage]:
@@ -59,17 +50,22 @@ def _checked(message: ChatMessage, at: str, names: dict[str, str]) -> ChatMessag
     if message.tool_calls or message.reasoning:
         name = "tool_calls" if message.tool_calls else "reasoning"
         raise invalid_argument(f"{at}.{name} goes only with role assistant.", f"{at}.{name}")
-    if message.role != "tool":
-        if message.tool_call_id:
-            raise invalid_argument(f"{at}.tool_call_id goes only with role tool.", f"{at}.tool_call_id")
-        return ChatMessage(message.role, message.content)
-    call_id = message.tool_call_id
-    if not call_id:
-        raise invalid_argument(f"{at}.tool_call_id is missing.", f"{at}.tool_call_id")
-    if call_id not in names:
-        field = f"{at}.tool_call_id"
-        raise invalid_argument(f"{field}: no earlier message has a tool call {call_id[:64]!r}.", field)
-    return ChatMessage("tool", message.content, tool_call_id=call_id, name=names[call_id])
+    return turn_of_others(message.role, message.content, message.tool_call_id or None, at, names)
+
+
+def turn_of_others(role: str, content: str, tool_call_id: str | None, at: str, names: Mapping[str, str]) -> ChatMessage:
+    """A message that is not the assistant's. `names` has the tool of each call so far, by the call's id. Raises
+    KvloomError (INVALID_ARGUMENT)."""
+    field = f"{at}.tool_call_id"
+    if role != "tool":
+        if tool_call_id is not None:
+            raise invalid_argument(f"{field} goes only with role tool.", field)
+        return ChatMessage(role, content)
+    if not tool_call_id:
+        raise invalid_argument(f"{field} is missing.", field)
+    if tool_call_id not in names:
+        raise invalid_argument(f"{field}: no earlier message has a tool call {tool_call_id[:64]!r}.", field)
+    return ChatMessage(role, content, tool_call_id=tool_call_id, name=names[tool_call_id])
 
 
 def _checked_call(call: ToolCall, at: str) -> ToolCall:
@@ -77,9 +73,3 @@ def _checked_call(call: ToolCall, at: str) -> ToolCall:
         if not value:
             raise invalid_argument(f"{at}.{name} is missing.", f"{at}.{name}")
     return ToolCall(call.id, call.name, checked_arguments(call.arguments, f"{at}.arguments"))
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return list(node.values())
-    return node if isinstance(node, list) else []

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
+from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument
 
 MAX_TOOLS: Final = 128
@@ -64,10 +65,7 @@ def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function
         seen.add(tool.name)
         if tool.parameters.get("type", "object") != "object":
             raise invalid_argument(f"{where}{schema} must be a schema of type object.", f"{where}{schema}")
-        if _depth(tool.parameters) > MAX_SCHEMA_DEPTH:
-            raise invalid_argument(
-                f"{where}{schema} is nested more than {MAX_SCHEMA_DEPTH} levels deep.", f"{where}{schema}"
-            )
+        check_depth(tool.parameters, f"{where}{schema}", MAX_SCHEMA_DEPTH)
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool], field: str = "tool_choice") -> None:
@@ -76,17 +74,3 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool], field: str = "tool_c
         raise invalid_argument(f"{field} asks for a call, but there are no tools.", field)
     if choice.mode == "named" and all(tool.name != choice.name for tool in tools):
         raise invalid_argument(f"{field}: there is no tool {choice.name[:64]!r}.", field)
-
-
-def _depth(value: Any) -> int:
-    """How deep a JSON value is nested, without recursion."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            child
-            for node in level
-            if isinstance(node, Mapping | list)
-            for child in (node.values() if isinstance(node, Mapping) else node)
-        ]
-    return depth
