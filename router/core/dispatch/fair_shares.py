@@ -276,16 +276,18 @@ def _waiting_tenants(shard: Shard, before: float) -> dict[str, None]:
     }
 
 
-def _block_share(shard: Shard, tenant: str) -> int:
-    """An equal part of the blocks for each tenant on the shard and for one more if there is none."""
-    num_tenants = len(shard.num_by_tenant) + (tenant not in shard.num_by_tenant)
-    return max(1, shard.description.num_blocks // max(2, num_tenants))
-
-
 def _share(shard: Shard, tenant: str) -> int:
-    """An equal part of the batch for each tenant on the shard and for one more if there is none."""
+    return _equal_part(shard.description.max_batch, shard, tenant)
+
+
+def _block_share(shard: Shard, tenant: str) -> int:
+    return _equal_part(shard.description.num_blocks, shard, tenant)
+
+
+def _equal_part(num_in_all: int, shard: Shard, tenant: str) -> int:
+    """For each tenant on the shard, this one included, and for one more if there is none."""
     num_tenants = len(shard.num_by_tenant) + (tenant not in shard.num_by_tenant)
-    return max(1, shard.description.max_batch // max(2, num_tenants))
+    return max(1, num_in_all // max(2, num_tenants))
 
 
 def _may_move(choice: Choice) -> bool:
