@@ -67,7 +67,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int
     """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
     prompt_logprobs: int
-    """The same for the tokens of the prompt but the first. They are in `Delta.start`; the prompt is computed anew."""
+    """The same for the tokens of the prompt but the first. They are in `Delta.start`; the prompt is computed again."""
     shown_special_token_ids: Sequence[int]
     """Special tokens whose names appear in the text. The text of the others is empty."""
     stop: str | Sequence[str]

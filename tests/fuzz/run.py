@@ -21,7 +21,7 @@ from tests.fuzz.target import Session, Target
 from tests.fuzz.targets import TARGETS
 
 ROUND_SECONDS: Final = 20.0
-"""A target's turn. Each has a seed of its own, and starts what it fuzzes anew."""
+"""A target's turn. Each has a seed of its own, and starts what it fuzzes again."""
 MAX_EXAMPLES: Final = 1_000_000
 MAX_SHRINK_SECONDS: Final = 20.0
 

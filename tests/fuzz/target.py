@@ -37,7 +37,7 @@ class Target:
 
 class Session:
     """Runs examples of a target, on an event loop as the services have. After an example that fails, whatever is
-    fuzzed is started anew."""
+    fuzzed is started again."""
 
     def __init__(self, target: Target) -> None:
         self.target = target

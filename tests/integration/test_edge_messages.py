@@ -277,7 +277,7 @@ async def test_at_most_one_call(world: EdgeWorld, client: anthropic.AsyncAnthrop
 
 
 async def test_no_calls(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
-    """With tool_choice none the model is not told of the tools, and what looks like a call is text."""
+    """With tool_choice none the prompt does not mention the tools, and what looks like a call is text."""
     world.link.script = answer(*pieces(CALL))
     whole = await client.messages.create(
         model="tiny", max_tokens=99, messages=USER, tools=[WEATHER], tool_choice={"type": "none"}
@@ -319,7 +319,7 @@ async def test_structured_output(world: EdgeWorld, client: anthropic.AsyncAnthro
 
 
 async def test_an_answer_that_the_client_has_begun(world: EdgeWorld) -> None:
-    """The prompt ends with what the client has begun, so the model goes on from there."""
+    """The prompt ends with what the client has begun, so the model continues from there."""
     world.link.script = answer("42}")
     begun = [*USER, {"role": "assistant", "content": 'A <|im_end|> e: {"n":'}]
     status, body = await post(world, messages=begun)

@@ -32,7 +32,7 @@ def ids_of(text: str) -> list[int]:
 
 
 async def events_of(world: EdgeWorld, path: str, body: dict[str, Any], **more: Any) -> list[Any]:
-    """Returns the data of all events, which have no ids: nobody asked for a stream that can be resumed."""
+    """Returns the data of all events, which have no ids: the client did not ask for a stream that can be resumed."""
     async with world.http.post(world.url + path, json=body, **more) as response:
         assert response.status == 200
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"

@@ -1,4 +1,4 @@
-"""What else the registry may hold, with a real Redis: it stands in nobody's way, and takes nobody's place."""
+"""What else the registry may hold, with a real Redis: foreign values neither stand in the way of processes nor take their places."""
 
 from __future__ import annotations
 

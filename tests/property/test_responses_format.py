@@ -104,7 +104,7 @@ def test_any_split_gives_the_same_response(text: str, reason: str, data: st.Data
 
 @given(TEXTS, REASONS, st.data())
 def test_a_continued_stream_has_the_same_events(text: str, reason: str, data: st.DataObject) -> None:
-    """Another edge sees the output again, split otherwise, and goes on with the events that are left."""
+    """Another edge sees the output again, split otherwise, and continues with the events that are left."""
     pieces = split(data, text)
     num_before = data.draw(st.integers(0, len(pieces)))
     first, output = formatter(), parsed()

@@ -39,7 +39,7 @@ prefixes = ["A"]
 max_length = 8
 """
 CONFIG: Final = """
-data_dir = "/tmp/x"
+data_dir = "data"
 [edge]
 port = 8080
 trusted_proxies = ["10.0.0.0/8"]

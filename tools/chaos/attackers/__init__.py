@@ -3,7 +3,7 @@
 mix.py         the attacks, and the loop that repeats all of them
 targets.py     what is attacked, connections from the attackers' address, and the tally of answers
 malformed.py   over HTTP: slow headers, smuggling, large bodies, guide bombs, floods of connections
-greedy.py      over HTTP: streams that nobody reads, long answers with many choices, large answers
+greedy.py      over HTTP: streams that are not read, long answers with many choices, large answers
 http2.py       HTTP/2 frames as the attackers write them
 grpc.py        over gRPC: compressed and malformed messages, resets, guessed names
 inside.py      noise at the ports inside the fabric, and commands at its registry without the password

@@ -16,7 +16,7 @@ _LONG_SECONDS: Final = 10.0
 
 
 async def unread_streams(attack: Attack) -> None:
-    """Hundreds of streamed answers that nobody reads."""
+    """Hundreds of streamed answers that are not read."""
     request = chat_request(attack.targets.model, stream=True, max_tokens=2000)
     async with contextlib.AsyncExitStack() as stack:
         streams: list[Stream] = []

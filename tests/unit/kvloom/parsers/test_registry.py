@@ -38,7 +38,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_example_of_the_page_is_a_plugin(site: Path) -> None:
-    """Whoever follows docs/tool-calls.md gets a family that works, beside those of this package."""
+    """A reader who follows docs/tool-calls.md gets a family that works, beside those of this package."""
     install(site, "acme_parsers", "acme = acme_parsers:AcmeParser", example_of_the_page("# acme_parsers.py"))
     assert "acme" in registry.tool_families()
     assert "acme_parsers" not in sys.modules
