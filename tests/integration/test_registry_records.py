@@ -1,4 +1,5 @@
-"""What else the registry may hold, with a real Redis: foreign values neither stand in the way of processes nor take their places."""
+"""What else the registry may hold, with a real Redis: foreign values neither stand in the way of processes nor take
+their places."""
 
 from __future__ import annotations
 
