@@ -18,12 +18,9 @@ parsed_output.py      the output of a `Generate`'s choices, taken apart into tex
 partial_choices.py    checks the choices of a request that resumes an answer of a lost router
 convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
+rpc/                  what stands in front of every RPC: API keys, limits, access log
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
-api_key_check.py      refuses RPCs without a valid API key
-rpc_access_log.py     a log line for every RPC that ends
-rpc_limits.py         what one caller, one address and all together may hold over gRPC
-receipts.py           which requests are being received, and which of them gives way
 usage_records.py      usage records, kept so that tokens lost on the way can be credited
 metrics.py            Prometheus metrics and one log line per request
 health.py             grpc.health.v1

@@ -35,7 +35,6 @@ from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
-from router.api_key_check import ApiKeyCheck
 from router.caller_scope import CallerScopes
 from router.core.actions import (
     PlacementDecided,
@@ -62,8 +61,9 @@ from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 from router.metrics import RouterMetrics
 from router.router_servicer import RouterServicer
-from router.rpc_access_log import RpcAccessLog
-from router.rpc_limits import RpcLimits
+from router.rpc.access_log import RpcAccessLog
+from router.rpc.api_key_check import ApiKeyCheck
+from router.rpc.limits import RpcLimits
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()

@@ -12,12 +12,12 @@ from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret
 from tools.failures import CommandError
-from tools.supervisor.log_entries import LogEntry
-from tools.supervisor.log_files import LogQuery, log_paths
+from tools.supervisor.logs.entries import LogEntry
+from tools.supervisor.logs.files import LogQuery, log_paths
+from tools.supervisor.service.client import UnreachableError, remote_supervisor
+from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.state import FabricState
 from tools.supervisor.supervised_process import ProcessStatus
-from tools.supervisor.supervisor_client import UnreachableError, remote_supervisor
-from tools.supervisor.supervisor_server import SupervisorServicer, serving
 
 SECRET = FabricSecret.draw()
 STATE = FabricState(

@@ -19,8 +19,8 @@ from tools.failures import EXIT_INCOMPLETE, CommandError
 from tools.fleet.logs import FleetLogs, local_logs, remote_logs
 from tools.fleet.members import Fleet
 from tools.options import config_option, data_dir_option, local_option, option
-from tools.supervisor.log_entries import LEVELS, LogEntry
-from tools.supervisor.log_files import LogQuery, log_paths
+from tools.supervisor.logs.entries import LEVELS, LogEntry
+from tools.supervisor.logs.files import LogQuery, log_paths
 
 DEFAULT_LINES: Final = 50
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")

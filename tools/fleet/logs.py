@@ -12,8 +12,8 @@ from typing import Final
 from tools.failures import CommandError
 from tools.fleet.members import Fleet
 from tools.fleet.view import Machine
-from tools.supervisor.log_entries import LiveMerge, LogEntry, RequestFilter, merged
-from tools.supervisor.log_files import LogQuery, LogReader, last_entries, log_paths
+from tools.supervisor.logs.entries import LiveMerge, LogEntry, RequestFilter, merged
+from tools.supervisor.logs.files import LogQuery, LogReader, last_entries, log_paths
 
 _POLL_SECONDS: Final = 0.2
 _LOCAL_WINDOW_SECONDS: Final = 0.3

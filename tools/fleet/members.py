@@ -22,13 +22,13 @@ from tools.options import choose_data_dir, load_config_file
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.readiness import shard_info
 from tools.supervisor.reporters import log_to_stderr
-from tools.supervisor.state import FabricState, RunFolder
-from tools.supervisor.supervisor_client import (
+from tools.supervisor.service.client import (
     SupervisorClient,
     UnreachableError,
     local_supervisor,
     remote_supervisor,
 )
+from tools.supervisor.state import FabricState, RunFolder
 
 _MAX_CONCURRENT_CALLS: Final = 32
 _REGISTRY_TIMEOUT_SECONDS: Final = 5.0

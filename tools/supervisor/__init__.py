@@ -13,13 +13,9 @@ fleet_records.py       what the registry says about the whole fleet
 joining.py             what a machine checks and completes before it joins a fleet
 bindings.py            what the processes listen on, for people
 state.py               the run folder: lock, state file, logs
-state_messages.py      the state as a message
-supervisor_server.py   SupervisorService, for commands such as `kvloom restart`, here and on other machines
-supervisor_client.py   its client
-log_entries.py         log files as entries, and the entries of several processes in one order
-log_files.py           reads the logs of this machine's processes
+service/               SupervisorService, for commands such as `kvloom restart`, and its client
+logs/                  how the processes' logs are written and read
 reporters.py           where progress is reported
-bounded_log.py         a log file that cannot fill the disk
 detach.py              runs a fabric in the background
 child_fabric.py        `kvloom up` as a child process, for measurements
 """

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from kvloom.process.service import LEAVING_LINE, ReadyLine
-from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.logs.bounded_log import BoundedLog
 from tools.supervisor.shared_port import SharedPort
 
 _EXEC_BOUND: Final = Path(__file__).with_name("exec_bound.py")

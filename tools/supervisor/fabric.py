@@ -23,7 +23,7 @@ from tools.failures import CommandError
 from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
-from tools.supervisor.log_files import log_paths
+from tools.supervisor.logs.files import log_paths
 from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages, started_roles, supervisor_name
 from tools.supervisor.readiness import (
     http_url,
@@ -34,10 +34,10 @@ from tools.supervisor.readiness import (
     shards_without_router,
 )
 from tools.supervisor.reporters import Reporter
+from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
 from tools.supervisor.supervisor import Supervisor
-from tools.supervisor.supervisor_server import SupervisorServicer, serving
 
 _READY_TIMEOUT_SECONDS = 60.0
 """The time in which processes that are ready must find one another."""

@@ -20,7 +20,7 @@ from tools.failures import CommandError
 from tools.supervisor.fleet_records import FleetRegistry
 from tools.supervisor.process_specs import ROLES, started_roles, supervisor_name
 from tools.supervisor.reporters import Reporter
-from tools.supervisor.supervisor_client import UnreachableError, remote_supervisor
+from tools.supervisor.service.client import UnreachableError, remote_supervisor
 
 _MAX_PREFIX_CHARS: Final = 32
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 from rich.console import Console
 
-from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.logs.bounded_log import BoundedLog
 
 
 def log_to_stderr() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvloom.process.backoff import Backoff
 from kvloom.process.service import ReadyLine
-from tools.supervisor.bounded_log import BoundedLog
 from tools.supervisor.child import Child, ChildFailedError, ChildSpec
+from tools.supervisor.logs.bounded_log import BoundedLog
 
 
 def restart_backoff() -> Backoff:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.logs.bounded_log import BoundedLog
 
 
 def test_a_log_keeps_at_most_two_files_of_the_limit(tmp_path: Path):

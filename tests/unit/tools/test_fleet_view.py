@@ -15,9 +15,9 @@ from tools.supervisor.fleet_records import FleetRecords
 from tools.supervisor.joining import check_roles, check_secret, listening_host, prefix_of
 from tools.supervisor.process_specs import plan_stages, started_roles
 from tools.supervisor.readiness import roles_away, roles_missing, shards_to_register
+from tools.supervisor.service.client import UnreachableError
 from tools.supervisor.state import FabricState
 from tools.supervisor.supervised_process import ProcessStatus
-from tools.supervisor.supervisor_client import UnreachableError
 
 
 def process(name: str, state: str = "ready", port: int = 1) -> ProcessStatus:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.supervisor.log_entries import (
+from tools.supervisor.logs.entries import (
     EntryParser,
     LiveMerge,
     LogEntry,

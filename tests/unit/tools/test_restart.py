@@ -16,10 +16,10 @@ from tests.unit.tools.test_supervisor import TIMEOUT_SECONDS, World, assert_gone
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.process_specs import plan_restart
+from tools.supervisor.service.client import UnreachableError, local_supervisor
+from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.state import FabricState
 from tools.supervisor.supervised_process import ProcessStatus
-from tools.supervisor.supervisor_client import UnreachableError, local_supervisor
-from tools.supervisor.supervisor_server import SupervisorServicer, serving
 
 RUNNING = [
     ProcessStatus(role=name.split("-")[0], name=name, pid=number, state="ready")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tools.failures import EXIT_NOT_RUNNING, CommandError
-from tools.supervisor.bounded_log import BoundedLog
-from tools.supervisor.log_files import LogTail
+from tools.supervisor.logs.bounded_log import BoundedLog
+from tools.supervisor.logs.files import LogTail
 from tools.supervisor.state import FabricState, RunFolder, own_start_time
 from tools.supervisor.supervised_process import ProcessStatus
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.supervisor import state as state_module
-from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.logs.bounded_log import BoundedLog
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tools.chaos.checking.metering import Delivery, MeteringResult, UsageRecord, compare_metering, parse_usage_record
 from tools.chaos.checking.usage_log import UsageLog
-from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.logs.bounded_log import BoundedLog
 
 
 def usage_record(request_id: str, num_tokens: int) -> UsageRecord:

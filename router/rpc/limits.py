@@ -25,7 +25,7 @@ from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.caller_scope import credential_of, peer_host
-from router.receipts import Receipts
+from router.rpc.receipts import Receipts
 
 RECEIVE_SECONDS: Final = 60.0
 """How long a request may take to arrive."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.receipts import GRACE_SECONDS, Receipts
+from router.rpc.receipts import GRACE_SECONDS, Receipts
 
 OLD = 10 * GRACE_SECONDS
 

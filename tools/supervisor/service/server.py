@@ -28,10 +28,11 @@ from kvloom.v1.supervisor_service_pb2 import (
     RestartResponse,
 )
 from tools.failures import CommandError
-from tools.supervisor import log_entries
-from tools.supervisor.log_files import LogQuery, LogReader, chunked
+from tools.supervisor.logs.entries import LEVELS
+from tools.supervisor.logs.entries import LogEntry as Entry
+from tools.supervisor.logs.files import LogQuery, LogReader, chunked
+from tools.supervisor.service.state_messages import state_to_proto
 from tools.supervisor.state import FabricState
-from tools.supervisor.state_messages import state_to_proto
 
 SOCKET: Final = "control.sock"
 MAX_LOG_LINES: Final = 100_000
@@ -60,10 +61,10 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         self._log_paths = log_paths
         self._num_log_readers = 0
 
-    async def GetState(self, request: GetStateRequest, context: Any) -> GetStateResponse:  # noqa: N802, ARG002
+    async def GetState(self, request: GetStateRequest, context: Any) -> GetStateResponse:
         return state_to_proto(await self._current_state())
 
-    async def Restart(self, request: RestartRequest, context: Any) -> AsyncIterator[RestartResponse]:  # noqa: N802
+    async def Restart(self, request: RestartRequest, context: Any) -> AsyncIterator[RestartResponse]:
         if len(request.names) > _MAX_NAMES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"names: at most {_MAX_NAMES}")
         steps: asyncio.Queue[str] = asyncio.Queue()  # as many as processes
@@ -79,10 +80,10 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
             # Like the Ctrl-C of the command that asked: the process that is being replaced still completes that.
             work.cancel()
 
-    async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:  # noqa: N802
+    async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:
         query = _query(request)
-        if query.level and query.level not in log_entries.LEVELS:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"level: one of {', '.join(log_entries.LEVELS)}")
+        if query.level and query.level not in LEVELS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"level: one of {', '.join(LEVELS)}")
         if self._num_log_readers >= MAX_LOG_READERS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_LOG_READERS} others read the logs now")
         self._num_log_readers += 1
@@ -113,7 +114,7 @@ def _query(request: ReadLogsRequest) -> LogQuery:
     )
 
 
-def _response(entries: Sequence[log_entries.LogEntry]) -> ReadLogsResponse:
+def _response(entries: Sequence[Entry]) -> ReadLogsResponse:
     return ReadLogsResponse(
         entries=[
             LogEntry(process=entry.process, at=entry.at, level=entry.level, lines=entry.lines) for entry in entries

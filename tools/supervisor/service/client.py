@@ -15,11 +15,11 @@ from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import GetStateRequest, ReadLogsRequest, RestartRequest
 from tools.failures import CommandError
-from tools.supervisor.log_entries import LogEntry
-from tools.supervisor.log_files import LogQuery
+from tools.supervisor.logs.entries import LogEntry
+from tools.supervisor.logs.files import LogQuery
+from tools.supervisor.service.server import SOCKET, short_path
+from tools.supervisor.service.state_messages import state_from_proto
 from tools.supervisor.state import FabricState
-from tools.supervisor.state_messages import state_from_proto
-from tools.supervisor.supervisor_server import SOCKET, short_path
 
 STATE_TIMEOUT_SECONDS: Final = 5.0
 _OPTIONS: Final = [

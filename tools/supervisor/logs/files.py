@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from tools.supervisor.log_entries import EntryParser, LogEntry, RequestFilter, entries_of, level_filter, merged
+from tools.supervisor.logs.entries import EntryParser, LogEntry, RequestFilter, entries_of, level_filter, merged
 
 SUPERVISOR_LOG: Final = "kvloom"
 _MAX_READ_BYTES: Final = 2**20
