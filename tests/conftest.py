@@ -37,9 +37,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A busy machine is no reason to fail; pytest-timeout finds what hangs.
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
+# A busy machine is no reason to fail; pytest-timeout finds what hangs. The examples are the same in every run, so that
+# a change that breaks nothing passes: `--hypothesis-profile=random` and `make fuzz` look for others.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

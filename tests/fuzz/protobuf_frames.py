@@ -119,7 +119,13 @@ def _clear_oneof(node: Json, field: FieldDescriptor) -> None:
 
 
 def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Json]:
-    one = _messages(field.message_type, depth - 1) if field.message_type is not None else _SCALARS[field.type]
+    if field.message_type is None:
+        one = _SCALARS[field.type]
+    elif field.message_type.GetOptions().map_entry:
+        key, value = field.message_type.fields
+        return st.dictionaries(_SCALARS[key.type].map(str), _values(value, depth), max_size=4)
+    else:
+        one = _messages(field.message_type, depth - 1)
     return st.lists(one, max_size=4) if field.is_repeated else one
 
 
