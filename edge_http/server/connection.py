@@ -125,7 +125,8 @@ class Connection(web.RequestHandler):
             self._counted_address = None
         self._stop_head_timer()
         if self._pipelined is not None:
-            self._pipelined.give_back()
+            self._pipelined.release()
+            self._pipelined = None
         super().connection_lost(exc)
 
     # -- aiohttp ------------------------------------------------------------------------------------------------------

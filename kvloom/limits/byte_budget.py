@@ -119,8 +119,3 @@ class ByteLease:
         elif num_bytes < self.num_bytes:
             self._budget.reduce(self._caller, self.num_bytes - num_bytes)
             self.num_bytes = num_bytes
-
-    def give_back(self) -> None:
-        """The end of a lease without a `with` block."""
-        self._budget.give_back(self._caller, self.num_bytes)
-        self.num_bytes = 0

@@ -16,6 +16,7 @@ log = structlog.get_logger()
 
 SWEEP_SECONDS: Final = 1.0
 _DESCRIPTORS: Final = "/proc/self/fd"
+_TCP_FAMILIES: Final[Collection[int]] = (socket.AF_INET, socket.AF_INET6)
 
 _Peer = tuple[str, int]
 
@@ -96,6 +97,3 @@ def _sockets(descriptor: int) -> Iterator[socket.socket]:
     with found:
         if found.family in _TCP_FAMILIES and found.type == socket.SOCK_STREAM:
             yield found
-
-
-_TCP_FAMILIES: Final[Collection[int]] = (socket.AF_INET, socket.AF_INET6)
