@@ -53,6 +53,9 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_UNSUPPORTED_TRANSFER_CODING: ErrorKind(
         "UNIMPLEMENTED", 501, "invalid_request_error", "unsupported_transfer_coding"
     ),
+    _R.ERROR_REASON_UNSUPPORTED_HTTP_VERSION: ErrorKind(
+        "UNIMPLEMENTED", 505, "invalid_request_error", "unsupported_http_version"
+    ),
     _R.ERROR_REASON_CONTENT_FILTERED: ErrorKind("FAILED_PRECONDITION", 400, "invalid_request_error", "content_filter"),
     _R.ERROR_REASON_RATE_LIMITED: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     _R.ERROR_REASON_QUEUE_FULL: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "queue_full"),

@@ -21,7 +21,13 @@ from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.server.api_docs import openapi_json
-from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, check_transfer_coding, is_anthropic, request_id
+from edge_http.wire.headers import (
+    ANTHROPIC_REQUEST_ID,
+    check_http_version,
+    check_transfer_coding,
+    is_anthropic,
+    request_id,
+)
 from edge_http.wire.json_response import error_response
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
@@ -102,6 +108,7 @@ class HttpRouter:
                 return response
             if route not in OPEN_ROUTES:
                 self._edge.callers.check(request)
+            check_http_version(request)
             check_transfer_coding(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)

@@ -13,12 +13,13 @@ import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_parser import RawRequestMessage
+from aiohttp.http_writer import HttpVersion10, HttpVersion11
 from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
-from edge_http.wire.headers import REQUEST_ID, request_id
+from edge_http.wire.headers import REQUEST_ID, UNSERVED_VERSION, request_id
 from edge_http.wire.request_record import RequestRecord
 from kvloom.limits.address_limit import AddressLimit
 from kvloom.process.request_context import current_request
@@ -47,8 +48,14 @@ class _Server(web.Server):
     def _request(
         self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any
     ) -> web.BaseRequest:
+        is_served = message.version in (HttpVersion10, HttpVersion11)
+        if not is_served:  # its answer must not be in that version
+            message = message._replace(version=HttpVersion11, should_close=True)
         kind = _LastRequest if self._edge.leaving else _Request
-        return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
+        request = kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
+        if not is_served:
+            request[UNSERVED_VERSION] = True
+        return request
 
 
 class _Request(web.BaseRequest):

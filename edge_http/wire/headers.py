@@ -32,6 +32,8 @@ LAST_EVENT_ID: Final = "Last-Event-ID"
 MAX_EVENT_NUMBER: Final = 2**53
 SESSION_ID: Final = "x-session-id"
 MAX_SESSION_KEY_CHARS: Final = 256
+UNSERVED_VERSION: Final = web.RequestKey("unserved_version", bool)
+"""The request line names a version of HTTP that aiohttp reads and this server does not speak."""
 _REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT: Final = re.compile(
@@ -65,6 +67,14 @@ def check_transfer_coding(request: web.BaseRequest) -> None:
     codings = request.headers.getall("Transfer-Encoding", None)
     if codings is not None and [coding.lower() for coding in codings] != ["chunked"]:
         raise unsupported_transfer_coding()
+
+
+def check_http_version(request: web.BaseRequest) -> None:
+    """Raises KvloomError (UNSUPPORTED_HTTP_VERSION)."""
+    if request.get(UNSERVED_VERSION):
+        raise KvloomError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED_HTTP_VERSION, "This server speaks HTTP/1.0 and HTTP/1.1 on this port."
+        )
 
 
 def unsupported_transfer_coding() -> KvloomError:

@@ -326,6 +326,14 @@ async def test_requests_that_are_no_http(world: EdgeWorld, request_bytes: bytes,
     assert b"a" * 100 not in json.dumps(body).encode()
 
 
+@pytest.mark.parametrize("version", ["HTTP/0.9", "HTTP/2.0"])
+async def test_versions_of_http_that_are_not_served(world: EdgeWorld, version: str) -> None:
+    """They are refused by name, in a version that the client can read."""
+    line, body = await raw_exchange(world, f"GET /live {version}\r\nHost: x\r\n\r\n".encode())
+    assert line == b"HTTP/1.1 505 HTTP Version Not Supported"
+    assert body["error"]["code"] == "unsupported_http_version"
+
+
 @pytest.mark.parametrize("line", ["gzip, chunked", "chunked, chunked", "identity, chunked", "gzip", "x"])
 async def test_transfer_codings_other_than_chunked(world: EdgeWorld, line: str) -> None:
     """A proxy that decodes them would see another body than this server, and so another next request."""
