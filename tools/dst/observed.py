@@ -180,6 +180,26 @@ class ObservedShard:
     def num_reserved_blocks(self, fairness: FairnessSettings) -> int:
         return max(1, int(self.description.num_blocks * fairness.reserved_share))
 
+    @property
+    def num_places(self) -> int:
+        """The places of the batch that this router divides among its tenants; other routers divide the rest."""
+        batch, num_own = self.description.max_batch, len(self.open)
+        load = self.load
+        num_foreign = max(0, load.num_waiting - load.num_own_waiting) + max(0, load.num_running - load.num_own_running)
+        if num_own + num_foreign <= batch:
+            return max(1, batch - num_foreign)
+        return max(1, batch * num_own // (num_own + num_foreign))
+
+    def num_blocks_to_divide_at_least(self) -> int:
+        """The blocks that this router divides among its tenants; other routers divide the rest."""
+        num_blocks, load = self.description.num_blocks, self.load
+        if load.num_running <= load.num_own_running:
+            return num_blocks
+        choices = (choice for choice in self.open.values() if choice is not None)
+        tenants = {choice.request.request.tenant for choice in choices}
+        num_used = num_blocks - load.num_available_blocks
+        return max(1, num_blocks - max(0, num_used - sum(map(self.num_held_blocks_at_least, tenants))))
+
     def num_free_blocks_at_least(self) -> int:
         """What is free once everything that has not started has its blocks. Probes and prefill chunks may need any
         number."""
@@ -232,11 +252,11 @@ class ObservedShard:
             choice is None or choice.request.request.tenant == tenant for choice in self.open.values()
         ):
             return True
-        batch = self.description.max_batch
+        num_places = self.num_places
         counts = Counter(choice.request.request.tenant for choice in self.open.values() if choice is not None)
         num_unknown = sum(choice is None for choice in self.open.values())
-        share = max(1, batch // max(2, len(counts) + num_unknown + (tenant not in counts)))
-        is_nearly_full = len(self.open) >= batch - max(1, int(batch * fairness.reserved_share))
+        share = max(1, num_places // max(2, len(counts) + num_unknown + (tenant not in counts)))
+        is_nearly_full = len(self.open) >= num_places - max(1, int(num_places * fairness.reserved_share))
         return is_nearly_full and counts[tenant] + num_unknown >= share
 
     def ramp_up(self, num_started: int) -> None:

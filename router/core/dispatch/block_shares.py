@@ -39,6 +39,16 @@ class BlockShares:
         self._free[shard.shard_id] = (state, num_free)
         return num_free
 
+    def num_own(self, shard: Shard) -> int:
+        """The blocks that this router divides: those that other routers' sequences leave. What they hold is what the
+        shard's report says beyond this router's own."""
+        num_blocks = shard.description.num_blocks
+        view = self._ledger.view(shard.shard_id)
+        if not view.foreign_running:
+            return num_blocks
+        num_used = num_blocks - view.report.num_available_blocks
+        return max(1, num_blocks - max(0, num_used - sum(self.held(shard).values())))
+
     def has_queued(self, shard: Shard) -> bool:
         """Whether a sequence that was sent there has no token yet."""
         return bool(self._ledger.view(shard.shard_id).queued)

@@ -191,7 +191,7 @@ class DispatchQueue:
             queue_id for queue_id in self.queues.queue_ids if not (queue_id.shard_id or queue_id.is_parked)
         ]:
             while any(shard.has_room for shard in self._fleet.ready(queue_id.model)):
-                live = self.queues.take(queue_id, self._placer.can_run)
+                live = self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room)
                 if live is None:
                     break
                 self.enter(live, now)
@@ -200,7 +200,7 @@ class DispatchQueue:
         """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
         queue precedes one that arrives later."""
         while self._parked_may_go(queue_id):
-            live = self.queues.take(queue_id, self._placer.can_run)
+            live = self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room)
             if live is None:
                 break
             self.enter(live, now)

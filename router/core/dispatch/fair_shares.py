@@ -63,6 +63,7 @@ class FairShares:
     def __init__(self, settings: FairnessSettings | None, fleet: Fleet, ledger: LoadLedger) -> None:
         self._settings = settings
         self._fleet = fleet
+        self._ledger = ledger
         self._blocks = BlockShares(ledger)
         self._contended_until: dict[str, float] = {}
         """Models for which tenants compete."""
@@ -81,10 +82,10 @@ class FairShares:
         if not self._contended_until or shard.description.model not in self._contended_until:
             return False
         assert self._settings is not None
-        batch, tenant = shard.description.max_batch, live.request.tenant
-        num_reserved = max(1, int(batch * self._settings.reserved_share))
+        num_places, tenant = self._num_places(shard), live.request.tenant
+        num_reserved = max(1, int(num_places * self._settings.reserved_share))
         num_mine = shard.num_by_tenant.get(tenant, 0)
-        if len(shard.attempts) >= batch - num_reserved and num_mine >= _share(shard, tenant):
+        if len(shard.attempts) >= num_places - num_reserved and num_mine >= _equal_part(num_places, shard, tenant):
             return True
         if self._full and (shard.shard_id, tenant) in self._full:
             return True
@@ -104,10 +105,25 @@ class FairShares:
             return False
         tenant = live.request.tenant
         num_mine = self._blocks.held(shard).get(tenant, 0)
-        share = _block_share(shard, tenant)
+        share = self._block_share(shard, tenant)
         if self._full is not None and num_unreserved < 1 and num_mine >= share:
             self._full.add((shard.shard_id, tenant))
         return num_mine > 0 and num_mine + num_needed > share
+
+    def _num_places(self, shard: Shard) -> int:
+        """The places of the batch that this router divides: those that other routers' sequences leave, or if there are
+        more sequences than places, a part as large as its part of the sequences."""
+        batch, view, num_own = shard.description.max_batch, self._ledger.view(shard.shard_id), len(shard.attempts)
+        num_foreign = view.foreign_running + view.foreign_waiting
+        if num_own + num_foreign <= batch:
+            return max(1, batch - num_foreign)
+        return max(1, batch * num_own // (num_own + num_foreign))
+
+    def _place_share(self, shard: Shard, tenant: str) -> int:
+        return _equal_part(self._num_places(shard), shard, tenant)
+
+    def _block_share(self, shard: Shard, tenant: str) -> int:
+        return _equal_part(self._blocks.num_own(shard), shard, tenant)
 
     def _num_reserved_blocks(self, shard: Shard) -> int:
         assert self._settings is not None
@@ -119,7 +135,7 @@ class FairShares:
         if self._settings is None or queues.has_tenant(tenant):
             return False
         return any(
-            shard.num_by_tenant.get(tenant, 0) < _share(shard, tenant)
+            shard.num_by_tenant.get(tenant, 0) < self._place_share(shard, tenant)
             and max(shard.num_by_tenant.values(), default=0) >= 2 * (shard.num_by_tenant.get(tenant, 0) + 1)
             for shard in self._fleet.ready(model)
         )
@@ -135,7 +151,7 @@ class FairShares:
             return
         self.note_waiting(now)
         model = shard.description.model
-        if model in self._contended_until and shard.num_by_tenant[tenant] < _share(shard, tenant):
+        if model in self._contended_until and shard.num_by_tenant[tenant] < self._place_share(shard, tenant):
             self._contended_until[model] = now + self._settings.contention_seconds
 
     # -- who has to give way -------------------------------------------------------------------------------------
@@ -161,7 +177,7 @@ class FairShares:
         before = now - self._settings.preempt_after_seconds
         able = [shard for shard in self._fleet.shards.values() if not shard.is_draining and not shard.is_suspected]
         shared = [shard for shard in able if len(shard.num_by_tenant) > 1]
-        crowded = [shard for shard in shared if len(shard.attempts) > shard.description.max_batch]
+        crowded = [shard for shard in shared if len(shard.attempts) > self._num_places(shard)]
         found: dict[str, Preemption] = {}
         for tenant, shards, num_wanted in self._starved(queues, before, crowded):
             preemption = self._for(tenant, [shard for shard in shards if shard.shard_id not in found], num_wanted)
@@ -214,14 +230,13 @@ class FairShares:
         if largest is None:
             return None
         _, other, shard = largest
-        batch = shard.description.max_batch
-        num_left = _share(shard, tenant)
+        num_left = self._place_share(shard, tenant)
         mine = shard.num_by_tenant.get(tenant, 0)
         running = [choice for choice in shard.choices.values() if choice.request.request.tenant == other]
         # A clear difference, so that two tenants with like demands do not take each other's places in turns.
         if len(running) <= num_left or len(running) < 2 * (mine + num_wanted):
             return None
-        num_excess = len(shard.choices) - (batch - num_wanted)
+        num_excess = len(shard.choices) - (self._num_places(shard) - num_wanted)
         able = sorted(filter(_may_move, reversed(running)), key=_cost_to_move)
         chosen = able[: max(0, min(num_excess, len(running) - num_left))]
         return Preemption(shard, other, chosen) if chosen else None
@@ -238,7 +253,7 @@ class FairShares:
         largest = max(held, key=lambda tenant: held[tenant])
         if 2 * num_free >= num_reserved and not _waiting_tenants(shard, before).keys() - {largest}:
             return None
-        num_held, num_left = held[largest], _block_share(shard, largest)
+        num_held, num_left = held[largest], self._block_share(shard, largest)
         num_others = max((count for tenant, count in held.items() if tenant != largest), default=0)
         if num_held < 2 * num_others:  # as for places: like tenants do not take each other's in turns
             return None
@@ -274,14 +289,6 @@ def _waiting_tenants(shard: Shard, before: float) -> dict[str, None]:
         for slot, choice in shard.choices.items()
         if choice.num_cached_tokens is None and shard.attempts[slot].sent_at <= before
     }
-
-
-def _share(shard: Shard, tenant: str) -> int:
-    return _equal_part(shard.description.max_batch, shard, tenant)
-
-
-def _block_share(shard: Shard, tenant: str) -> int:
-    return _equal_part(shard.description.num_blocks, shard, tenant)
 
 
 def _equal_part(num_in_all: int, shard: Shard, tenant: str) -> int:

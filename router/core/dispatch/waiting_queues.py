@@ -5,6 +5,7 @@ at the end."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
@@ -108,15 +109,17 @@ class WaitingQueues:
         queue_id: QueueId,
         can_run: Callable[[LiveRequest], bool],
         urgency: Callable[[LiveRequest], float] | None = None,
+        has_turn: Callable[[LiveRequest], bool] = lambda _: True,
     ) -> LiveRequest | None:
         """Remove and return the next request that can run now: for the first tenant that has one, its most urgent
-        (lowest value; without `urgency`: its first). The tenant's next turn comes after all others."""
+        (lowest value; without `urgency`: its first). The tenant's next turn comes after all others. The first request
+        without `has_turn` stops its tenant: hundreds may wait, and every event of the fleet asks for the next one."""
         tenants = self._queues.get(queue_id, {})
         absent: list[str] = []
         for tenant, requests in tenants.items():
-            able = [request for request in requests.values() if can_run(request)]
-            if able:
-                request = able[0] if urgency is None else min(able, key=urgency)
+            able = (request for request in itertools.takewhile(has_turn, requests.values()) if can_run(request))
+            request = next(able, None) if urgency is None else min(able, key=urgency, default=None)
+            if request is not None:
                 self.remove(request)
                 for name in (*absent, tenant):  # their turns have come
                     waiting = tenants.pop(name, None)

@@ -70,6 +70,10 @@ class Placer:
         """Whether the shard has room for the request's tenant."""
         return shard.has_room and not self._must_leave_room(shard, live)
 
+    def any_has_room(self, live: LiveRequest) -> bool:
+        """Whether some ready shard has room for the request's tenant, if the request fits there or not."""
+        return any(self.has_room(shard, live) for shard in self._fleet.ready(live.request.model))
+
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
         """Whether that ready shard could run the request."""
         is_wide = shard.description.max_model_len >= live.min_window

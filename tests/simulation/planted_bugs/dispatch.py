@@ -137,9 +137,7 @@ def sends_work_to_draining_shards(patch: Patch) -> None:
 def serves_only_the_head_of_the_queue(patch: Patch) -> None:
     """A request that no free shard can run blocks all requests behind it."""
 
-    def take(
-        self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
-    ) -> Any:
+    def take(self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], *_: Any, **__: Any) -> Any:
         first = next(self.queue(queue_id), None)
         if first is None or not can_run(first):
             return None
@@ -159,9 +157,7 @@ def lets_unschedulable_requests_wait(patch: Patch) -> None:
 def prefers_one_tenant(patch: Patch) -> None:
     """The tenant that was served first is served again as long as it has requests waiting."""
 
-    def take(
-        self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
-    ) -> Any:
+    def take(self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], *_: Any, **__: Any) -> Any:
         for request in sorted(self.queue(queue_id), key=lambda live: live.request.tenant):
             if can_run(request):
                 self.remove(request)
@@ -198,8 +194,8 @@ def sends_the_next_prefill_chunk_early(patch: Patch) -> None:
     """A request whose prefill chunk is being computed is sent again when the shard has room."""
     original = WaitingQueues.take
 
-    def take(self: WaitingQueues, queue_id: QueueId, can_run: Any, urgency: Any = None) -> LiveRequest | None:
-        return original(self, queue_id, (lambda _live: True) if queue_id.shard_id else can_run, urgency)
+    def take(self: WaitingQueues, queue_id: QueueId, can_run: Any, *args: Any, **kwargs: Any) -> LiveRequest | None:
+        return original(self, queue_id, (lambda _live: True) if queue_id.shard_id else can_run, *args, **kwargs)
 
     patch.setattr(WaitingQueues, "take", take)
 

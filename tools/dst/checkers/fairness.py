@@ -31,7 +31,7 @@ class PreemptionsJustified(Checker):
         num_tenants = len({choice and choice.request.request.tenant for choice in shard.open.values()})
         num_tenants += sum(choice is None for choice in shard.open.values())
         num_left = counts.get(preempted.tenant, 0)
-        if num_left < shard.description.max_batch // max(2, num_tenants + 1):
+        if num_left < shard.num_places // max(2, num_tenants + 1):
             self.fail(f"{num_left} sequences of {preempted.tenant} are left on {preempted.shard_id}, below its share")
         waiting = self._waiting(node, shard, node.now - fairness.preempt_after_seconds)
         waiting.discard(preempted.tenant)
@@ -51,7 +51,7 @@ class PreemptionsJustified(Checker):
         is_contended = len(tenants) > 1 or shard.description.model in node.witness.contended
         if not is_contended or shard.num_free_blocks_at_least() >= shard.num_reserved_blocks(fairness):
             return False
-        share = shard.description.num_blocks // max(2, len(shard.open) if None in tenants else len(tenants))
+        share = shard.num_blocks_to_divide_at_least() // max(2, len(shard.open) if None in tenants else len(tenants))
         # Those chosen were cancelled just before, so that they are not counted among what is held.
         num_left = shard.num_held_blocks_at_most(preempted.tenant)
         return num_left + max(shard.num_blocks(choice) for choice in chosen) > share

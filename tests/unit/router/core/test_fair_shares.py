@@ -8,7 +8,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, CancelOnShard, RequestEnded, SequencesPreempted, SubmitAttempt
 from router.core.dispatch.fair_shares import MAX_MOVES, FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
-from router.core.events import Tick
+from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.frames import Finish
 from tests.fakes.core_rig import CoreRig, has, only
 
@@ -40,6 +40,9 @@ class FairRig(CoreRig):
     def wait(self, seconds: float) -> list[Action]:
         self.now += seconds
         return self.handle(Tick())
+
+    def report(self, **load: int) -> list[Action]:
+        return self.handle(LoadReported("s0", ShardLoad(num_available_blocks=90, **load)))
 
     def end_slots(self, slots: Sequence[int]) -> list[Action]:
         """The shard confirms that it has stopped these sequences."""
@@ -156,6 +159,26 @@ def test_the_queue_of_a_large_tenant_gets_no_other_refused() -> None:
     assert not has(rig.ask("small", "small"), RequestEnded)
     preempted = only(rig.wait(0.3), SequencesPreempted)
     assert dispatched(rig.end_slots(preempted.slots)) == ["small"]
+
+
+def test_each_router_makes_room_in_its_part_of_a_shard() -> None:
+    """Clients come through several routers, none of which fills the shard by itself."""
+    rig = FairRig()
+    slots = rig.fill("big", 3)
+    rig.report(num_running=4, num_waiting=3, num_own_running=3)
+    rig.ask("small", "small")
+    preempted = only(rig.wait(0.3), SequencesPreempted)
+    assert preempted.tenant == "big"
+    assert 0 < len(preempted.slots) < len(slots)
+
+
+def test_other_routers_sequences_do_not_count_as_the_tenants() -> None:
+    """A tenant that has little at this router gives nothing back for what others fill."""
+    rig = FairRig()
+    rig.fill("big", 1)
+    rig.report(num_running=4, num_waiting=4, num_own_running=1)
+    rig.ask("small", "small")
+    assert not has(rig.wait(0.3), SequencesPreempted)
 
 
 def test_it_can_be_switched_off() -> None:
