@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvloom.client.delta_stream import DeltaStream
     from kvloom.client.generate_request import GenerateOptions
     from kvloom.client.generation import Delta, ToolCallDelta
+    from kvloom.client.moderation import Moderation
     from kvloom.client.sync_client import SyncClient, SyncDeltaStream
     from kvloom.conversation.tools import Tool
     from kvloom.enums import CancelOutcome, ErrorReason, FinishReason, Tier
@@ -63,6 +64,7 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "KvloomError",
+    "Moderation",
     "SyncClient",
     "SyncDeltaStream",
     "Tier",
@@ -86,6 +88,7 @@ _MODULES = {
     "FinishReason": "kvloom.enums",
     "GenerateOptions": "kvloom.client.generate_request",
     "KvloomError": "kvloom.errors",
+    "Moderation": "kvloom.client.moderation",
     "SyncClient": "kvloom.client.sync_client",
     "SyncDeltaStream": "kvloom.client.sync_client",
     "Tier": "kvloom.enums",

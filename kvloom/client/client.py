@@ -24,6 +24,7 @@ from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom.client.delta_stream import DeltaStream
 from kvloom.client.generate_request import GenerateOptions, build_request, name_as_option
 from kvloom.client.generation import Delta, DeltaBuffer, Finishes
+from kvloom.client.moderation import Moderation, moderations
 from kvloom.client.option_help import lists_options
 from kvloom.client.resumed_call import failover_deltas
 from kvloom.client.retries import MAX_RETRIES, retry_pause_seconds
@@ -181,6 +182,19 @@ class Client:
         request = router_service_pb2.ListModelsRequest()
         answer = await self._routers.call(lambda stub: stub.ListModels(request, timeout=self._connect_timeout_seconds))
         return list(answer.models)
+
+    async def moderate(self, *texts: str) -> list[Moderation]:
+        """Return which categories of the safety policy each text belongs to. Nothing is generated.
+
+            (verdict,) = await client.moderate("How do I pick a lock?")
+            if verdict:
+                print(verdict.categories)
+
+        Raises KvloomError: INVALID_ARGUMENT for too many or too long texts, SAFETY_UNAVAILABLE without the service.
+        """
+        request = router_service_pb2.ModerateRequest(texts=texts)
+        answer = await self._routers.call(lambda stub: stub.Moderate(request, timeout=self._connect_timeout_seconds))
+        return moderations(answer)
 
     async def cancel(self, request_id: str) -> CancelOutcome:
         """Cancel a running request by its id, including one that another client of the same caller started.

@@ -20,6 +20,7 @@ from kvloom.client.delta_stream import DeltaStream
 from kvloom.client.generate_request import GenerateOptions
 from kvloom.client.generation import Delta
 from kvloom.client.loop_thread import LoopThread, close_loop_thread, open_loop_thread
+from kvloom.client.moderation import Moderation
 from kvloom.client.option_help import lists_options
 from kvloom.enums import CancelOutcome
 from kvloom.v1 import router_service_pb2
@@ -95,6 +96,10 @@ class SyncClient:
     def list_models(self) -> list[router_service_pb2.ModelInfo]:
         """Return the models that the fleet serves now."""
         return self._open_thread.run(self._client.list_models())
+
+    def moderate(self, *texts: str) -> list[Moderation]:
+        """Return which categories of the safety policy each text belongs to; see `Client.moderate`."""
+        return self._open_thread.run(self._client.moderate(*texts))
 
     def cancel(self, request_id: str) -> CancelOutcome:
         """Cancel a running request by its id; see `Client.cancel`. Another thread may be reading it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 
+from kvloom import Client, Moderation, SyncClient
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
@@ -48,6 +51,26 @@ async def test_every_link_gets_the_policys_answer(world: RouterWorld) -> None:
             await link.close()
     async with grpc.aio.insecure_channel(world.address) as channel:
         assert await RouterServiceStub(channel).Moderate(request) == found
+
+
+async def test_the_sdk_judges_texts(world: RouterWorld) -> None:
+    """A program that never generates can use the policy too, with an event loop or without one."""
+    safety = await world.start_safety()
+    await world.start_router()
+    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    async with Client(world.address) as client:
+        nice, bad = await client.moderate("nice", "a forbidden thing")
+        assert not nice
+        assert bad
+        assert bad == Moderation(CATEGORIES[:1], CATEGORIES, "1")
+        with pytest.raises(KvloomError, match="at least one text"):
+            await client.moderate()
+
+    def from_a_thread() -> list[Moderation]:
+        with SyncClient(world.address) as client:
+            return client.moderate("nice", "a forbidden thing")
+
+    assert await asyncio.to_thread(from_a_thread) == [nice, bad]
 
 
 async def test_without_a_safety_service(world: RouterWorld) -> None:
