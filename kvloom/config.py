@@ -281,6 +281,8 @@ class SimConfig(Section):
     stamp_tokens: bool = False
     """Whether tokens include the time at which they were made, for `kvloom bench data-plane`. Answers then depend on
     the clock."""
+    opening: Annotated[str, Meta(max_length=1024)] = ""
+    """Text with which every answer begins, for `kvloom bench data-plane --compare tool-calls`."""
     shards_per_process: PositiveInt = 1
     """How many shards `kvloom up` puts into one process, for fleets of hundreds on one machine."""
 

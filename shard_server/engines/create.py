@@ -46,6 +46,7 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
         tokenizer.eos_token_ids,
         _max_position_embeddings(model_dir),
         stamps=_stamps(tokenizer) if config.shard.sim.stamp_tokens else (),
+        opening=tokenizer.encode_now(config.shard.sim.opening),
     )
 
 

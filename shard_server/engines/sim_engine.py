@@ -57,7 +57,7 @@ reset."""
 
 class SimEngine:
     """See the module. `max_model_len` is the model's window, used when the config does not set one. `stamps` are tokens
-    to emit by the clock (see sim_stamps)."""
+    to emit by the clock (see sim_stamps), and every output begins with the tokens of `opening`."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class SimEngine:
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
         *,
         stamps: Sequence[int] = (),
+        opening: Sequence[int] = (),
     ) -> None:
         if vocab_size <= max(WORD_TOKEN_IDS) or eos_token_ids.intersection(WORD_TOKEN_IDS):
             raise EngineError(f"the simulated engine's words are not plain tokens of {model_name}'s vocabulary")
@@ -83,7 +84,7 @@ class SimEngine:
             max_model_len=min(config.max_model_len or max_model_len, num_blocks * config.block_size),
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            capabilities=_CAPABILITIES if not stamps else frozenset({Capability.PREFIX_CACHING}),
+            capabilities=_CAPABILITIES if not (stamps or opening) else frozenset({Capability.PREFIX_CACHING}),
             prefill_tokens_per_second=config.sim.prefill_tokens_per_second,
             decode_step_seconds=step_seconds,
         )
@@ -94,6 +95,7 @@ class SimEngine:
         self._max_prefill_tokens = config.max_prefill_tokens_per_step
         self._queue_order = config.queue_order
         self._stamps = stamps
+        self._opening = opening
         self._pool = SimBlockPool(num_blocks)
         self._live: dict[str, SimSequence] = {}
         self._waiting: deque[SimSequence] = deque()
@@ -273,7 +275,7 @@ class SimEngine:
                     sequence.prompt_logprobs(),
                 )
             )
-        token_id = sequence.emit(self._stamp(sequence) if self._stamps else None)
+        token_id = sequence.emit(self._chosen_token(sequence))
         sequence.next_decode_step = self._step_number + self._decode_every
         output.request_ids.append(request.request_id)
         output.token_ids.append([token_id])
@@ -283,6 +285,12 @@ class SimEngine:
             self._end(sequence, FinishReason.STOP, output)
         elif sequence.num_output_tokens >= request.max_tokens:
             self._end(sequence, FinishReason.LENGTH, output)
+
+    def _chosen_token(self, sequence: SimSequence) -> int | None:
+        """None: the word that follows from the prompt."""
+        if sequence.num_output_tokens < len(self._opening):
+            return self._opening[sequence.num_output_tokens]
+        return self._stamp(sequence) if self._stamps else None
 
     def _stamp(self, sequence: SimSequence) -> int:
         now = time.monotonic()

@@ -124,3 +124,21 @@ def test_created_from_the_configuration_it_speaks_in_words(model_dir: Path) -> N
     assert len(text.split()) == len(WORD_TOKEN_IDS)
     assert all(word.isalpha() for word in text.split())
     tokenizer.close()
+
+
+async def test_an_opening_precedes_the_words(model_dir: Path) -> None:
+    """Answers can begin like a tool call, whose parser and events are then measured."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    opening = '<tool_call>\n{"name": "'
+    shard = ShardConfig(engine="sim", sim=SimConfig(step_ms=0, opening=opening))
+    engine = create_engine(KvloomConfig(model=ModelConfig(name="m", path=str(model_dir)), shard=shard), tokenizer)
+    engine.submit(EngineRequest("r", [1, 2, 3], sampling=Sampling(temperature=0.0, seed=7), max_tokens=20))
+    token_ids: list[int] = []
+    async for output in engine.steps():
+        token_ids += [token_id for ids in output.token_ids for token_id in ids]
+        if output.ends:
+            break
+    assert tokenizer.decode(token_ids).startswith(opening)
+    assert len(token_ids) == 20
+    assert token_ids[-1] == expected_token_id([1, 2, 3], 7, 19)
+    tokenizer.close()

@@ -54,7 +54,7 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     type=click.Choice(COMPARISONS),
     default=None,
     help="Each workload in two variants, measured alternately: answers gated or not screened; alone or beside long "
-    "prompts; event loops that stay on a CPU or not.",
+    "prompts; event loops that stay on a CPU or not; text or the same text as a tool call's argument.",
 )
 @click.option("--scale-out", is_flag=True, help="Fabrics of growing size: edges x routers x shards, up to 256 shards.")
 @click.option(

@@ -26,6 +26,7 @@ from tools.process_counters import context_switches, cpu_microseconds, rss_bytes
 
 BEGUN: Final = b"begun\n"
 """The line that is printed when the first request has been answered."""
+_CALL: Final = b'"tool_calls":[{'
 _TOKEN: Final = b'"content":" '
 _EVENT: Final = b"\ndata: "
 _END: Final = b"\r\n0\r\n\r\n"
@@ -115,6 +116,11 @@ class Load:
             "transit_seconds": sorted(self.transit_seconds),
         }
 
+    @property
+    def wants_calls(self) -> bool:
+        """Whether every answer is to be a tool call."""
+        return bool(self._order.workload.tools)
+
     def next_request(self) -> bytes | None:
         """Return the next request, or None when all have been sent."""
         if self._next_body == len(self._bodies):
@@ -152,7 +158,17 @@ class Connection(asyncio.Protocol):
     """Sends its requests one after the other. A failed request ends the connection; the remaining requests are left to
     the others."""
 
-    __slots__ = ("_head", "_in_answer", "_is_idle", "_load", "_sent_at", "_tail", "_transport", "_waits_for_token")
+    __slots__ = (
+        "_has_call",
+        "_head",
+        "_in_answer",
+        "_is_idle",
+        "_load",
+        "_sent_at",
+        "_tail",
+        "_transport",
+        "_waits_for_token",
+    )
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -160,6 +176,7 @@ class Connection(asyncio.Protocol):
         self._head = b""
         self._tail = b""
         self._in_answer = False
+        self._has_call = False
         self._waits_for_token = True
         self._is_idle = False
         self._sent_at = 0.0
@@ -183,7 +200,7 @@ class Connection(asyncio.Protocol):
             self._load.on_idle()
             return
         self._head = self._tail = b""
-        self._in_answer = False
+        self._in_answer = self._has_call = False
         self._waits_for_token = True
         self._sent_at = time.monotonic()
         self._transport.write(request)
@@ -205,6 +222,7 @@ class Connection(asyncio.Protocol):
             data = b"\r\n" + data
         load.num_reads += 1
         load.num_events += (self._tail[1 - len(_EVENT) :] + data).count(_EVENT)
+        self._has_call = self._has_call or _CALL in data
         self._read_stamp(data, now)
         if data.endswith(_END) or (self._tail + data[-len(_END) :]).endswith(_END):
             self._finish(self._tail + data)
@@ -236,6 +254,9 @@ class Connection(asyncio.Protocol):
     def _finish(self, end: bytes) -> None:
         if b"data: [DONE]\n" not in _BETWEEN_CHUNKS.sub(b"", end[-_TAIL_BYTES:]):
             self._fail(f"broken off: {end[-200:].decode(errors='replace')}")
+            return
+        if self._load.wants_calls and not self._has_call:
+            self._fail("an answer without a tool call")
             return
         self._load.on_answer()
         self.send_next()

@@ -1,5 +1,6 @@
 """Compares two variants of one workload by measuring them alternately: the cost of the answers' safety gate, the effect
-of other clients' long prompts on a stream, and the benefit of event loops that stay on one CPU."""
+of other clients' long prompts on a stream, the benefit of event loops that stay on one CPU, and the cost of tool
+calls."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from kvloom.config import KvloomConfig
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.run import BenchPlan, fabric_config, fabric_pids, figures_of, report_of, warm_ups
@@ -20,7 +23,11 @@ from tools.supervisor.child_fabric import child_fabric
 GATE: Final = "gate"
 LONG_PROMPTS: Final = "long-prompts"
 CPUS: Final = "cpus"
-COMPARISONS: Final = (GATE, LONG_PROMPTS, CPUS)
+TOOL_CALLS: Final = "tool-calls"
+COMPARISONS: Final = (GATE, LONG_PROMPTS, CPUS, TOOL_CALLS)
+_TOOL: Final = "take_note"
+_CALL: Final = '<tool_call>\n{"name": "take_note", "arguments": {"text": "'
+"""How the family `hermes` begins a call; what follows is the argument."""
 _SETTLE_SECONDS: Final = 1.0
 
 Measure = Callable[[Workload, int], Any]
@@ -93,6 +100,21 @@ async def _long_prompt_variants(
 
 
 @contextlib.asynccontextmanager
+async def _tool_call_variants(plan: BenchPlan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+    """The same words as text, and as the argument of a call that is streamed."""
+    calls = fabric_config(plan, workload, home)
+    calls.shard.sim.opening, calls.model.tool_parser = _CALL, "hermes"
+    async with (
+        _fabric(plan, workload, fabric_config(plan, workload, home), home / "fabric-text") as text,
+        _fabric(plan, workload, calls, home / "fabric-calls") as call,
+    ):
+        yield {
+            "text": text,
+            "tool calls": lambda workload, seed: call(msgspec.structs.replace(workload, tools=(_TOOL,)), seed),
+        }
+
+
+@contextlib.asynccontextmanager
 async def _fabric(plan: BenchPlan, workload: Workload, config: KvloomConfig, data_dir: Path) -> AsyncIterator[Measure]:
     """A fabric that has been warmed up."""
     data_dir.mkdir()  # noqa: ASYNC240  (nothing else runs here)
@@ -124,4 +146,5 @@ _VARIANTS: Final[Mapping[str, Variants]] = {
     GATE: _settings("answers not screened", "answers gated", _gate),
     CPUS: _settings("on any CPU", "event loops stay on one", _stay_on_cpus),
     LONG_PROMPTS: _long_prompt_variants,
+    TOOL_CALLS: _tool_call_variants,
 }
