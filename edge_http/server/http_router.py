@@ -23,8 +23,7 @@ from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.server.api_docs import openapi_json
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
-    check_http_version,
-    check_transfer_coding,
+    check_head,
     is_anthropic,
     request_id,
 )
@@ -108,8 +107,7 @@ class HttpRouter:
                 return response
             if route not in OPEN_ROUTES:
                 self._edge.callers.check(request)
-            check_http_version(request)
-            check_transfer_coding(request)
+            check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)
         except KvloomError as error:

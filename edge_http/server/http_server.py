@@ -19,7 +19,7 @@ from aiohttp.streams import StreamReader
 from edge_http.edge import Edge
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
-from edge_http.wire.headers import REQUEST_ID, UNSERVED_VERSION, request_id
+from edge_http.wire.headers import REQUEST_ID, UnservedVersionRequest, request_id
 from edge_http.wire.request_record import RequestRecord
 from kvloom.limits.address_limit import AddressLimit
 from kvloom.process.request_context import current_request
@@ -33,6 +33,7 @@ LEAVE_SECONDS: Final = 1.0
 """How long idle connections stay open once a successor accepts new ones, because a request may be in flight on them.
 The time also applies after a response that began earlier and announced that its connection stays open."""
 LEAVE_POLL_SECONDS: Final = 0.02
+_SERVED_VERSIONS: Final = (HttpVersion11, HttpVersion10)
 
 
 class _Server(web.Server):
@@ -48,14 +49,10 @@ class _Server(web.Server):
     def _request(
         self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any
     ) -> web.BaseRequest:
-        is_served = message.version in (HttpVersion10, HttpVersion11)
-        if not is_served:  # its answer must not be in that version
-            message = message._replace(version=HttpVersion11, should_close=True)
         kind = _LastRequest if self._edge.leaving else _Request
-        request = kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
-        if not is_served:
-            request[UNSERVED_VERSION] = True
-        return request
+        if message.version not in _SERVED_VERSIONS:
+            kind, message = _UnservedRequest, message._replace(version=HttpVersion11, should_close=True)
+        return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
 class _Request(web.BaseRequest):
@@ -76,6 +73,10 @@ class _LastRequest(_Request):
     @property
     def keep_alive(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return False
+
+
+class _UnservedRequest(_Request, UnservedVersionRequest):
+    """It is refused, in a version that every client reads."""
 
 
 class EdgeServer:

@@ -32,13 +32,15 @@ LAST_EVENT_ID: Final = "Last-Event-ID"
 MAX_EVENT_NUMBER: Final = 2**53
 SESSION_ID: Final = "x-session-id"
 MAX_SESSION_KEY_CHARS: Final = 256
-UNSERVED_VERSION: Final = web.RequestKey("unserved_version", bool)
-"""The request line names a version of HTTP that aiohttp reads and this server does not speak."""
 _REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT: Final = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?"
 )
+
+
+class UnservedVersionRequest(web.BaseRequest):
+    """The request line names a version of HTTP that this server does not speak."""
 
 
 def request_id(request: web.BaseRequest) -> str:
@@ -61,20 +63,18 @@ def is_anthropic(request: web.BaseRequest) -> bool:
     return error_format_of(request.path, has_anthropic_version=ANTHROPIC_VERSION in request.headers) is ANTHROPIC_ERRORS
 
 
-def check_transfer_coding(request: web.BaseRequest) -> None:
-    """aiohttp reads any body whose last transfer coding is chunked, as if it had no other. A proxy that decodes the
-    others would see another body. Raises KvloomError (UNSUPPORTED_TRANSFER_CODING)."""
-    codings = request.headers.getall("Transfer-Encoding", None)
-    if codings is not None and [coding.lower() for coding in codings] != ["chunked"]:
-        raise unsupported_transfer_coding()
-
-
-def check_http_version(request: web.BaseRequest) -> None:
-    """Raises KvloomError (UNSUPPORTED_HTTP_VERSION)."""
-    if request.get(UNSERVED_VERSION):
+def check_head(request: web.BaseRequest) -> None:
+    """Refuse what aiohttp reads and this server does not speak. Raises KvloomError (UNSUPPORTED_TRANSFER_CODING,
+    UNSUPPORTED_HTTP_VERSION)."""
+    if isinstance(request, UnservedVersionRequest):
         raise KvloomError(
             ErrorReason.ERROR_REASON_UNSUPPORTED_HTTP_VERSION, "This server speaks HTTP/1.0 and HTTP/1.1 on this port."
         )
+    # aiohttp reads any body whose last transfer coding is chunked, as if it had no other. A proxy that decodes the
+    # others would see another body.
+    codings = request.headers.getall("Transfer-Encoding", None)
+    if codings is not None and [coding.lower() for coding in codings] != ["chunked"]:
+        raise unsupported_transfer_coding()
 
 
 def unsupported_transfer_coding() -> KvloomError:
