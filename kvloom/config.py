@@ -158,7 +158,7 @@ class PlacementConfig(Section):
     """How the router chooses a shard for a request."""
 
     policy: str = "ect"
-    """The name of a policy in router/core/placement: "ect", "round_robin", "least_requests" ..."""
+    """The name of a policy in router/core/placement ("ect", "round_robin", "least_requests" ...) or of a plugin's."""
     prefill_chunks: bool = True
     """Whether the default policy splits long prompts into prefill chunks, between which shorter prompts are prefilled
     (docs/routing.md). The engines must keep prefixes in their cache."""
@@ -413,7 +413,8 @@ class TensorRtLlmConfig(Section):
 class ShardConfig(Section):
     """The shards, and the engine that each runs."""
 
-    engine: Literal["torch", "sim", "tensorrt_llm"] = "torch"
+    engine: str = "torch"
+    """torch, sim, tensorrt_llm, or the name of a plugin's engine (docs/plugins.md)."""
     num_shards: PositiveInt = 2
     """How many shards `kvloom up` starts."""
     host: str = "127.0.0.1"
@@ -436,6 +437,8 @@ class ShardConfig(Section):
     sim: SimConfig = msgspec.field(default_factory=SimConfig)
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     tensorrt_llm: TensorRtLlmConfig = msgspec.field(default_factory=TensorRtLlmConfig)
+    plugin: dict[str, Any] = {}
+    """The settings of a plugin's engine, which only that engine knows and checks."""
 
 
 class SafetyConfig(Section):
