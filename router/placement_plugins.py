@@ -8,17 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import structlog
-
 from kvloom.plugins import PluginError, PluginGroup
+from kvloom.process.failure_log import FailureLog
 from router.core.placement import POLICIES
 from router.core.placement.policy import Arrival, Candidate, Policy
 
-log = structlog.get_logger()
-
 PLACEMENT_POLICIES: Final = PluginGroup("kvloom.placement_policies", "placement policy", POLICIES)
-LOG_SECONDS: Final = 60.0
-"""The least time between two log lines about a policy that fails."""
 
 
 def plugin_policy(name: str) -> Callable[[], Policy] | None:
@@ -55,17 +50,14 @@ class GuardedPolicy(Policy):
     def __init__(self, name: str, policy: Policy, now: Callable[[], float] = time.monotonic) -> None:
         self.terms = policy.terms
         self.hold = policy.hold
-        self._name = name
         self._policy = policy
-        self._now = now
-        self._num_failures = 0
-        self._logged_at = -math.inf
+        self._failures = FailureLog("the placement policy fails", now, policy=name)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         try:
             return _checked(self._policy.costs(arrival, candidates), len(candidates), len(self.terms))
         except Exception as error:
-            self._on_failure(error)
+            self._failures.note(repr(error))
         zeros = (0.0,) * (len(self.terms) - 1)
         return [(candidate.predicted_ttft_seconds, *zeros) for candidate in candidates]
 
@@ -73,15 +65,7 @@ class GuardedPolicy(Policy):
         try:
             self._policy.placed(arrival, shard_id)
         except Exception as error:
-            self._on_failure(error)
-
-    def _on_failure(self, error: Exception) -> None:
-        self._num_failures += 1
-        if self._now() - self._logged_at >= LOG_SECONDS:
-            self._logged_at = self._now()
-            log.error(
-                "the placement policy fails", policy=self._name, cause=repr(error), num_failures=self._num_failures
-            )
+            self._failures.note(repr(error))
 
 
 def _checked(costs: list[tuple[float, ...]], num_candidates: int, num_terms: int) -> list[tuple[float, ...]]:

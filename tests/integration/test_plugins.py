@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 from click.testing import CliRunner
 
+from kvloom.enums import ErrorReason
 from kvloom.parsers.events import ReasoningDelta, TextDelta
 from kvloom.parsers.output_parser import ParserSpec, make_parser
+from kvloom.process.service import SERVER_OPTIONS
+from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_server
+from safety_svc.policy_file import PolicyFile
+from safety_svc.server import SafetyServicer
 from tests.fakes.plugin_site import PluginSite
 from tests.fakes.router_world import RouterWorld
 from tools.simulate.command import simulate_command
@@ -55,3 +64,79 @@ def test_the_placement_policy_is_simulated(tmp_path: Path, plugin_site: PluginSi
     result = CliRunner().invoke(simulate_command, arguments)
     assert result.exit_code == 0, result.output
     assert [row["policy"] for row in json.loads(result.stdout)] == ["canary", "ect", "bound"]
+
+
+RULE = """
+[[rules]]
+name = "card-number"
+kind = "card_number"
+message = "Card numbers must not be shared here."
+first_digits = "45"
+"""
+CARD = "4111 1111 1111 1111".replace(" ", "")
+FAILING_RULE = """
+class Acme:
+    max_length = 4
+
+    def __init__(self, fields):
+        pass
+
+    def find(self, text, start):
+        if "poison" in text:
+            raise ValueError(text)
+"""
+
+
+@contextlib.asynccontextmanager
+async def safety_service(world: RouterWorld, policy: Path) -> AsyncIterator[None]:
+    """The real service, which the router that starts next uses."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_SafetyServiceServicer_to_server(SafetyServicer(PolicyFile(str(policy))), server)
+    world.config.safety.port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+
+
+async def test_the_safety_rule_stops_an_answer_and_a_prompt(
+    world: RouterWorld, plugin_site: PluginSite, tmp_path: Path
+) -> None:
+    """A rule of another package holds for prompts, and no part of what it forbids reaches a client that streams."""
+    plugin_site.install_example("kvloom.safety_rules")
+    (tmp_path / "policy.toml").write_text(RULE)
+    script = list(enumerate([*"My card: ", *CARD, *" thanks, and more text behind it"]))
+    await world.start_shard("shard-0", script=script)
+    async with safety_service(world, tmp_path / "policy.toml"):
+        await world.start_router()
+        link = await world.connect()
+        await world.wait_for_shards(link, 1)
+        answer = await world.ask(link, PROMPT, 100)
+        refused = await world.ask(link, PROMPT, 100, prompt_text=f"Is {CARD} a card?")
+    assert "My card: ".startswith(answer.texts[0])
+    assert answer.finish.reason == FinishReason.FINISH_REASON_CONTENT_FILTER
+    assert answer.finish.error.message == "Card numbers must not be shared here."
+    assert refused.texts == [""]
+    assert refused.finish.reason == FinishReason.FINISH_REASON_CONTENT_FILTER
+
+
+async def test_a_safety_rule_that_fails_ends_its_request_only(
+    world: RouterWorld, plugin_site: PluginSite, tmp_path: Path
+) -> None:
+    """An error in a plugin is no crash and no stack trace for a client, shows nothing unscreened, and harms no other
+    request, although all share a stream to the service."""
+    plugin_site.install("acme_rules", "kvloom.safety_rules", {"acme": "acme_rules:Acme"}, FAILING_RULE)
+    (tmp_path / "policy.toml").write_text('[[rules]]\nname = "r"\nkind = "acme"\n')
+    world.config.safety.on_unavailable = "refuse"
+    await world.start_shard("shard-0")
+    async with safety_service(world, tmp_path / "policy.toml"):
+        await world.start_router()
+        link = await world.connect()
+        await world.wait_for_shards(link, 1)
+        failed = await world.ask(link, PROMPT, 10, prompt_text="poison")
+        served = await world.ask(link, PROMPT, 10, prompt_text="fine")
+    assert failed.texts == [""]
+    assert failed.finish.error.reason == ErrorReason.SAFETY_UNAVAILABLE
+    assert "poison" not in failed.finish.error.message
+    assert len(served.token_ids[0]) == 10

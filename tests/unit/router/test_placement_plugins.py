@@ -7,10 +7,11 @@ from structlog.testing import capture_logs
 
 from kvloom.config import KvloomConfig
 from kvloom.plugins import PluginError
+from kvloom.process.failure_log import LOG_SECONDS
 from router.core.core import RouterCore
 from router.core.placement import Policy
 from router.core_config import core_config
-from router.placement_plugins import LOG_SECONDS, GuardedPolicy, guarded_policy
+from router.placement_plugins import GuardedPolicy, guarded_policy
 from tests.fakes.plugin_site import PluginSite
 from tests.unit.router.core.test_placement_policies import ARRIVAL, CANDIDATE, other
 
