@@ -489,8 +489,18 @@ class CallersConfig(Section):
 
     api_keys_file: str = ""
     """The file with the hashes of API keys (`kvloom keys`), reloaded when it changes. Empty: no key is needed."""
+    provider: str = ""
+    """The name of a plugin that says who a caller is (docs/plugins.md), instead of API keys. Empty: there is none."""
+    plugin: dict[str, Any] = {}
+    """The settings of that plugin, which only it knows and checks."""
+    provider_timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
+    """How long the provider may take for an answer. Then the caller gets a 503 `auth_unavailable`."""
+    provider_cache_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """How long the provider's answers are kept: a caller who loses access has it for at most that long. Refusals are
+    kept for 5 seconds at most."""
     allow_insecure: bool = False
-    """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys."""
+    """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys or
+    a provider."""
     anonymous: Literal["address", "shared"] = "address"
     """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
     caller's, so that they share cached prompts and can find out which prompts others have sent."""

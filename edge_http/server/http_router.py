@@ -106,8 +106,8 @@ class HttpRouter:
             cors = self._edge.cors
             if cors is not None and (response := cors.preflight(request, _methods(route))) is not None:
                 return response
-            if route not in OPEN_ROUTES:
-                self._edge.callers.check(request)
+            if route not in OPEN_ROUTES and (verification := self._edge.callers.check(request)) is not None:
+                await verification
             check_http_version(request)
             check_transfer_coding(request)
             _check_header_size(request, self._edge.config.max_header_bytes)

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import grpc
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 from click.testing import CliRunner
 
+from kvloom.access.exposure import exposure_risk
+from kvloom.callers import configured_callers
+from kvloom.config import CallersConfig, ConfigError, KvloomConfig
 from kvloom.enums import ErrorReason
+from kvloom.metrics.server import MetricsServer
 from kvloom.parsers.events import ReasoningDelta, TextDelta
 from kvloom.parsers.output_parser import ParserSpec, make_parser
 from kvloom.process.service import SERVER_OPTIONS
+from kvloom.process.watched_files import following
+from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_server
+from router.rpc import provider_check
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
+from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_router_link import answer as fake_answer
 from tests.fakes.plugin_site import PluginSite
-from tests.fakes.router_world import RouterWorld
+from tests.fakes.router_world import RouterWorld, eventually
+from tests.integration.test_router_callers import failure_of, num_cached, request, served_router
 from tools.simulate.command import simulate_command
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -140,3 +156,163 @@ async def test_a_safety_rule_that_fails_ends_its_request_only(
     assert failed.finish.error.reason == ErrorReason.SAFETY_UNAVAILABLE
     assert "poison" not in failed.finish.error.message
     assert len(served.token_ids[0]) == 10
+
+
+def test_an_auth_provider_counts_as_authentication(plugin_site: PluginSite) -> None:
+    """A listener that others can reach is guarded by it, as by API keys; its settings are checked at the start."""
+    plugin_site.install_example("kvloom.auth_providers")
+    config = KvloomConfig(callers=CallersConfig(provider="introspection", plugin={"url": "http://127.0.0.1:1"}))
+    assert "API keys" not in exposure_risk(config, "0.0.0.0")
+    assert configured_callers(config).are_authenticated
+    config.callers.plugin = {"uri": "x"}
+    with pytest.raises(ConfigError, match=r"callers\.provider: The auth provider 'introspection' cannot be made: .*ur"):
+        configured_callers(config)
+
+
+class Identities:
+    """A service for token introspection."""
+
+    def __init__(self) -> None:
+        self.tokens = {"t1": "alice", "t2": "alice", "t3": "bob"}
+        self.num_asked = 0
+        self.is_broken = False
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.num_asked += 1
+        if self.is_broken:
+            return web.Response(status=500)
+        found = self.tokens.get(str((await request.post())["token"]))
+        return web.json_response({"active": found is not None, "sub": found})
+
+
+@pytest.fixture
+async def identities(plugin_site: PluginSite) -> AsyncIterator[tuple[Identities, CallersConfig]]:
+    """A running service, and the configuration that has callers checked there."""
+    plugin_site.install_example("kvloom.auth_providers")
+    service = Identities()
+    async with RawTestServer(service.answer) as server:
+        url = str(server.make_url("/introspect"))
+        yield service, CallersConfig(provider="introspection", plugin={"url": url}, provider_cache_seconds=600.0)
+
+
+@contextlib.asynccontextmanager
+async def guarded_edge(config: CallersConfig) -> AsyncIterator[EdgeWorld]:
+    callers = configured_callers(KvloomConfig(callers=config))
+    assert callers.verifier is not None
+    async with edge_world(callers=callers) as world, following(callers.verifier):
+        world.link.script = fake_answer("a")
+        yield world
+
+
+async def test_the_auth_provider_names_the_callers_of_the_http_api(
+    identities: tuple[Identities, CallersConfig],
+) -> None:
+    """It decides on every route but the open ones; an id is a caller, whichever of its credentials it uses."""
+    service, config = identities
+    async with guarded_edge(config) as world:
+        tenants: list[str] = []
+        for headers in ({"Authorization": "Bearer t1"}, {"x-acme-token": "t2"}, {"Authorization": "Bearer t3"}) * 2:
+            status, _ = await world.post("/v1/chat/completions", chat_body(), headers=headers)
+            assert status == 200
+            tenants.append(world.link.requests[-1].request.tenant)
+        assert tenants == ["id-alice", "id-alice", "id-bob"] * 2
+        assert service.num_asked == 3
+        for headers in ({}, {"Authorization": "Bearer t4"}):
+            status, body = await world.post("/v1/chat/completions", chat_body(), headers=headers)
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        service.is_broken = True
+        status, body = await world.post("/v1/chat/completions", chat_body(), headers={"x-acme-token": "t9"})
+        assert (status, body["error"]["code"]) == (503, "auth_unavailable")
+        status, _ = await world.post("/v1/chat/completions", chat_body(), headers={"x-acme-token": "t2"})
+        assert status == 200, "a known caller is served while the provider is away"
+        async with world.http.get(world.url + "/health") as response:
+            assert response.status == 200
+        assert len(world.link.requests) == 7
+
+
+async def test_a_stream_is_resumed_with_new_credentials_of_its_caller(
+    identities: tuple[Identities, CallersConfig],
+) -> None:
+    """Tokens are short-lived; a response belongs to the caller who began it, and to no other."""
+    _, config = identities
+    async with guarded_edge(config) as world:
+        begin = {"Authorization": "Bearer t1", "x-kvloom-resume": "on"}
+        body = chat_body(stream=True)
+        async with world.http.post(world.url + "/v1/chat/completions", json=body, headers=begin) as response:
+            response_id = response.headers["x-kvloom-response-id"]
+            await response.read()
+        found: list[int] = []
+        for token in ("t2", "t3"):
+            path = f"{world.url}/v1/chat/completions/{response_id}?stream=true"
+            async with world.http.get(path, headers={"Authorization": f"Bearer {token}"}) as response:
+                found.append(response.status)
+        assert found == [200, 404]
+
+
+async def test_the_auth_provider_guards_every_rpc(
+    world: RouterWorld, identities: tuple[Identities, CallersConfig]
+) -> None:
+    """Direct callers of the router are checked alike, and are isolated by the provider's id."""
+    service, world.config.callers = identities
+    async with served_router(world) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        stub = RouterServiceStub(channel)
+
+        def calls(name: str, token: str) -> list[grpc.aio.Call]:
+            metadata = (("authorization", f"Bearer {token}"),)
+            return [
+                stub.Generate(request(name), metadata=metadata),
+                stub.Resume(pb.ResumeRequest(request_id=name), metadata=metadata),
+                stub.Connect(metadata=metadata),
+                stub.Plan(pb.PlanRequest(request=request(name)), metadata=metadata),
+                stub.Explain(pb.ExplainRequest(request_id=name), metadata=metadata),
+                stub.Cancel(pb.CancelRequest(request_id=name), metadata=metadata),
+                stub.Moderate(pb.ModerateRequest(texts=["a"]), metadata=metadata),
+                stub.ListModels(pb.ListModelsRequest(), metadata=metadata),
+            ]
+
+        codes = await asyncio.gather(*map(failure_of, calls("r", "t4")))
+        assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 8
+        cached = {
+            name: await num_cached(stub, (("x-acme-token", token),), name)
+            for name, token in {"a": "t1", "b": "t3", "c": "t2"}.items()
+        }
+        assert cached["a"] == cached["b"] == 0
+        assert cached["c"] > 0, "t1 and t2 are one caller's"
+        service.is_broken = True
+        codes = await asyncio.gather(*map(failure_of, calls("r", "t5")))
+        assert codes == [grpc.StatusCode.UNAVAILABLE] * 8
+
+
+async def test_a_lasting_stream_ends_when_its_caller_is_refused(
+    world: RouterWorld, identities: tuple[Identities, CallersConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream that a client's requests share may last for weeks: it must not outlive the caller's access, and a
+    provider that is away must not end it."""
+    monkeypatch.setattr(provider_check, "RECHECK_SECONDS", 0.02)
+    service, world.config.callers = identities
+    world.config.callers.provider_cache_seconds = 0.0
+    async with served_router(world) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        stream = RouterServiceStub(channel).Connect(metadata=(("authorization", "Bearer t1"),))
+        await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="alice")))
+        assert isinstance(await stream.read(), pb.RouterServiceConnectResponse)
+        service.is_broken, num_asked = True, service.num_asked
+        await eventually(lambda: service.num_asked > num_asked + 1, "a check while the provider is broken")
+        assert not stream.done()
+        service.tokens.clear()
+        service.is_broken = False
+        assert await failure_of(stream) == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_scrapers_are_checked_too(identities: tuple[Identities, CallersConfig]) -> None:
+    """Metrics name models and rules: where clients need credentials, scrapers do."""
+    _, config = identities
+    server = MetricsServer(KvloomConfig(callers=config), 0)
+    try:
+        async with following(server), aiohttp.ClientSession() as http:
+            found: list[int] = []
+            for headers in ({}, {"x-acme-token": "t1"}):
+                async with http.get(f"http://{server.address}/metrics", headers=headers) as response:
+                    found.append(response.status)
+            assert found == [401, 200]
+    finally:
+        server.close()
