@@ -16,9 +16,12 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 from click.testing import CliRunner
 
+from edge_http.edge import Edge, ServedModel
+from edge_http.server.http_server import EdgeServer
 from kvloom.access.exposure import exposure_risk
+from kvloom.access.listener_tls import ListenerTls
 from kvloom.callers import configured_callers
-from kvloom.config import CallersConfig, ConfigError, KvloomConfig
+from kvloom.config import CallersConfig, ConfigError, EdgeConfig, KvloomConfig
 from kvloom.enums import ErrorReason
 from kvloom.metrics.server import MetricsServer
 from kvloom.parsers.events import ReasoningDelta, TextDelta
@@ -32,10 +35,13 @@ from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_serve
 from router.rpc import provider_check
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
+from tests.fakes.certificates import Authority
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.fake_router_link import answer as fake_answer
 from tests.fakes.plugin_site import PluginSite
 from tests.fakes.router_world import RouterWorld, eventually
+from tests.integration.test_listener_tls import get, tls_config, trusting
 from tests.integration.test_router_callers import failure_of, num_cached, request, served_router
 from tools.simulate.command import simulate_command
 
@@ -316,3 +322,48 @@ async def test_scrapers_are_checked_too(identities: tuple[Identities, CallersCon
             assert found == [401, 200]
     finally:
         server.close()
+
+
+BY_CERTIFICATE = """
+from kvloom import ErrorReason, KvloomError
+
+class ByCertificate:
+    def __init__(self, settings):
+        self._known = settings["pem"].split()
+
+    async def authenticate(self, credentials):
+        if credentials.certificate.split() != self._known:
+            raise KvloomError(ErrorReason.UNAUTHENTICATED, "Not this certificate.")
+        return "alice"
+"""
+
+
+async def test_a_provider_sees_the_client_s_certificate(
+    world: RouterWorld, plugin_site: PluginSite, tmp_path: Path
+) -> None:
+    """Machines that call often have a certificate and nothing else; both ports present it in the same form."""
+    plugin_site.install(
+        "by_certificate", "kvloom.auth_providers", {"certificate": "by_certificate:ByCertificate"}, BY_CERTIFICATE
+    )
+    server, clients = Authority("issuer"), Authority("clients")
+    world.config.tls = tls_config(tmp_path, server, clients)
+    known, other = clients.issue_to(tmp_path, "known"), clients.issue_to(tmp_path, "other")
+    world.config.callers = CallersConfig(provider="certificate", plugin={"pem": known[0].read_text()})
+    callers = configured_callers(world.config)
+    assert callers.verifier is not None
+    model = ServedModel("tiny", world.tokenizer, 1_700_000_000, "fp_test")
+    edge = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {"tiny": model}, callers=callers))
+    address = await edge.listen("127.0.0.1", 0, ListenerTls(world.config.tls).http_context())
+    try:
+        async with following(callers.verifier):
+            found = [await get(f"https://{address}/v1/models", trusting(server, own)) for own in (known, other)]
+    finally:
+        await edge.stop()
+    assert found == [200, 401]
+    async with served_router(world) as (_, address):
+        codes: list[grpc.StatusCode] = []
+        for certificate, key in (known, other):
+            credentials = grpc.ssl_channel_credentials(server.pem, key.read_bytes(), certificate.read_bytes())
+            async with grpc.aio.secure_channel(address, credentials) as channel:
+                codes.append(await failure_of(RouterServiceStub(channel).ListModels(pb.ListModelsRequest())))
+    assert codes == [grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED]
