@@ -158,7 +158,7 @@ class PlacementConfig(Section):
     """How the router chooses a shard for a request."""
 
     policy: str = "ect"
-    """The name of a policy in router/core/placement: "ect", "round_robin", "least_requests" ..."""
+    """The name of a policy in router/core/placement ("ect", "round_robin", "least_requests" ...) or of a plugin's."""
     prefill_chunks: bool = True
     """Whether the default policy splits long prompts into prefill chunks, between which shorter prompts are prefilled
     (docs/routing.md). The engines must keep prefixes in their cache."""
@@ -415,7 +415,8 @@ class TensorRtLlmConfig(Section):
 class ShardConfig(Section):
     """The shards, and the engine that each runs."""
 
-    engine: Literal["torch", "sim", "tensorrt_llm"] = "torch"
+    engine: str = "torch"
+    """torch, sim, tensorrt_llm, or the name of a plugin's engine (docs/plugins.md)."""
     num_shards: PositiveInt = 2
     """How many shards `kvloom up` starts."""
     host: str = "127.0.0.1"
@@ -438,6 +439,8 @@ class ShardConfig(Section):
     sim: SimConfig = msgspec.field(default_factory=SimConfig)
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     tensorrt_llm: TensorRtLlmConfig = msgspec.field(default_factory=TensorRtLlmConfig)
+    plugin: dict[str, Any] = {}
+    """The settings of a plugin's engine, which only that engine knows and checks."""
 
 
 class SafetyConfig(Section):
@@ -488,8 +491,18 @@ class CallersConfig(Section):
 
     api_keys_file: str = ""
     """The file with the hashes of API keys (`kvloom keys`), reloaded when it changes. Empty: no key is needed."""
+    provider: str = ""
+    """The name of a plugin that says who a caller is (docs/plugins.md), instead of API keys. Empty: there is none."""
+    plugin: dict[str, Any] = {}
+    """The settings of that plugin, which only it knows and checks."""
+    provider_timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
+    """How long the provider may take for an answer. Then the caller gets a 503 `auth_unavailable`."""
+    provider_cache_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """How long the provider's answers are kept: a caller who loses access has it for at most that long. Refusals are
+    kept for 5 seconds at most."""
     allow_insecure: bool = False
-    """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys."""
+    """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys or
+    a provider."""
     anonymous: Literal["address", "shared"] = "address"
     """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
     caller's, so that they share cached prompts and can find out which prompts others have sent."""

@@ -42,6 +42,7 @@ class ErrorReason(enum.IntEnum):
     PROTOCOL_VIOLATION = 46
     ANSWER_TOO_LARGE = 47
     NOT_IMPLEMENTED = 48
+    AUTH_UNAVAILABLE = 49
     INTERNAL = 50
 
     @classmethod

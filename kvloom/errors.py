@@ -75,6 +75,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     ),
     _R.ERROR_REASON_ANSWER_TOO_LARGE: ErrorKind("RESOURCE_EXHAUSTED", 400, "invalid_request_error", "answer_too_large"),
     _R.ERROR_REASON_NOT_IMPLEMENTED: ErrorKind("UNIMPLEMENTED", 501, "invalid_request_error", "not_implemented"),
+    _R.ERROR_REASON_AUTH_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "auth_unavailable"),
     _R.ERROR_REASON_INTERNAL: ErrorKind("INTERNAL", 500, "api_error", "internal_error"),
 }
 

@@ -8,6 +8,7 @@ process.py            builds a listening router from the configuration
 server.py             the parts of one router put together, from its start to its drain
 listener.py           one way to reach a router: gRPC and a local socket
 core_config.py        the core's settings, from the configuration
+placement_plugins.py  placement policies of other packages
 core_driver.py        feeds events to the core and carries out its actions
 core/                 the sans-I/O core: admission, dispatch, placement, relay, health
 router_servicer.py    the RPCs of kvloom.v1.RouterService

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -66,7 +67,17 @@ class CallerScopes:
         """A process of the same user on the other end of a Unix socket is trusted."""
         if self._trusts_all or isinstance(context, LocalStream):
             return TRUSTED
-        return CallerScope(self._callers.name(credential_of(context), peer_host(context.peer())))
+        return CallerScope(caller_name(self._callers, context))
+
+
+verified_caller: Final[ContextVar[str | None]] = ContextVar("verified_caller", default=None)
+"""Within an RPC: the name of its caller, if an auth provider has said who it is (router/rpc/provider_check.py)."""
+
+
+def caller_name(callers: Callers, context: Any) -> str:
+    """The name of an RPC's caller."""
+    verified = verified_caller.get()
+    return callers.name(credential_of(context), peer_host(context.peer())) if verified is None else verified
 
 
 def credential_of(context: Any) -> str:

@@ -235,14 +235,17 @@ def _choice_to_proto(choice: ChoiceSpec) -> generation_pb2.Choice:
 def verdict_from_proto(verdict: safety_service_pb2.PromptVerdict) -> PromptVerdict:
     """Everything but an explicit ALLOW blocks the prompt."""
     allowed = verdict.decision == safety_service_pb2.DECISION_ALLOW
-    return PromptVerdict(verdict.check_id, allowed, verdict.finding.message)
+    return PromptVerdict(verdict.check_id, allowed, verdict.finding.message, verdict.finding.rule_failed)
 
 
 def screened_from_proto(response: safety_service_pb2.ScreenResponse) -> AnswersScreened:
     return AnswersScreened(
         slots=response.slots[:],
         num_clear_chars=response.num_clear_chars[:],
-        halts=[AnswerHalt(halt.slot, halt.num_clear_chars, halt.finding.message) for halt in response.halts],
+        halts=[
+            AnswerHalt(halt.slot, halt.num_clear_chars, halt.finding.message, halt.finding.rule_failed)
+            for halt in response.halts
+        ],
         closed_slots=response.closed_slots[:],
     )
 

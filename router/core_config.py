@@ -9,12 +9,14 @@ from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
+from router.placement_plugins import guarded_policy
 
 MAX_HELD_TOKENS: Final = 4096
 """The most tokens of one sequence that are held while its text waits for the safety service."""
 
 
 def core_config(config: KvloomConfig) -> CoreConfig:
+    """Raises PluginError for a placement policy that does not exist or cannot be loaded."""
     router = config.router
     return CoreConfig(
         max_queued_requests=router.max_queued_requests,
@@ -22,6 +24,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         request_timeout_seconds=router.request_timeout_seconds,
         max_attempts=router.max_attempts,
         policy=router.placement.policy,
+        plugin_policy=guarded_policy(router.placement.policy),
         prefill_chunks=PrefillChunkSettings() if router.placement.prefill_chunks else None,
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",

@@ -64,6 +64,7 @@ from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
 from router.rpc.limits import RpcLimits
+from router.rpc.provider_check import ProviderCheck
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -135,10 +136,10 @@ class RouterServer:
         self._tls = listener_tls(config.tls)
         if risk := exposure_risk(config, config.router.host):
             raise service.StartError(risk)
-        if not trust.has_secret and (self._tls is not None or callers.api_keys is not None):
+        if not trust.has_secret and (self._tls is not None or callers.are_authenticated):
             raise service.StartError(
-                "TLS and API keys for clients need the fabric's secret (fabric.secret_file or KVLOOM_FABRIC_SECRET): "
-                "without it, edges use the same port as clients"
+                "TLS, API keys and auth providers for clients need the fabric's secret (fabric.secret_file or "
+                "KVLOOM_FABRIC_SECRET): without it, edges use the same port as clients"
             )
 
         def new_listener(
@@ -166,6 +167,8 @@ class RouterServer:
         checks: list[grpc.aio.ServerInterceptor] = [self._limits]
         if callers.api_keys is not None:
             checks.append(ApiKeyCheck(callers))
+        if callers.verifier is not None:
+            checks.insert(0, ProviderCheck(callers, callers.verifier))
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         for_clients = service.sharing_port(options) if shares_port else options
@@ -221,7 +224,7 @@ class RouterServer:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
-            watched = filter(None, (self._memory, self._sweep, self._tls, self._callers.api_keys))
+            watched = filter(None, (self._memory, self._sweep, self._tls, self._callers.watched))
             async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),

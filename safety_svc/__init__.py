@@ -5,6 +5,7 @@ connection.py        one router's screening stream
 screen.py            judges a whole prompt, or an answer while it streams
 classify.py          names the categories of all rules that a text breaks
 policy.py            loads, validates and compiles the rules of a policy file
+rule_plugins.py      rule kinds of other packages
 policy_file.py       reloads the policy file when it changes
 phrase_scan.py       searches streamed text for the phrases of deny lists
 pattern_scan.py      searches streamed text for RE2 patterns

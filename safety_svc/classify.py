@@ -14,7 +14,7 @@ from safety_svc.screen import CHARS_PER_SLICE
 
 
 async def broken_categories(policy: Policy, text: str) -> set[str]:
-    """Search without blocking the event loop for longer than a slice of the text takes."""
+    """Search without blocking the event loop for longer than a slice of the text takes. Raises RuleFailedError."""
     rules = policy.any_text
     found = await _phrase_categories(rules, text) if rules.automaton is not None else set[str]()
     if not rules.patterns:

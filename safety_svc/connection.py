@@ -154,15 +154,18 @@ class ScreenConnection:
 
     def _halt(self, slot: int, screener: AnswerScreener, hit: Hit) -> Halt:
         self._answers[slot] = None
-        self._on_block("answer", hit.rule, {})
-        return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit.rule))
+        if not hit.is_failure:
+            self._on_block("answer", hit.rule, {})
+        return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit))
 
     def _verdict(self, check: PromptCheck, hit: Hit | None) -> PromptVerdict:
         if hit is None:
             return PromptVerdict(check_id=check.check_id, decision=DECISION_ALLOW)
+        if hit.is_failure:
+            return PromptVerdict(check_id=check.check_id, decision=DECISION_BLOCK, finding=finding(hit))
         names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)
         self._on_block("prompt", hit.rule, names)
-        return PromptVerdict(check_id=check.check_id, decision=DECISION_BLOCK, finding=finding(hit.rule))
+        return PromptVerdict(check_id=check.check_id, decision=DECISION_BLOCK, finding=finding(hit))
 
     async def _announce_changes(self) -> None:
         while True:
@@ -175,8 +178,9 @@ class ScreenConnection:
             await self._context.write(response)
 
 
-def finding(rule: Rule) -> Finding:
-    return Finding(rule=rule.name, message=rule.message)
+def finding(hit: Hit) -> Finding:
+    message = "" if hit.is_failure else hit.rule.message
+    return Finding(rule=hit.rule.name, message=message, rule_failed=hit.is_failure)
 
 
 def policy_state(policy: Policy) -> PolicyState:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from safety_svc.policy import Hit, RuleSet
+from safety_svc.policy import Hit, RuleSet, worst
+from safety_svc.rule_plugins import RuleFailedError
 
 
 class PatternScan:
@@ -39,6 +40,8 @@ class PatternScan:
         self._text += delta
         hit = self._find(is_end=is_end)
         end = len(self._text)
+        if hit is not None and hit.is_failure:
+            return hit  # what was withheld stays so
         start = end if is_end else self._earliest_start()
         self.num_clear = self._total - (end - start)
         kept_from = max(0, start - 1)
@@ -54,19 +57,23 @@ class PatternScan:
 
     def _find(self, *, is_end: bool) -> Hit | None:
         text, end, base = self._text, len(self._text), self._total - len(self._text)
-        hit: Hit | None = None
+        hits: list[Hit] = []
         has_prefix = self._rules.prefix.search(text, self._start) is not None
         for pattern in self._rules.patterns:
             if pattern.prefixes and not has_prefix:
                 continue
-            match = pattern.expression.search(text, self._start)
+            try:
+                match = pattern.expression.search(text, self._start)
+            except RuleFailedError:
+                hits.append(Hit(pattern.rule, base + self._start, is_failure=True))
+                continue
             if match is None:
                 continue
             start = match.start()
             is_final = is_end or match.end() < end or end - start >= pattern.max_length
-            if is_final and (hit is None or base + start < hit.start):
-                hit = Hit(pattern.rule, base + start)
-        return hit
+            if is_final:
+                hits.append(Hit(pattern.rule, base + start))
+        return worst(hits)
 
     def _earliest_start(self) -> int:
         """Return the offset at which the earliest incomplete match could begin."""

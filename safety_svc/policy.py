@@ -16,6 +16,11 @@
     prefixes = ["-----BEGIN "]             # every match begins with one of these
     max_length = 64                        # characters of a match at most
 
+    [[rules]]
+    name = "card-number"
+    kind = "acme_cards"                    # a kind of another package (docs/plugins.md), which knows the other fields
+    issuers = ["visa"]
+
 `prefixes` and `max_length` determine how much of a streamed answer must be withheld: nothing until a prefix (or its
 beginning) appears, then at most `max_length` characters. A pattern for answers without prefixes always withholds the
 last `max_length` characters.
@@ -25,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -35,7 +40,9 @@ import re2
 import xxhash
 from msgspec import Meta
 
+from kvloom.plugins import PluginError
 from safety_svc.folding import fold
+from safety_svc.rule_plugins import KindExpression, rule_kind
 
 BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
 MAX_POLICY_BYTES: Final = 64 * 2**20
@@ -50,14 +57,20 @@ class PolicyError(Exception):
     """The policy file cannot be used. The message names the file, the rule and the problem."""
 
 
-class RuleFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A rule as written in the file."""
+class CommonFields(msgspec.Struct, kw_only=True):
+    """What every rule has."""
 
     name: Name
     message: Name = "This content is not allowed here."
     category: Annotated[str, Meta(max_length=128)] = ""
     """What moderations call a text that breaks the rule; "": the name."""
     applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt", "answer")
+
+
+class RuleFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
+    """A rule of kvloom's own kind as written in the file."""
+
+    kind: Literal["text"] = "text"
     phrases: tuple[str, ...] = ()
     whole_words: bool = True
     patterns: tuple[str, ...] = ()
@@ -65,8 +78,16 @@ class RuleFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_length: Annotated[int, Meta(ge=1, le=4096)] = DEFAULT_MAX_LENGTH
 
 
+class KindFields(CommonFields, kw_only=True):
+    """A rule of another package's kind; the fields that are not named here are the kind's own."""
+
+    kind: Name
+    rule_kind: Any
+    """The plugin's RuleKind."""
+
+
 class PolicyFields(msgspec.Struct, forbid_unknown_fields=True):
-    rules: tuple[RuleFields, ...] = ()
+    rules: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +111,7 @@ class Phrase:
 class Pattern:
     rule: Rule
     expression: Any
-    """A compiled RE2 expression."""
+    """A compiled RE2 expression, or a KindExpression."""
     prefixes: tuple[str, ...]
     max_length: int
 
@@ -101,6 +122,13 @@ class Hit:
 
     rule: Rule
     start: int
+    is_failure: bool = False
+    """Whether the rule could not be applied, so that anything may be forbidden from `start` on."""
+
+
+def worst(hits: Iterable[Hit | None]) -> Hit | None:
+    """The first forbidden passage; only if there is none, a rule's failure."""
+    return min((hit for hit in hits if hit is not None), key=lambda hit: (hit.is_failure, hit.start), default=None)
 
 
 class RuleSet:
@@ -163,35 +191,69 @@ def load_policy(path: Path) -> Policy:
     if len(raw) > MAX_POLICY_BYTES:
         raise PolicyError(f"{path}: the file is larger than {MAX_POLICY_BYTES} bytes")
     try:
-        fields = msgspec.toml.decode(raw, type=PolicyFields)
+        tables = msgspec.toml.decode(raw, type=PolicyFields).rules
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path}: {error}") from error
     names: set[str] = set()
-    for rule in fields.rules:
+    try:
+        rules = [_fields(table, number) for number, table in enumerate(tables, 1)]
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from error
+    for rule in rules:
         if rule.name in names:
             raise PolicyError(f"{path}: rule {rule.name!r}: the name is used twice")
         names.add(rule.name)
     try:
-        prompt, answer = (_compile(fields.rules, (target,)) for target in ("prompt", "answer"))
-        any_text = _compile(fields.rules, ("prompt", "answer"))
+        prompt, answer = (_compile(rules, (target,)) for target in ("prompt", "answer"))
+        any_text = _compile(rules, ("prompt", "answer"))
     except PolicyError as error:
         raise PolicyError(f"{path}: {error}") from error
-    categories = tuple(dict.fromkeys(rule.category or rule.name for rule in fields.rules))
+    categories = tuple(dict.fromkeys(rule.category or rule.name for rule in rules))
     return Policy(f"{xxhash.xxh3_64_hexdigest(raw)}", prompt, answer, any_text, categories)
 
 
-def _compile(rules: Sequence[RuleFields], targets: Collection[str]) -> RuleSet:
+def _fields(table: dict[str, Any], number: int) -> RuleFields | KindFields:
+    """The fields of one rule. Raises PolicyError."""
+    name = table.get("name")
+    shown = f"rule {name!r}" if isinstance(name, str) else f"rule {number}"
+    try:
+        if table.get("kind", "text") == "text":
+            return msgspec.convert(table, RuleFields)
+        common = {*CommonFields.__struct_fields__, "kind"}
+        own = {field: value for field, value in table.items() if field not in common}
+        kind = rule_kind(msgspec.convert(table["kind"], Name), own)
+        return msgspec.convert({**table, "rule_kind": kind}, KindFields)
+    except (msgspec.ValidationError, PluginError) as error:
+        raise PolicyError(f"{shown}: {error}") from error
+
+
+def _compile(rules: Sequence[RuleFields | KindFields], targets: Collection[str]) -> RuleSet:
     phrases: list[Phrase] = []
     patterns: list[Pattern] = []
     for fields in rules:
+        if isinstance(fields, KindFields):
+            if any(target in fields.applies_to for target in targets):
+                patterns.append(_kind_pattern(fields))
+            continue
         if not fields.phrases and not fields.patterns:
             raise PolicyError(f"rule {fields.name!r}: has neither phrases nor patterns")
         if not any(target in fields.applies_to for target in targets):
             continue
-        rule = Rule(fields.name, fields.message, fields.category or fields.name)
+        rule = _rule(fields)
         phrases += [_phrase(rule, text, whole_words=fields.whole_words) for text in fields.phrases]
         patterns += [_pattern(rule, expression, fields) for expression in fields.patterns]
     return RuleSet(phrases, patterns)
+
+
+def _rule(fields: CommonFields) -> Rule:
+    return Rule(fields.name, fields.message, fields.category or fields.name)
+
+
+def _kind_pattern(fields: KindFields) -> Pattern:
+    rule, kind = _rule(fields), fields.rule_kind
+    prefixes: tuple[str, ...] = getattr(kind, "prefixes", ())
+    _check_prefixes(rule, prefixes, kind.max_length)
+    return Pattern(rule, KindExpression(rule.name, kind), prefixes, kind.max_length)
 
 
 def _phrase(rule: Rule, text: str, *, whole_words: bool) -> Phrase:
@@ -202,9 +264,7 @@ def _phrase(rule: Rule, text: str, *, whole_words: bool) -> Phrase:
 
 
 def _pattern(rule: Rule, expression: str, fields: RuleFields) -> Pattern:
-    longest = min(MAX_PREFIX_LENGTH, fields.max_length)
-    if any(not 0 < len(prefix) <= longest for prefix in fields.prefixes):
-        raise PolicyError(f"rule {rule.name!r}: prefixes must have 1 to {longest} characters")
+    _check_prefixes(rule, fields.prefixes, fields.max_length)
     options = re2.Options()
     options.log_errors = False
     try:
@@ -215,6 +275,12 @@ def _pattern(rule: Rule, expression: str, fields: RuleFields) -> Pattern:
     if compiled.search("") is not None:
         raise PolicyError(f"rule {rule.name!r}: pattern {expression!r} matches the empty text")
     return Pattern(rule, compiled, fields.prefixes, fields.max_length)
+
+
+def _check_prefixes(rule: Rule, prefixes: Sequence[str], max_length: int) -> None:
+    longest = min(MAX_PREFIX_LENGTH, max_length)
+    if any(not 0 < len(prefix) <= longest for prefix in prefixes):
+        raise PolicyError(f"rule {rule.name!r}: prefixes must have 1 to {longest} characters")
 
 
 def _any_beginning(prefix: str) -> str:

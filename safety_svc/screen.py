@@ -11,7 +11,7 @@ from typing import Final
 
 from safety_svc.pattern_scan import PatternScan
 from safety_svc.phrase_scan import PhraseScan
-from safety_svc.policy import Hit, RuleSet
+from safety_svc.policy import Hit, RuleSet, worst
 
 CHARS_PER_SLICE: Final = 8_192
 """A prompt up to this length is checked at once. A longer one is searched in slices of this length, which take about a
@@ -29,13 +29,13 @@ def check_prompt(rules: RuleSet, text: str) -> Hit | None:
         PhraseScan(rules).push(text, is_end=True) if rules.automaton is not None else None,
         _find_pattern(rules, text),
     )
-    return min((hit for hit in hits if hit is not None), key=lambda hit: hit.start, default=None)
+    return worst(hits)
 
 
 async def check_long_prompt(rules: RuleSet, text: str) -> Hit | None:
     """Do the same as `check_prompt` without blocking the event loop."""
     hits = [await asyncio.to_thread(_find_pattern, rules, text), await _find_phrase_in_slices(rules, text)]
-    return min((hit for hit in hits if hit is not None), key=lambda hit: hit.start, default=None)
+    return worst(hits)
 
 
 def _find_pattern(rules: RuleSet, text: str) -> Hit | None:
@@ -96,8 +96,7 @@ class AnswerScreener:
             if scan is not None:
                 found = scan.push(delta, is_end=is_end)
                 num_clear = min(num_clear, scan.num_clear)
-                if found is not None and (hit is None or found.start < hit.start):
-                    hit = found
+                hit = worst((hit, found))
         if hit is not None:
             # Text that another rule still withholds must not be shown either: it might have become an earlier hit.
             num_clear = min(num_clear, hit.start)

@@ -38,6 +38,7 @@ from safety_svc.connection import ScreenConnection, finding
 from safety_svc.metrics import BLOCKS, PROMPTS, RULES, STREAMS
 from safety_svc.policy import PolicyError, Rule
 from safety_svc.policy_file import PolicyFile
+from safety_svc.rule_plugins import RuleFailedError
 from safety_svc.screen import check_long_prompt, check_prompt, is_long
 
 log = structlog.get_logger()
@@ -81,9 +82,11 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
             return safety_service_pb2.CheckPromptResponse(
                 decision=safety_service_pb2.DECISION_ALLOW, policy_revision=policy.revision
             )
+        if hit.is_failure:
+            await abort(context, _rule_failed())
         audit("prompt", hit.rule, request_fields(tenant=request.tenant))
         return safety_service_pb2.CheckPromptResponse(
-            decision=safety_service_pb2.DECISION_BLOCK, finding=finding(hit.rule), policy_revision=policy.revision
+            decision=safety_service_pb2.DECISION_BLOCK, finding=finding(hit), policy_revision=policy.revision
         )
 
     async def Classify(  # noqa: N802  (gRPC's name)
@@ -95,10 +98,13 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
             message = f"At most {MAX_TEXTS} texts, with {MAX_TEXTS_CHARS} characters in all, are classified at a time."
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="texts"))
         policy = self._policy_file.current
-        results = [
-            safety_service_pb2.Classification(categories=sorted(await broken_categories(policy, text)))
-            for text in request.texts
-        ]
+        try:
+            results = [
+                safety_service_pb2.Classification(categories=sorted(await broken_categories(policy, text)))
+                for text in request.texts
+            ]
+        except RuleFailedError:
+            await abort(context, _rule_failed())
         return safety_service_pb2.ClassifyResponse(
             results=results, categories=policy.categories, policy_revision=policy.revision
         )
@@ -115,6 +121,10 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
                 await connection.serve()
             finally:
                 self._connections.discard(connection)
+
+
+def _rule_failed() -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE, "A rule of the safety policy cannot be applied.")
 
 
 def audit(target: str, rule: Rule, names: Mapping[str, str]) -> None:

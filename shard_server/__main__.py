@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvloom.config import KvloomConfig, load_config
 from kvloom.metrics.exporter import add_metrics_flags, open_metrics
+from kvloom.plugins import PluginError
 from kvloom.process import service, telemetry
 from kvloom.process.extras import MissingPackageError, naming_extras
 from kvloom.process.watched_files import following
@@ -91,6 +92,8 @@ def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
         tokenizer = ModelTokenizer.load(Path(config.model.path))
         with naming_extras():
             return create_engine(config, tokenizer), tokenizer
+    except PluginError as error:
+        raise service.StartError(f"shard.engine: {error}") from error
     except (OSError, ValueError, EngineError) as error:
         raise service.StartError(f"{config.model.path}: {error}") from error
     except MissingPackageError as error:

@@ -14,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.model_runner import ModelRunner
+    from tests.fakes.plugin_site import PluginSite
     from tests.loaded_models import LoadedModels
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -49,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         ranks = {file: rank for rank, file in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
+@pytest.fixture
+def plugin_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSite:
+    """Where a test installs packages with plugins."""
+    from tests.fakes.plugin_site import PluginSite
+
+    return PluginSite(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from kvloom.config import ConfigError, KvloomConfig, load_config
+from shard_server.engines.engine_plugins import ENGINES
 from tools.failures import CommandError
 
 DEFAULT_DATA_DIR: Final = Path("~/.kvloom")
@@ -21,6 +22,18 @@ def option(flag: str, *names: str, scope: str = "", **settings: Any) -> Callable
     another command has a flag of the same name with another meaning."""
     variable = f"kvloom_{scope}{flag.replace('--', '_' if scope else '', 1)}".replace("-", "_").upper()
     return click.option(flag, *names, envvar=variable, show_envvar=True, **settings)
+
+
+class EngineName(click.ParamType):
+    """An engine of kvloom's, or of a plugin. Those that exist are found out when a name is given."""
+
+    name = "engine"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        names = ENGINES.names()
+        if value not in names:
+            self.fail(f"{value!r} is none of {', '.join(names)}", param, ctx)
+        return value
 
 
 def data_dir_option(function: F) -> F:

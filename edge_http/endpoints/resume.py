@@ -11,7 +11,6 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.formatting.error_formats import error_format_of
-from edge_http.recovery.peer_proxy import RELAYED
 from edge_http.resume.kept_answers import KeptAnswer, WholeBody
 from edge_http.resume.remote_responses import FoundResponse
 from edge_http.resume.response_name import ResponseName
@@ -20,6 +19,7 @@ from edge_http.resume.table import not_kept, other_request
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
+    RELAYED,
     REPLAYED,
     REQUEST_ID,
     event_number,

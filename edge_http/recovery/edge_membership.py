@@ -29,7 +29,7 @@ class EdgeMembership:
         self._journal = ResumeJournal(redis.url, redis.key_prefix, trust.sealer)
         self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
-        proxy = PeerProxy(edge.config.max_concurrent_requests, trust)
+        proxy = PeerProxy(edge.config.max_concurrent_requests, edge.callers.headers, trust)
         self._locator = ResponseLocator(edge, self._journal, claims, proxy)
         edge.join(self._locator)
         self._edge = edge

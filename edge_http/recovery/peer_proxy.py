@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
 
 from edge_http.resume.table import not_kept
-from edge_http.wire.headers import LAST_EVENT_ID, REPLAYED
-from edge_http.wire.request_callers import API_KEY
+from edge_http.wire.headers import LAST_EVENT_ID, RELAYED, REPLAYED
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 
-RELAYED: Final = "x-kvloom-relayed"
-"""A header with the tag of the edge that the request is intended for."""
 MISDIRECTED: Final = 421
 """The status of an edge that is not the intended one, or that has left its answers to other edges."""
 CONNECT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 5.0
 """The wait for a status line. An edge has it ready unless the answer has not begun; then the edge is probed."""
 PROBE_SECONDS: Final = 1.0
-_TO_OWNER: Final = ("Authorization", API_KEY, LAST_EVENT_ID, "x-request-id", "traceparent")
+_TO_OWNER: Final = (LAST_EVENT_ID, "x-request-id", "traceparent")
 _TO_CLIENT: Final = (
     "Content-Type",
     "Cache-Control",
@@ -41,7 +38,9 @@ class OwnerLostError(Exception):
 class PeerProxy:
     """Connections to the other edges."""
 
-    def __init__(self, max_connections: int, trust: FabricTrust = NO_SECRET) -> None:
+    def __init__(self, max_connections: int, caller_headers: Sequence[str], trust: FabricTrust = NO_SECRET) -> None:
+        """`caller_headers`: those by which callers are told apart."""
+        self._to_owner = (*_TO_OWNER, *caller_headers)
         self._trust = trust
         self._scheme = "https" if trust.has_secret else "http"
         self._session = aiohttp.ClientSession(
@@ -53,7 +52,7 @@ class PeerProxy:
     async def forward(self, request: web.BaseRequest, address: str, tag: str, response_id: str) -> web.StreamResponse:
         """Raises OwnerLostError, KvloomError (NOT_FOUND). If the other edge dies in the middle of its answer, the
         client's connection is closed, so that the client comes back and another edge answers."""
-        headers = {name: request.headers[name] for name in _TO_OWNER if name in request.headers} | {RELAYED: tag}
+        headers = {name: request.headers[name] for name in self._to_owner if name in request.headers} | {RELAYED: tag}
         path = str(request.rel_url)
         if request.method == "POST" and not path.endswith("/cancel"):  # a request repeated under its idempotency key
             path, method = f"{request.path}/{response_id}?stream=true", "GET"

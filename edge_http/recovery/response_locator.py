@@ -15,12 +15,13 @@ from redis.exceptions import RedisError
 from edge_http.edge import Edge, draining_error
 from edge_http.recovery.claims import Claim, KeyedResponse, ResumeClaims
 from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal
-from edge_http.recovery.peer_proxy import MISDIRECTED, RELAYED, OwnerLostError, PeerProxy
+from edge_http.recovery.peer_proxy import MISDIRECTED, OwnerLostError, PeerProxy
 from edge_http.recovery.response_recovery import ResponseRecovery
 from edge_http.resume.remote_responses import FoundResponse
 from edge_http.resume.response_name import ResponseName, edge_tag_of
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import not_kept, other_request
+from edge_http.wire.headers import RELAYED
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 

@@ -105,8 +105,8 @@ class HttpRouter:
             cors = self._edge.cors
             if cors is not None and (response := cors.preflight(request, _methods(route))) is not None:
                 return response
-            if route not in OPEN_ROUTES:
-                self._edge.callers.check(request)
+            if route not in OPEN_ROUTES and (verification := self._edge.callers.check(request)) is not None:
+                await verification
             check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)

@@ -117,7 +117,7 @@ async def serve_edge(
         record = process_record(config, name, peer_address, url)
         async with announced_process(config, "edge", record, trust.sealer):
             on_ready(address, own_address, peer_address if trust.has_secret else "")
-            async with following(memory, announcement, *filter(None, (tls, callers.api_keys))):
+            async with following(memory, announcement, *filter(None, (tls, callers.watched))):
                 await stop.wait()
         await server.drain(announce_leaving)
         if peers is not None:

@@ -28,6 +28,8 @@ RESUME: Final = "x-kvloom-resume"
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 REPLAYED: Final = "Idempotent-Replayed"
 """Tells a client that repeats its request with its key that it gets the answer of the first request."""
+RELAYED: Final = "x-kvloom-relayed"
+"""A header with the tag of the edge that the request is intended for."""
 LAST_EVENT_ID: Final = "Last-Event-ID"
 MAX_EVENT_NUMBER: Final = 2**53
 SESSION_ID: Final = "x-session-id"

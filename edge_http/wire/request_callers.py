@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import ssl
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from aiohttp import web
 
+from edge_http.wire.headers import RELAYED
+from kvloom.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
 from kvloom.callers import Callers, bare_credential
 from kvloom.limits.client_address import client_address, networks_of
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
+_VERIFIED_KEY: Final = web.RequestKey("verified", str)
+"""The caller's name, if an auth provider has said who it is."""
 
 
 class RequestCallers:
@@ -35,13 +40,25 @@ class RequestCallers:
 
     @property
     def needs_key(self) -> bool:
-        """Whether requests without an API key are refused."""
-        return self._callers.api_keys is not None
+        """Whether requests without credentials are refused."""
+        return self._callers.are_authenticated
 
-    def check(self, request: web.BaseRequest) -> None:
-        """Raises KvloomError (UNAUTHENTICATED) if the request needs an API key and has none that is valid."""
+    @property
+    def headers(self) -> Sequence[str]:
+        """The headers by which callers are told apart."""
+        return STANDARD_HEADERS if self._callers.verifier is None else self._callers.verifier.headers
+
+    def check(self, request: web.BaseRequest) -> Awaitable[None] | None:
+        """Raises KvloomError (UNAUTHENTICATED) if the request needs an API key and has none that is valid. Where an
+        auth provider decides, what is returned must be awaited, and raises KvloomError; other requests do not wait."""
         if self._callers.api_keys is not None:
             self._callers.check(credential_of(request))
+        verifier = self._callers.verifier
+        return None if verifier is None else self._verify(request, verifier)
+
+    async def _verify(self, request: web.BaseRequest, verifier: CallerVerifier) -> None:
+        verified_id = await verifier.verify(_credentials(request, verifier.headers))
+        request[_CALLER_KEY] = request[_VERIFIED_KEY] = self._callers.name_of_id(verified_id)
 
     def address_of(self, request: web.BaseRequest) -> str:
         """Return the client's IP address; "" if it has none, as over a Unix socket."""
@@ -49,6 +66,14 @@ class RequestCallers:
         if not self._trusted_proxies:
             return peer
         return client_address(peer, request.headers.getall("X-Forwarded-For", ()), self._trusted_proxies)
+
+
+def _credentials(request: web.BaseRequest, names: Sequence[str]) -> Credentials:
+    """The certificate is one that TLS has verified. That of a relayed request is the other edge's, not the caller's."""
+    found = {name: request.headers[name] for name in names if name in request.headers}
+    tls = request.get_extra_info("ssl_object") if RELAYED not in request.headers else None
+    certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+    return Credentials(found, ssl.DER_cert_to_PEM_cert(certificate) if certificate else "")
 
 
 def credential_of(request: web.BaseRequest) -> str:
@@ -60,8 +85,9 @@ def credential_of(request: web.BaseRequest) -> str:
 def credential_digest(request: web.BaseRequest) -> bytes:
     """Return a digest of the credential, which binds a response to the holder of the credential that began it.
 
-    All requests without one have the same digest: the id of a response, which cannot be guessed, is then all that is
-    needed to find it, so that a client may change its address. The credentials themselves are not kept.
+    Where an auth provider says who a caller is, the response is bound to the caller, who may have new credentials by
+    now. All requests without one have the same digest: the id of a response, which cannot be guessed, is then all that
+    is needed to find it, so that a client may change its address. The credentials themselves are not kept.
     """
-    given = credential_of(request).encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(given, digest_size=16).digest()
+    given = request.get(_VERIFIED_KEY, "") or credential_of(request)
+    return hashlib.blake2b(given.encode("utf-8", "surrogateescape"), digest_size=16).digest()

@@ -17,6 +17,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def authenticates(config: KvloomConfig) -> bool:
+    """Whether clients have to show who they are."""
+    return bool(config.callers.api_keys_file or config.callers.provider)
+
+
 def exposure_risk(config: KvloomConfig, *hosts: str) -> str:
     """What anyone who reaches one of these hosts could do; "" if nothing that the configuration does not allow."""
     exposed = sorted({host or "every interface" for host in hosts if not is_loopback(host)})
@@ -25,8 +30,8 @@ def exposure_risk(config: KvloomConfig, *hosts: str) -> str:
     risks: list[str] = []
     if not config.tls.certificate_file:
         risks.append("without TLS (--tls-certificate, --tls-key), anyone on the way reads prompts, answers and keys")
-    if not config.callers.api_keys_file:
-        risks.append("without API keys (--api-keys), anyone who can connect uses the models")
+    if not authenticates(config):
+        risks.append("without API keys (--api-keys) or an auth provider, anyone who can connect uses the models")
     if not risks:
         return ""
     return (

@@ -27,6 +27,7 @@ RETRIED: Final = frozenset(
         ErrorReason.SHARD_LOST,
         ErrorReason.ROUTER_LOST,
         ErrorReason.SAFETY_UNAVAILABLE,
+        ErrorReason.AUTH_UNAVAILABLE,
     }
 )
 """The fleet could not serve the request, and may be able to soon."""

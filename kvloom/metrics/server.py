@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -19,6 +20,7 @@ import prometheus_client
 import structlog
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from kvloom.access.auth_provider import Credentials
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import Callers, bare_credential, configured_callers
@@ -64,7 +66,7 @@ class MetricsServer:
 
     def _app(self) -> _Wsgi:
         app: _Wsgi = prometheus_client.make_wsgi_app()
-        return app if self._callers.api_keys is None else _for_key_holders(app, self._callers)
+        return _for_known_callers(app, self._callers) if self._callers.are_authenticated else app
 
     def _run(self) -> None:
         while not self._closing:
@@ -73,7 +75,7 @@ class MetricsServer:
 
     async def watch(self) -> None:
         """Follow changes of keys and certificates until cancelled."""
-        async with following(*filter(None, (self._tls, self._callers.api_keys))):
+        async with following(*filter(None, (self._tls, self._callers.watched))):
             await asyncio.Event().wait()
 
     def close(self) -> None:
@@ -83,17 +85,27 @@ class MetricsServer:
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
 
 
-def _for_key_holders(app: _Wsgi, callers: Callers) -> _Wsgi:
+def _for_known_callers(app: _Wsgi, callers: Callers) -> _Wsgi:
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         try:
-            callers.check(bare_credential(environ.get("HTTP_AUTHORIZATION", ""), environ.get("HTTP_X_API_KEY", "")))
+            _check(environ, callers)
         except KvloomError as error:
             headers = [("Content-Type", "application/json"), ("WWW-Authenticate", "Bearer")]
-            start_response(f"{error.kind.http_status} Unauthorized", headers)
+            start_response(f"{error.kind.http_status} {HTTPStatus(error.kind.http_status).phrase}", headers)
             return [msgspec.json.encode(error.to_openai())]
         return app(environ, start_response)
 
     return checked
+
+
+def _check(environ: dict[str, Any], callers: Callers) -> None:
+    """Raises KvloomError."""
+    if callers.verifier is None:
+        callers.check(bare_credential(environ.get("HTTP_AUTHORIZATION", ""), environ.get("HTTP_X_API_KEY", "")))
+        return
+    named = {name: f"HTTP_{name.upper().replace('-', '_')}" for name in callers.verifier.headers}
+    headers = {name: environ[variable] for name, variable in named.items() if variable in environ}
+    callers.verifier.verify_in_thread(Credentials(headers))
 
 
 class _Server(ThreadingWSGIServer):

@@ -9,13 +9,11 @@ plugin cannot replace a family of this package.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from kvloom.parsers.spec import OutputParser, ParserSpec, ToolSchema
-
-PLUGIN_GROUP: Final = "kvloom.parsers"
+from kvloom.plugins import PluginError, PluginGroup
 
 _REASONING_PREFIX: Final = "reasoning."
 _TOOLS: Final = {
@@ -44,6 +42,10 @@ _REASONING: Final = {
     "qwen3": "think:ThinkParser",
 }
 
+PARSERS: Final = PluginGroup(
+    "kvloom.parsers", "parser", (*_TOOLS, *(_REASONING_PREFIX + family for family in _REASONING))
+)
+
 
 class ToolFamily(Protocol):
     markers: tuple[str, ...]
@@ -61,7 +63,9 @@ def tool_family(name: str) -> ToolFamily:
     """Raises ValueError, which names the families that exist."""
     if name in _TOOLS:
         return _load("tools", _TOOLS[name])
-    return _plugin(name, f"There is no family of tool-call parsers named {name!r}", tool_families)
+    if name not in tool_families():
+        raise PluginError(_unknown("tool-call", name, tool_families()))
+    return PARSERS.load(name)
 
 
 def reasoning_family(name: str) -> ReasoningFamily:
@@ -70,8 +74,9 @@ def reasoning_family(name: str) -> ReasoningFamily:
         return _load("tools", _TOOLS[name])
     if name in _REASONING:
         return _load("reasoning", _REASONING[name])
-    message = f"There is no family of reasoning parsers named {name!r}"
-    return _plugin(_REASONING_PREFIX + name, message, reasoning_families)
+    if name not in reasoning_families():
+        raise PluginError(_unknown("reasoning", name, reasoning_families()))
+    return PARSERS.load(_REASONING_PREFIX + name)
 
 
 def harmony_parser(tools: Sequence[ToolSchema], *, with_calls: bool) -> OutputParser:
@@ -82,15 +87,13 @@ def harmony_parser(tools: Sequence[ToolSchema], *, with_calls: bool) -> OutputPa
 
 def tool_families() -> list[str]:
     """The names that exist, plugins among them."""
-    plugins = {entry.name for entry in plugin_entry_points() if not entry.name.startswith(_REASONING_PREFIX)}
-    return sorted(_TOOLS.keys() | plugins)
+    return [name for name in PARSERS.names() if not name.startswith(_REASONING_PREFIX)]
 
 
 def reasoning_families() -> list[str]:
     """The names that exist, plugins among them."""
-    named = (entry.name for entry in plugin_entry_points())
-    plugins = {name.removeprefix(_REASONING_PREFIX) for name in named if name.startswith(_REASONING_PREFIX)}
-    return sorted(_REASONING.keys() | plugins)
+    names = PARSERS.names()
+    return [name.removeprefix(_REASONING_PREFIX) for name in names if name.startswith(_REASONING_PREFIX)]
 
 
 def markers(spec: ParserSpec) -> tuple[str, ...]:
@@ -103,23 +106,10 @@ def markers(spec: ParserSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def plugin_entry_points() -> importlib.metadata.EntryPoints:
-    """The plugins that are installed, not loaded."""
-    return importlib.metadata.entry_points(group=PLUGIN_GROUP)
-
-
 def _load(folder: str, place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"kvloom.parsers.{folder}.{module}"), name)
 
 
-def _plugin(name: str, message: str, families: Any) -> Any:
-    found = [entry for entry in plugin_entry_points() if entry.name == name]
-    if not found:
-        raise ValueError(f"{message}. There are: {', '.join(families())}.")
-    if len({entry.value for entry in found}) > 1:
-        raise ValueError(f"Several installed packages have a parser named {name!r}: uninstall all but one.")
-    try:
-        return found[0].load()
-    except Exception as error:
-        raise ValueError(f"The parser {name!r} of {found[0].value} cannot be loaded: {error}") from error
+def _unknown(kind: str, name: str, families: Sequence[str]) -> str:
+    return f"There is no family of {kind} parsers named {name!r}. There are: {', '.join(families)}."

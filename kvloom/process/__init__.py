@@ -7,6 +7,7 @@ request_context.py  the request that a task works for, whose names are in the ta
 access_log.py    whether the end of a request is logged
 fast_metrics.py   counters and histograms that are cheap to update from one thread
 aligned_timer.py  runs all periodic work of a process at the same moment
+failure_log.py    logs a failure that may occur at the rate of requests
 backoff.py        exponential backoff
 freed_memory.py   returns freed memory to the system
 cpu_affinity.py   keeps an event loop's thread on one CPU

@@ -35,7 +35,7 @@ from router.core.health.health_watch import HealthWatch
 from router.core.health.migrator import Migrator
 from router.core.live import Client, LiveRequest
 from router.core.load.load_ledger import LoadLedger
-from router.core.placement import PlacementPlan
+from router.core.placement import PlacementPlan, built_in_policy
 from router.core.placement.placer import Placer
 from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.deferred_frames import DeferredFrames
@@ -63,7 +63,8 @@ class RouterCore:
         self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
         fair_shares = FairShares(config.fairness, self._fleet, self._ledger)
-        self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed, fair_shares.must_leave_room)
+        policy = built_in_policy(config.policy) if config.plugin_policy is None else config.plugin_policy()
+        self._placer = Placer(self._fleet, self._index, self._ledger, policy, seed, fair_shares.must_leave_room)
         self._attempt_sender = AttemptSender(
             self._fleet,
             self._index,

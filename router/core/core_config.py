@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from kvloom.config import HealthConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
+from router.core.placement.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,7 +21,9 @@ class CoreConfig:
     """Time from arrival to the last token, for requests that name no timeout."""
     max_attempts: int = 3
     policy: str = "ect"
-    """A name in router.core.placement.POLICIES."""
+    """A name in router.core.placement.POLICIES, or any other with `plugin_policy`."""
+    plugin_policy: Callable[[], Policy] | None = None
+    """Makes the policy of a plugin. None: `policy` is one of POLICIES."""
     answer_mode: str = "gate"
     """gate: text is withheld until it is screened. async: text is sent at once, and halted on a hit. off: text is not
     screened."""

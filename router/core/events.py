@@ -215,12 +215,16 @@ class PromptVerdict(msgspec.Struct, frozen=True):
     check_id: int
     allowed: bool
     message: str = ""
+    rule_failed: bool = False
+    """A rule could not be applied: it is not known whether the prompt is allowed."""
 
 
 class AnswerHalt(msgspec.Struct, frozen=True):
     slot: int
     num_clear_chars: int
     message: str
+    rule_failed: bool = False
+    """A rule could not be applied: it is not known whether the rest is allowed."""
 
 
 class AnswersScreened(msgspec.Struct, frozen=True):

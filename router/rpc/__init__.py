@@ -1,6 +1,7 @@
 """What stands in front of every RPC: who may call, and how much at a time.
 
 api_key_check.py  refuses RPCs without a valid API key
+provider_check.py  refuses RPCs whose caller an auth provider does not know
 access_log.py     a log line for every RPC that ends
 limits.py         what one caller, one address and all together may hold over gRPC
 receipts.py       which requests are being received, and which of them gives way

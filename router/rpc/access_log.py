@@ -14,7 +14,7 @@ import structlog
 from kvloom.callers import Callers
 from kvloom.process.access_log import AccessLog
 from kvloom.process.request_context import request_fields
-from router.caller_scope import credential_in, peer_host
+from router.caller_scope import caller_name
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class RpcAccessLog(grpc.aio.ServerInterceptor):
         client_request_id = metadata.get("x-request-id", "")[:MAX_ID_CHARS]
         if not self._access_log.wants(client_request_id):
             return
-        caller = self._callers.name(credential_in(metadata.items()), peer_host(context.peer()))
+        caller = caller_name(self._callers, context)
         log.info(
             "rpc",
             **request_fields("", client_request_id, metadata.get("traceparent", "")[:MAX_ID_CHARS], caller),

@@ -24,7 +24,7 @@ from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from router.caller_scope import credential_of, peer_host
+from router.caller_scope import caller_name, peer_host
 from router.rpc.receipts import Receipts
 
 RECEIVE_SECONDS: Final = 60.0
@@ -124,7 +124,7 @@ class RpcLimits(grpc.aio.ServerInterceptor):
         if is_own and self._level >= MemoryLevel.FULL:
             raise memory_error()
         peer = context.peer()
-        caller = self._callers.name(credential_of(context), peer_host(peer))
+        caller = caller_name(self._callers, context)
         most = self._config.max_concurrent_requests_per_caller
         if caller and self._num_open[caller] >= most:
             raise _too_many(f"You have {most} RPCs open at this router", "router.max_concurrent_requests_per_caller")

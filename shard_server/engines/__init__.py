@@ -2,6 +2,8 @@
 
 base.py          the Engine protocol: start here to add an engine
 create.py        creates the engine that the configuration names
+engine_plugins.py  engines of other packages
+request_check.py  refuses requests that no engine can run
 queue_order.py   the order in which waiting sequences are admitted, shared by the engines
 sim_engine.py    the simulated engine: a timing model and real block accounting, without weights
 sim_sequence.py  one sequence of the simulated engine

@@ -11,6 +11,7 @@ import structlog
 from kvloom.config import KvloomConfig
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
+from shard_server.engines.engine_plugins import EngineSetup, plugin_engine
 from shard_server.engines.sim_engine import DEFAULT_MAX_MODEL_LEN, SimEngine
 from shard_server.engines.sim_stamps import stamp_token_ids
 
@@ -19,7 +20,8 @@ log = structlog.get_logger()
 
 def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
     """The engine, not started yet. Raises EngineError when the engine cannot serve this model, OSError or ValueError
-    when the model's config.json cannot be read."""
+    when the config.json of the model cannot be read, PluginError when an engine of another package does not exist or
+    cannot be made."""
     model_dir = Path(config.model.path)
     if config.shard.engine == "torch":
         from shard_server.engines.torch_engine.engine import TorchEngine
@@ -39,6 +41,17 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
             eos_token_ids=tokenizer.eos_token_ids,
             max_model_len=_max_position_embeddings(model_dir),
         )
+    if config.shard.engine != "sim":
+        setup = EngineSetup(
+            model_dir,
+            config.model.name,
+            config.shard,
+            config.shard.plugin,
+            tokenizer.vocab_size,
+            tokenizer.eos_token_ids,
+            _max_position_embeddings(model_dir),
+        )
+        return plugin_engine(config.shard.engine, setup)
     return SimEngine(
         config.model.name,
         config.shard,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvloom.text.block_hash import block_hash, block_hashes
-from shard_server.engines.base import EngineError, EngineInfo, EngineRequest, TokenLogprobs
+from shard_server.engines.base import EngineInfo, EngineRequest, TokenLogprobs
+from shard_server.engines.request_check import check_request
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
 
 CHOSEN_LOGPROB = -0.5
@@ -132,19 +133,3 @@ class SimSequence:
         first = WORD_TOKEN_IDS.index(token_id)
         others = (WORD_TOKEN_IDS[(first + i) % len(WORD_TOKEN_IDS)] for i in range(num_top))
         return TokenLogprobs(CHOSEN_LOGPROB, [(other, CHOSEN_LOGPROB - i) for i, other in enumerate(others)])
-
-
-def check_request(request: EngineRequest, info: EngineInfo) -> None:
-    """Raise EngineError for a request that can never run."""
-    num_prompt = len(request.prompt_token_ids)
-    if not num_prompt:
-        raise EngineError("the prompt is empty")
-    if num_prompt + request.max_tokens > info.max_model_len:
-        raise EngineError(
-            f"{num_prompt} prompt tokens + {request.max_tokens} output tokens exceed the window of {info.max_model_len}"
-        )
-    if len(request.output_token_ids) >= request.max_tokens:
-        raise EngineError(f"all {request.max_tokens} output tokens have been emitted already")
-    for token_ids in (request.prompt_token_ids, request.output_token_ids):
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
-            raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")

@@ -45,7 +45,7 @@ class ConversationsPlan:
     def config(self, policy: str) -> KvloomConfig:
         config = KvloomConfig(model=self.model)
         config.shard.num_shards = self.num_shards
-        config.shard.engine = self.engine  # pyright: ignore[reportAttributeAccessIssue]
+        config.shard.engine = self.engine
         config.router.placement.policy = policy
         config.safety.answer_mode = "off"  # it holds the first words back, and it is the prefill that is to be timed
         return config

@@ -93,7 +93,7 @@ class ChaosPlan:
 
     def config(self) -> KvloomConfig:
         config = KvloomConfig(model=self.model)
-        config.shard.engine = self.engine  # pyright: ignore[reportAttributeAccessIssue]
+        config.shard.engine = self.engine
         config.shard.num_shards = self.num_shards
         config.edge.num_edges = self.num_edges
         config.router.num_routers = self.num_routers

@@ -129,10 +129,11 @@ def bench() -> None:
     commands_at={
         "engine": "tools.doctor.command:doctor_engine",
         "security": "tools.doctor.security:doctor_security",
+        "plugins": "tools.doctor.plugins:doctor_plugins",
     },
 )
 def doctor() -> None:
-    """Check that this machine can run kvloom, and that a running fabric is closed to strangers."""
+    """Check that this machine can run kvloom, and that a running fabric is closed to strangers, and list plugins."""
 
 
 if __name__ == "__main__":

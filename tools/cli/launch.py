@@ -19,6 +19,7 @@ from kvloom.callers import configured_callers
 from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom.discovery.announcer import fabric_host
 from kvloom.trust.fabric_trust import FabricTrust
+from shard_server.engines.engine_plugins import ENGINES
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
 from tools.failures import CommandError
@@ -39,7 +40,7 @@ def apply_flags(
     config: KvloomConfig,
     *,
     shards: int | None,
-    engine: Literal["torch", "sim"] | None,
+    engine: str | None,
     sim_step_ms: float | None,
     sim_prefill_tokens_per_second: float | None,
     http_port: int | None,
@@ -101,6 +102,8 @@ def apply_flags(
         config.fabric.roles = cast("list[Literal['edge', 'router', 'shard', 'safety']]", list(dict.fromkeys(role)))
     if advertise is not None:
         config.fabric.advertised_host = advertise
+    if config.shard.engine not in ENGINES.names():
+        raise CommandError(f"shard.engine {config.shard.engine!r} is none of {', '.join(ENGINES.names())}")
     roles = started_roles(config)
     for flag, value, needed in (("shards", shards, "shard"), ("edges", edges, "edge"), ("routers", routers, "router")):
         if value is not None and needed not in roles:

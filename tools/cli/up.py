@@ -12,7 +12,7 @@ import click
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.cli.launch import Launch, absolute_model, apply_flags
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.detach import run_detached
 from tools.supervisor.process_specs import ROLES
 from tools.supervisor.reporters import foreground_reporter
@@ -26,7 +26,12 @@ PORT = click.IntRange(0, 65535)
 @option("--edges", type=click.IntRange(1, 256), help="The number of HTTP edges. They share the port.  [default: 1]")
 @option("--routers", type=click.IntRange(1, 256), help="The number of routers. They share the port.  [default: 1]")
 @option("--colocate", is_flag=True, help="Run a router inside each edge, which saves one hop per token.")
-@option("--engine", type=click.Choice(["torch", "sim"]), help="The engine that computes the tokens.  [default: torch]")
+@option(
+    "--engine",
+    type=EngineName(),
+    metavar="torch|sim|NAME",
+    help="The engine that computes the tokens. NAME: that of a plugin.  [default: torch]",
+)
 @option("--sim-step-ms", type=click.FloatRange(min=0), help="The duration of a step of the sim engine.  [default: 20]")
 @option(
     "--sim-prefill-tokens-per-second",

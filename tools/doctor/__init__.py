@@ -1,7 +1,9 @@
-"""`kvloom doctor`: checks that an engine works on this machine, and that a running fabric is closed to strangers.
+"""`kvloom doctor`: checks that an engine works on this machine, and that a running fabric is closed to strangers, and
+lists plugins.
 
 command.py   `doctor engine`
 checks.py    its checks
 session.py   records the steps of the engine under test
 security.py  `doctor security`
+plugins.py   `doctor plugins`
 """

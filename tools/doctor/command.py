@@ -26,9 +26,8 @@ from tools.doctor.checks import CHECKS, CheckFailedError, CheckSkippedError
 from tools.doctor.session import EngineSession
 from tools.failures import CommandError
 from tools.interpreter import interpreter_name
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
 
-ENGINES: Final = ("torch", "sim", "tensorrt_llm")
 CHECK_SECONDS: Final = 300.0
 CLOSE_SECONDS: Final = 90.0
 _SIGNS: Final = {"ok": "✓", "failed": "✗", "skipped": "–"}
@@ -143,8 +142,9 @@ def is_healthy(results: list[Result]) -> bool:
     "--engine",
     "engine_name",
     scope="doctor",
-    type=click.Choice(ENGINES),
-    help="The engine.  [default: that of the --config file]",
+    type=EngineName(),
+    metavar="torch|sim|tensorrt_llm|NAME",
+    help="The engine. NAME: that of a plugin.  [default: that of the --config file]",
 )
 @option(
     "--model",
@@ -160,7 +160,7 @@ def doctor_engine(
     """Check that an engine does on this machine what kvloom relies on. The exit status is 1 if a check fails."""
     config = load_config_file(config_file)
     if engine_name is not None:
-        config.shard.engine = engine_name  # pyright: ignore[reportAttributeAccessIssue]
+        config.shard.engine = engine_name
     if config.shard.engine == "sim":
         config.shard.sim.step_ms = min(config.shard.sim.step_ms, 2.0)
     _log_to_stderr()

@@ -17,7 +17,7 @@ import redis.asyncio
 import redis.exceptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom.access.exposure import is_loopback
+from kvloom.access.exposure import authenticates, is_loopback
 from kvloom.config import KvloomConfig
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
@@ -89,19 +89,20 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
     addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
     hosts = {"HTTP": config.edge.host, "gRPC": config.router.host, "metrics": config.metrics.host}
     addresses["metrics"] = config.metrics.host
+    keys = f"the auth provider {config.callers.provider}" if config.callers.provider else "API keys"
     for name, address in addresses.items():
         if not address:  # other machines of the fleet have them
             continue
         host = hosts[name]
         if is_loopback(host):
             yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
-        elif config.tls.certificate_file and config.callers.api_keys_file:
-            yield Finding(f"{name} listener", "ok", f"{host} is reachable from other machines, with TLS and API keys")
+        elif config.tls.certificate_file and authenticates(config):
+            yield Finding(f"{name} listener", "ok", f"{host} is reachable from other machines, with TLS and {keys}")
         else:
             missing = " and ".join(
                 what
-                for what, file in (("TLS", config.tls.certificate_file), ("API keys", config.callers.api_keys_file))
-                if not file
+                for what, is_there in (("TLS", config.tls.certificate_file), ("API keys", authenticates(config)))
+                if not is_there
             )
             detail = f"{host} is reachable from other machines without {missing} (kvloom up --help)"
             yield Finding(f"{name} listener", "warning", detail)
@@ -157,7 +158,7 @@ async def _metrics(config: KvloomConfig, state: FabricState) -> AsyncIterator[Fi
         for address in filter(None, (process.metrics_address, process.router_metrics_address)):
             name = f"{process.name} metrics"
             if await _scrapes(reachable_address(address)):
-                needed = config.callers.api_keys_file or config.tls.certificate_file
+                needed = authenticates(config) or config.tls.certificate_file
                 detail = f"{address} serves strangers who reach it"
                 yield Finding(name, "failed" if needed else "ok", detail + ("" if needed else ", like the API"))
             else:

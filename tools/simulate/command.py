@@ -13,7 +13,9 @@ import click
 import msgspec
 from rich.console import Console
 
+from kvloom.plugins import PluginError
 from router.core.placement import POLICIES
+from router.placement_plugins import PLACEMENT_POLICIES, plugin_policy
 from tools.failures import CommandError
 from tools.options import option
 from tools.simulate.decisions import RECORDED, Replay, read_decision_log
@@ -264,7 +266,7 @@ def simulate_command(
         slo=Slo(slo_ttft, slo_tpot),
         with_curves=plot_file is not None,
     )
-    in_force = replay.policy if replay and replay.policy in POLICIES else None
+    in_force = replay.policy if replay and replay.policy in PLACEMENT_POLICIES.names() else None
     policies = _parse_policies(f"{in_force},{policy_names}" if in_force else policy_names)
     chosen_seeds = range(seed, seed + seeds)
     num_processes = jobs or os.cpu_count() or 1
@@ -342,7 +344,7 @@ def _choose_load(source: TraceSource, rate: float | None, users: int | None) -> 
 
 def _print_notes(replay: Replay) -> None:
     notes = list(replay.notes)
-    if replay.policy not in POLICIES:
+    if replay.policy not in PLACEMENT_POLICIES.names():
         notes.append(
             f"the policy in force, {replay.policy!r}, does not exist in this version of kvloom: it is not replayed"
         )
@@ -359,18 +361,30 @@ def _choose_speed_factors(text: str | None, num_shards: int, replay: Replay | No
 
 
 def _parse_policies(names: str) -> list[str]:
-    """Returns each policy once, and the bound last."""
+    """Returns each policy once, and the bound last. Raises CommandError, also for a plugin that cannot be used."""
+    existing = PLACEMENT_POLICIES.names()
     chosen: list[str] = []
     for name in (part.strip() for part in names.split(",")):
         if name == "all":
-            chosen += POLICIES
-        elif name in POLICIES:
+            chosen += [*POLICIES, *(plugin for plugin in existing if plugin not in POLICIES)]
+        elif name in existing:
             chosen.append(name)
         elif name != BOUND:
             raise CommandError(
-                f"--policy {name}: there is no such policy; there are {', '.join(POLICIES)}, {BOUND} and all"
+                f"--policy {name}: there is no such policy; there are {', '.join(existing)}, {BOUND} and all"
             )
+    for name in chosen:
+        _check_policy(name)
     return [*dict.fromkeys(chosen), BOUND]
+
+
+def _check_policy(name: str) -> None:
+    try:
+        new_policy = plugin_policy(name)
+        if new_policy is not None:
+            new_policy()
+    except PluginError as error:
+        raise CommandError(f"--policy {name}: {error}") from error
 
 
 def _parse_speed_factors(text: str | None, num_shards: int) -> tuple[float, ...]:

@@ -42,7 +42,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     load: float
     """A multiple of the recorded rate, or the number of users of a closed loop."""
     policy: str
-    """A name in router.core.placement.POLICIES, or BOUND."""
+    """A placement policy of kvloom or of a plugin, or BOUND."""
     profile: Profile
     num_shards: int
     seed: int = 0

@@ -19,6 +19,7 @@ from router.core import events as ev
 from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
+from router.placement_plugins import plugin_policy
 from tools.simulate.fleet.fleet import FleetOptions, make_shards
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard, StepResult
@@ -70,6 +71,7 @@ class _World:
             max_queue_seconds=_FOREVER_SECONDS,
             request_timeout_seconds=_FOREVER_SECONDS,
             policy=options.policy,
+            plugin_policy=plugin_policy(options.policy),
             answer_mode="off",
             safety_required=False,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvloom.access.exposure import is_loopback
+from kvloom.access.exposure import authenticates, is_loopback
 from kvloom.config import KvloomConfig
 from tools.supervisor.supervised_process import ProcessStatus
 
@@ -33,7 +33,7 @@ def describe_bindings(config: KvloomConfig, statuses: Sequence[ProcessStatus], *
     metrics = [a for s in statuses if s.role != "edge" for a in (s.metrics_address, s.router_metrics_address) if a]
     if metrics:
         yield f"metrics    {_shown(metrics)}: neither TLS nor keys"
-    if for_clients and not config.callers.api_keys_file:
+    if for_clients and not authenticates(config):
         hosts = [
             host for host, there in ((config.edge.host, "edge" in roles), (config.router.host, has_router)) if there
         ]
@@ -68,4 +68,6 @@ def _tls(config: KvloomConfig) -> str:
 
 
 def _keys(config: KvloomConfig) -> str:
+    if config.callers.provider:
+        return f"the auth provider {config.callers.provider}"
     return "API keys" if config.callers.api_keys_file else "no API keys"

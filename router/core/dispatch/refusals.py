@@ -83,10 +83,13 @@ def queue_timeout(request_id: str, waited_seconds: float) -> KvloomError:
     )
 
 
-def safety_unavailable(request_id: str) -> KvloomError:
+SERVICE_AWAY = "The safety service cannot be reached"
+
+
+def safety_unavailable(request_id: str, cause: str = SERVICE_AWAY) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE,
-        "The safety service cannot be reached, and this deployment serves nothing unscreened.",
+        f"{cause}, and this deployment serves nothing unscreened.",
         retry_after_seconds=retry_after_seconds(request_id),
     )
 

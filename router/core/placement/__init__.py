@@ -32,6 +32,15 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
     "least_requests": LeastRequests,
     "round_robin": RoundRobin,
 }
-"""The names that `router.placement.policy` accepts; the same objects serve live traffic and simulations."""
+"""kvloom's own names for `router.placement.policy`, which also accepts those of plugins (router/placement_plugins.py).
+The same objects serve live traffic and simulations."""
 
-__all__ = ["POLICIES", "Arrival", "Candidate", "PlacementPlan", "Policy", "ShardPlan"]
+
+def built_in_policy(name: str) -> Policy:
+    """A new policy of that name. Raises ValueError, which names those that exist."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown placement policy {name!r}; there are: {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]()
+
+
+__all__ = ["POLICIES", "Arrival", "Candidate", "PlacementPlan", "Policy", "ShardPlan", "built_in_policy"]

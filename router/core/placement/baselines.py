@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import xxhash
 
@@ -13,7 +12,7 @@ from router.core.placement.policy import Arrival, Candidate, Policy
 class RoundRobin(Policy):
     """Picks the shard whose turn is longest ago."""
 
-    terms: ClassVar = ("turn",)
+    terms = ("turn",)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [(float(c.turn),) for c in candidates]
@@ -22,7 +21,7 @@ class RoundRobin(Policy):
 class LeastRequests(Policy):
     """Picks the shard with the fewest sequences."""
 
-    terms: ClassVar = ("running", "waiting")
+    terms = ("running", "waiting")
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [(float(c.num_running), float(c.num_waiting)) for c in candidates]
@@ -31,7 +30,7 @@ class LeastRequests(Policy):
 class LeastPrefill(Policy):
     """Picks the shard with the least queued prefill, wherever the prefix lies."""
 
-    terms: ClassVar = ("queued_prefill",)
+    terms = ("queued_prefill",)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [(c.queue_seconds,) for c in candidates]
@@ -44,7 +43,7 @@ class SessionHash(Policy):
     Requests without a session key are hashed by their first block.
     """
 
-    terms: ClassVar = ("rank",)
+    terms = ("rank",)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         key = arrival.session_key or (str(arrival.block_hashes[0]) if arrival.block_hashes else arrival.request_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
 
@@ -42,7 +42,7 @@ DEFAULT_HOLD: Final = QueueHoldPolicy(backlog_seconds=0.05, shared_backlog_secon
 class Ect(Policy):
     """Estimated completion cost, in seconds of shard time."""
 
-    terms: ClassVar = (
+    terms = (
         "queue",
         "own_prefill",
         "lost_capacity",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 from router.core.placement.policy import Arrival, Candidate, Policy
 
@@ -15,7 +15,7 @@ from router.core.placement.policy import Arrival, Candidate, Policy
 class Conductor(Policy):
     """Mooncake's Conductor: the lowest time to first token, queued plus own uncached prefill (FAST '25)."""
 
-    terms: ClassVar = ("queue", "own_prefill")
+    terms = ("queue", "own_prefill")
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [(c.queue_seconds, c.own_seconds) for c in candidates]
@@ -24,7 +24,7 @@ class Conductor(Policy):
 class Dynamo(Policy):
     """NVIDIA Dynamo's KV router: overlap_weight x prefill blocks (queued and own uncached) + decode blocks."""
 
-    terms: ClassVar = ("prefill_blocks", "decode_blocks")
+    terms = ("prefill_blocks", "decode_blocks")
 
     def __init__(self, overlap_weight: float = 1.0) -> None:
         self._overlap_weight = overlap_weight
@@ -43,7 +43,7 @@ class Gaie(Policy):
     """Gateway API inference extension / llm-d, default scorers: 2 x short queue + 2 x free KV + 3 x prefix share, each
     in [0, 1]; here as the distance from the full score."""
 
-    terms: ClassVar = ("queue", "kv_use", "prefix_missing")
+    terms = ("queue", "kv_use", "prefix_missing")
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         shortest = min(c.num_waiting for c in candidates)
@@ -61,7 +61,7 @@ class Gaie(Policy):
 class LMetric(Policy):
     """LMetric: uncached tokens x sequences that would be in flight."""
 
-    terms: ClassVar = ("tokens_x_requests",)
+    terms = ("tokens_x_requests",)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [(float(c.num_prefill_tokens * (c.num_running + c.num_waiting + 1)),) for c in candidates]
@@ -72,7 +72,7 @@ class SglangCacheAware(Policy):
     prompt, on the shard that stored it last; otherwise the emptiest cache. In an unbalanced fleet, the shortest queue.
     """
 
-    terms: ClassVar = ("rank",)
+    terms = ("rank",)
     MATCH_THRESHOLD: Final = 0.3
     MIN_IMBALANCE: Final = 64
     IMBALANCE_RATIO: Final = 1.5

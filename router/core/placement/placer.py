@@ -13,9 +13,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger
-from router.core.placement import POLICIES
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
-from router.core.placement.policy import Arrival, Candidate, QueueHoldPolicy
+from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
 from router.core.prefix_index.prefix_index import PrefixIndex
 
@@ -37,24 +36,20 @@ class _Scores(NamedTuple):
 
 
 class Placer:
-    """Raises ValueError for a policy that does not exist."""
-
     def __init__(
         self,
         fleet: Fleet,
         index: PrefixIndex,
         ledger: LoadLedger,
-        policy: str,
+        policy: Policy,
         seed: int,
         must_leave_room: Callable[[Shard, LiveRequest], bool],
     ) -> None:
         """`must_leave_room` says whether a request may not be sent to a shard although it has room."""
-        if policy not in POLICIES:
-            raise ValueError(f"unknown placement policy {policy!r}; there are: {', '.join(sorted(POLICIES))}")
         self._fleet = fleet
         self._index = index
         self._ledger = ledger
-        self._policy = POLICIES[policy]()
+        self._policy = policy
         self._reuse = ReuseCurve()
         self._seed = seed
         self._must_leave_room = must_leave_room

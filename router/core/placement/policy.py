@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar
 
 import msgspec
 
@@ -106,7 +105,7 @@ class QueueHoldPolicy(msgspec.Struct, frozen=True):
 class Policy(abc.ABC):
     """A policy: one object per router core. It is deterministic, and may remember what it placed, within a bound."""
 
-    terms: ClassVar[tuple[str, ...]]
+    terms: tuple[str, ...]
     """Names of the terms of a cost."""
     hold: QueueHoldPolicy | None = None
     """None: placed requests are sent at once."""

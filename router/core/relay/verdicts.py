@@ -8,7 +8,7 @@ from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from router.core.core_config import CoreConfig
-from router.core.dispatch.refusals import safety_unavailable
+from router.core.dispatch.refusals import SERVICE_AWAY, safety_unavailable
 from router.core.events import AnswersScreened, PromptVerdict
 from router.core.live import Choice, LiveRequest
 from router.core.relay.lifecycle import Lifecycle
@@ -16,6 +16,7 @@ from router.core.relay.screening import Screening
 from router.core.withheld_output import WithheldOutput
 
 DEFAULT_MESSAGE = "The safety policy does not allow this content."
+RULE_FAILED = "A rule of the safety policy cannot be applied to this request"
 
 
 class Verdicts:
@@ -65,6 +66,9 @@ class Verdicts:
             for choice in live.choices:
                 self._lifecycle.settle(choice, now)
             return
+        if verdict.rule_failed:
+            self._give_up(live, now, RULE_FAILED)
+            return
         error = _content_filtered(verdict.message)
         self._lifecycle.end_request(live, FINISH_REASON_CONTENT_FILTER, error, now)
 
@@ -76,7 +80,9 @@ class Verdicts:
         screening, settle = self._screening, self._lifecycle.settle
         for halt in answers.halts:
             choice = screening.choice(halt.slot)
-            if choice is not None:
+            if choice is not None and halt.rule_failed:
+                self._give_up(choice.request, now, RULE_FAILED)
+            elif choice is not None:
                 self._lifecycle.halt(choice, halt.num_clear_chars, _content_filtered(halt.message), now)
         for slot in answers.closed_slots:
             choice = screening.take_closed(slot)
@@ -163,9 +169,10 @@ class Verdicts:
                 self._screening.restart(choice, withheld)
         return True
 
-    def _give_up(self, live: LiveRequest, now: float) -> None:
+    def _give_up(self, live: LiveRequest, now: float, cause: str = SERVICE_AWAY) -> None:
+        """There will be no verdict."""
         if self._safety_required:
-            error = safety_unavailable(live.request.request_id)
+            error = safety_unavailable(live.request.request_id, cause)
             self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         else:
             self._lifecycle.stop_screening(live, now)

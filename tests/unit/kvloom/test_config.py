@@ -35,7 +35,7 @@ def test_what_is_dumped_is_loaded_again(tmp_path: Path) -> None:
     [
         ("[edge]\nprot = 1\n", "prot"),
         ("[edge]\nport = 70000\n", "edge.port"),
-        ('[shard]\nengine = "tpu"\n', "shard.engine"),
+        ('[shard]\nqueue_order = "lifo"\n', "shard.queue_order"),
         ("[edge\n", "kvloom.toml"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from kvloom.config import KvloomConfig
 from tests.conftest import REPOSITORY
+from tests.fakes.plugin_site import PluginSite
 from tools.cli.commands import LazyGroup, main
 from tools.cli.launch import absolute_model, apply_flags
 from tools.failures import CommandError
@@ -108,6 +109,20 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
     path.write_text("[edge]\nprot = 1\n")
     with pytest.raises(CommandError, match=r"kvloom\.toml is not valid: .*prot"):
         load_config_file(path)
+
+
+def test_an_engine_that_does_not_exist_is_refused_before_anything_starts(
+    tmp_path: Path, plugin_site: PluginSite, capsys: pytest.CaptureFixture[str]
+):
+    """A misspelt name, in the file or as a flag, must not show as shards that die again and again."""
+    plugin_site.install_example("kvloom.engines")
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[shard]\nengine = 'ecco'\n")
+    for arguments in (["--config", str(path)], ["--engine", "ecco"]):
+        with pytest.raises(SystemExit) as exit_info:
+            main.main(["up", "--data-dir", str(tmp_path / "data"), *arguments], prog_name="kvloom")
+        assert exit_info.value.code
+        assert re.search(r"'ecco'.* echo, sim, tensorrt_llm, torch", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("args", [[], ["bench"]])

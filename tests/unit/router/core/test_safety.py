@@ -50,6 +50,46 @@ def test_blocked_prompt() -> None:
     assert only(actions, RequestEnded).num_output_tokens == 0
 
 
+@pytest.mark.parametrize("required", [True, False])
+def test_a_prompt_whose_rule_failed_counts_as_unchecked(required: bool) -> None:
+    """One request is treated as if the service were away, by the operator's choice; the service itself stays up."""
+    rig = CoreRig(safety=(True, False), safety_required=required)
+    rig.add_shard()
+    actions = rig.submit()
+    shard_id, [slot] = submitted(actions)
+    rig.start(shard_id, slot)
+    verdict = PromptVerdict(only(actions, CheckPrompt).check_id, allowed=False, rule_failed=True)
+    finishes = sent(rig.handle(verdict)).finishes
+    if required:
+        assert [finish.error.reason for finish in finishes if finish.error is not None] == [
+            ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE
+        ]
+    else:
+        assert not finishes
+        assert only(rig.finish(shard_id, slot), RequestEnded).reason == FinishReason.FINISH_REASON_STOP
+    assert has(rig.submit("other", slots=(2,)), CheckPrompt)
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_an_answer_whose_rule_failed_counts_as_unscreened(required: bool) -> None:
+    """Nothing more of it is shown where screening is required; otherwise what was withheld is shown."""
+    rig = CoreRig(safety=(False, True), safety_required=required)
+    rig.add_shard()
+    shard_id, [slot] = submitted(rig.submit())
+    [screening_slot] = only(rig.start(shard_id, slot, 7, "hidden"), ScreenAnswers).slots
+    actions = rig.handle(AnswersScreened([], [], [AnswerHalt(screening_slot, 0, "", rule_failed=True)]))
+    step = sent(actions)
+    if required:
+        assert not any(step.deltas)
+        assert [finish.error.reason for finish in step.finishes if finish.error is not None] == [
+            ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE
+        ]
+    else:
+        assert "".join(step.deltas) == "hidden"
+        assert not step.finishes
+    assert only(actions, ScreenAnswers).close_slots == [screening_slot]
+
+
 class HoldsX:
     """A prompt filter: only prompts with an x need to be checked."""
 

@@ -1,0 +1,113 @@
+"""Refuses RPCs whose caller the configured auth provider does not know, and names the others' callers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from kvloom.access.auth_provider import CallerVerifier, Credentials
+from kvloom.callers import Callers
+from kvloom.errors import KvloomError
+from kvloom.transport.grpc_errors import abort
+from kvloom.v1 import router_service_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router.caller_scope import verified_caller
+
+log = structlog.get_logger()
+
+_OWN_SERVICES: Final = "/kvloom."
+"""Health checks of load balancers need no credentials, nor does reflection, which can be switched off."""
+_SERVICE: Final = router_service_pb2.DESCRIPTOR.services_by_name["RouterService"]
+_LASTING: Final = frozenset(
+    f"/{_SERVICE.full_name}/{method.name}" for method in _SERVICE.methods if method.client_streaming
+)
+"""Methods whose streams may last for weeks."""
+RECHECK_SECONDS: Final = 60.0
+"""How often the credentials of such a stream are checked again."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+
+class ProviderCheck(grpc.aio.ServerInterceptor):
+    """gRPC calls it for every RPC that a server receives. It must come before RpcLimits, which needs the caller's name,
+    and makes streams of all RPCs: nothing of a request is received before its caller is known."""
+
+    def __init__(self, callers: Callers, verifier: CallerVerifier) -> None:
+        self._callers = callers
+        self._verifier = verifier
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        method = str(handler_call_details.method)
+        if handler is None or not method.startswith(_OWN_SERVICES):
+            return handler
+        checked = self._checked(handler.stream_stream, lasts=method in _LASTING)
+        return grpc.stream_stream_rpc_method_handler(checked, handler.request_deserializer, handler.response_serializer)
+
+    def _checked(self, behaviour: Behaviour, *, lasts: bool) -> Any:
+        async def checked(requests: Any, context: Context) -> None:
+            credentials = _credentials(context, self._verifier.headers)
+            try:
+                verified_id = await self._verifier.verify(credentials)
+                verified_caller.set(self._callers.name_of_id(verified_id))
+                if not lasts:
+                    await behaviour(requests, context)
+                    return
+                async with self._rechecked(credentials, verified_id):
+                    await behaviour(requests, context)
+            except KvloomError as error:
+                await abort(context, error)
+
+        return checked
+
+    @asynccontextmanager
+    async def _rechecked(self, credentials: Credentials, verified_id: str) -> AsyncIterator[None]:
+        """Raises KvloomError (UNAUTHENTICATED ...) in the block once the caller is no longer known as the same."""
+        task = asyncio.current_task()
+        assert task is not None
+        refusal: KvloomError | None = None
+
+        async def recheck() -> None:
+            nonlocal refusal
+            while refusal is None:
+                await asyncio.sleep(RECHECK_SECONDS)
+                refusal = await self._refusal(credentials, verified_id)
+            task.cancel()
+
+        rechecks = asyncio.create_task(recheck(), name="auth recheck")
+        try:
+            yield
+        except asyncio.CancelledError:
+            if refusal is None:
+                raise
+            task.uncancel()
+            log.info("a stream ends because its caller is no longer known")
+            raise refusal from None
+        finally:
+            rechecks.cancel()
+
+    async def _refusal(self, credentials: Credentials, verified_id: str) -> KvloomError | None:
+        try:
+            if await self._verifier.verify(credentials) == verified_id:
+                return None
+        except KvloomError as error:
+            # While the provider is away no stream begins, and those that have begun do not end.
+            return None if error.reason == ErrorReason.ERROR_REASON_AUTH_UNAVAILABLE else error
+        return KvloomError(ErrorReason.ERROR_REASON_UNAUTHENTICATED, "The credentials now belong to another caller.")
+
+
+def _credentials(context: Context, names: tuple[str, ...]) -> Credentials:
+    metadata = context.invocation_metadata() or ()
+    found = {key: value for key, value in metadata if key in names and isinstance(value, str)}
+    certificates = list(context.auth_context().get("x509_pem_cert", ()))
+    return Credentials(found, certificates[0].decode() if certificates else "")
