@@ -332,6 +332,15 @@ async def test_a_demanded_call_is_guided(world: EdgeWorld, choice: Any, names: l
     Response.model_validate(response)
 
 
+async def test_a_reference_to_an_item_is_answered_with_what_to_send(world: EdgeWorld) -> None:
+    """Vercel's AI SDK refers to earlier items unless its option `store` is false; its users see only this message."""
+    status, body = await world.post(
+        "/v1/responses", {"model": "tiny", "input": [{"type": "item_reference", "id": "m"}]}
+    )
+    assert status == 400
+    assert "Send store: false" in body["error"]["message"]
+
+
 MESSAGE = {"role": "user", "content": "x"}
 
 
