@@ -13,7 +13,6 @@ from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
 from kvloom.v1.generation_pb2 import Choices, Guide
 
-
 _ALL_OUTPUT: Final = "structured_outputs"
 """The field whose form is that of all output, not only of messages."""
 
