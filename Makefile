@@ -15,7 +15,7 @@ test unit: export OMP_WAIT_POLICY = passive
 # Hundreds of processes start: each would compile what the last one did.
 test unit: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis clean
+.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -39,6 +39,26 @@ test-schemathesis: setup-dev ## Requests made up from /openapi.json: no 500, no 
 
 fuzz: setup-dev ## Fuzz for SECONDS=60, all targets or TARGET="name name"; failures are kept in tests/fuzz/corpus.
 	$(BIN)/python -m tests.fuzz.run --seconds $(or $(SECONDS),60) $(TARGET)
+
+CLIENTS_PYTHON = $(patsubst tests/clients/python/%.txt,$(STAMP)/clients-%,$(wildcard tests/clients/python/*.txt))
+
+test-clients: setup-dev $(CLIENTS_PYTHON) $(STAMP)/clients-node ## The clients of others (openai, LangChain and more), which it installs. ARGS="--only openai" for some.
+	$(BIN)/python -m tests.clients.run $(ARGS)
+	KVLOOM_TEST_CLIENTS=1 $(BIN)/python -m pytest -q tests/integration/test_client_recipes.py
+
+$(STAMP)/clients-%: tests/clients/python/%.txt
+	@echo "setup: clients of $<"
+	@rm -rf .venv-clients/$* && $(PYTHON) -m venv .venv-clients/$*
+	@.venv-clients/$*/bin/python -m pip install --quiet --no-input --upgrade pip
+	@.venv-clients/$*/bin/python -m pip install --quiet --no-input -r $<
+	@mkdir -p $(STAMP) && touch $@
+
+$(STAMP)/clients-node: tests/clients/node/package.json
+	@command -v npm >/dev/null || { echo "make test-clients needs Node 20 or newer, with npm" >&2; exit 1; }
+	@echo "setup: clients of $<"
+	@# Without a lock file, which would name the registry.
+	@cd tests/clients/node && npm install --silent --no-package-lock --no-audit --no-fund
+	@mkdir -p $(STAMP) && touch $@
 
 check: lint types imports protos-check ## All that needs no running code.
 
@@ -88,5 +108,5 @@ protos-check: setup-dev
 	.ci/protos-breaking $(BIN)/buf
 
 clean: ## Remove what setup and tests made.
-	rm -rf $(VENV) $(STAMP) build dist fabric/dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-clients .venv-schemathesis tests/clients/node/node_modules $(STAMP) build dist fabric/dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvloom/v1/*_pb2*.py kvloom/v1/*_pb2*.pyi

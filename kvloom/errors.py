@@ -154,10 +154,11 @@ def context_length_exceeded(
     window: int, num_prompt_tokens: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
 ) -> KvloomError:
     """Prompt and answer do not fit the model's window. Clients match on the beginning of the message, which is
-    OpenAI's. The field is the prompt's if it leaves no room for an answer."""
+    OpenAI's, or on "prompt is too long". The field is the prompt's if it leaves no room for an answer."""
     is_prompt = num_prompt_tokens >= window
     detail = f"you requested {num_prompt_tokens + (max_tokens or 0)} tokens ({num_prompt_tokens} in the prompt"
     detail += f", {max_tokens} in the completion)" if max_tokens else ")"
+    detail += ": the prompt is too long" if is_prompt else ""
     advice = "prompt" if is_prompt else f"prompt or {max_tokens_field}"
     return KvloomError(
         _R.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,

@@ -28,6 +28,8 @@ _ANTHROPIC_OVERLOADED: Final = 529
 """Anthropic's status for what cannot be served now, where other APIs have 503."""
 _TOO_LONG: Final = "prompt is too long"
 """Clients look for this in the message, and shorten their conversation."""
+_NO_THREADS: Final = {"error_code": "thread_unsupported_request", "unsupported": []}
+"""Tells Anthropic's tool runners, which ask for a thread by themselves, to send the whole conversation instead."""
 
 
 class ErrorFormat(Protocol):
@@ -71,6 +73,8 @@ class _AnthropicErrors:
         if error.reason == ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED and _TOO_LONG not in message:
             message = f"{_TOO_LONG}: {message}"
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+        if error.reason == ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER and error.field == "thread":
+            body["error"]["details"] = _NO_THREADS
         return body | {"request_id": request_id} if request_id else body
 
     def event(self, error: KvloomError, num_events: int = 0) -> bytes:  # noqa: ARG002

@@ -111,7 +111,7 @@ def check_text_size(num_chars: int, max_model_len: int, field: str) -> None:
         raise KvloomError(
             ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
             f"This model's maximum context length is {max_model_len} tokens. However, you requested a prompt of "
-            f"{num_chars} characters, which cannot fit. Please reduce the length of the prompt.",
+            f"{num_chars} characters: the prompt is too long. Please reduce the length of the prompt.",
             field=field,
         )
 

@@ -242,6 +242,7 @@ async def test_window(world: EdgeWorld) -> None:
     assert body["error"]["message"].startswith(
         "This model's maximum context length is 20 tokens. However, you requested"
     )
+    assert "prompt is too long" in body["error"]["message"], "LangChain looks for this"
     status, body = await world.post("/v1/completions", {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 18})
     assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "max_tokens")
 

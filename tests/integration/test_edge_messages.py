@@ -302,6 +302,23 @@ async def test_thinking_that_the_client_does_not_want_to_read(
         assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
 
 
+async def test_the_official_tool_runner_goes_without_a_thread(
+    world: EdgeWorld, client: anthropic.AsyncAnthropic
+) -> None:
+    """Anthropic's clients ask for a thread in every loop of tools. They send whole conversations instead only if the
+    refusal says so in `details`."""
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return f"Snow in {city}."
+
+    world.link.script = lambda request: answer("It snows." if "Snow in Oslo." in prompt_of(world) else CALL)(request)
+    runner = client.beta.messages.tool_runner(model="tiny", max_tokens=100, messages=USER, tools=[get_weather])
+    message = await runner.until_done()
+    assert [block.text for block in message.content if block.type == "text"] == ["It snows."]
+
+
 async def test_structured_output(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
     """A schema binds the model, and the answer is one block of text."""
     world.link.script = answer('{"a"', ": 1}")

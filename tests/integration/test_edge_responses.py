@@ -332,6 +332,24 @@ async def test_a_demanded_call_is_guided(world: EdgeWorld, choice: Any, names: l
     Response.model_validate(response)
 
 
+async def test_a_format_does_not_stand_in_the_way_of_a_demanded_call(world: EdgeWorld) -> None:
+    """Instructor sends both; the format is about messages, and the answer is the call."""
+    world.link.script = answer('{"name": "get_time", "arguments": {}}')
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}}
+    status, response = await world.post(PATH, body(tools=[CLOCK], tool_choice="required", text=text))
+    assert status == 200, response
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+
+
+async def test_a_reference_to_an_item_is_answered_with_what_to_send(world: EdgeWorld) -> None:
+    """Vercel's AI SDK refers to earlier items unless its option `store` is false; its users see only this message."""
+    status, body = await world.post(
+        "/v1/responses", {"model": "tiny", "input": [{"type": "item_reference", "id": "m"}]}
+    )
+    assert status == 400
+    assert "Send store: false" in body["error"]["message"]
+
+
 MESSAGE = {"role": "user", "content": "x"}
 
 
@@ -397,11 +415,6 @@ MESSAGE = {"role": "user", "content": "x"}
         ({"tool_choice": "required"}, "tool_choice", None),
         ({"tools": [{"type": "function", "name": "no spaces"}]}, "tools[0].name", None),
         ({"tools": [{"type": "function"}]}, "tools[0].name", None),
-        (
-            {"tools": [CLOCK], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
-            "text.format",
-            None,
-        ),
         ({"model": "other"}, "model", "model_not_found"),
     ],
 )

@@ -235,6 +235,15 @@ async def test_the_official_client_streams_tool_calls(world: EdgeWorld) -> None:
     assert calls[0].function.name == "get_weather"
 
 
+async def test_a_response_format_does_not_stand_in_the_way_of_a_demanded_call(world: EdgeWorld) -> None:
+    """Clients send both to OpenAI, whose format is about messages: the answer is the call."""
+    world.link.script = answer('{"name": "get_time", "arguments": {}}')
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+    status, body = await world.chat(tools=[CLOCK], tool_choice="required", response_format=wanted)
+    assert status == 200, body
+    assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -249,8 +258,8 @@ async def test_the_official_client_streams_tool_calls(world: EdgeWorld) -> None:
         ({"tools": [CLOCK], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
-            {"tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
+            {"tools": [CLOCK], "tool_choice": "required", "structured_outputs": {"json_object": True}},
+            "structured_outputs.json_object",
         ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "none"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),

@@ -369,3 +369,21 @@ def test_an_answer_in_json_cannot_lose_itself_in_white_space(model_dir: Path) ->
     for text in ("{" + 40 * " ", "{" + 40 * "\n", "{" + 20 * " \n"):
         assert not compiler.start(json_guide(PERSON), [0, 2]).take(tokenizer.encode_now(text))
     tokenizer.close()
+
+
+@pytest.mark.parametrize("kind", [GuideKind.JSON_SCHEMA, GuideKind.STRUCTURAL_TAGS])
+def test_an_answer_in_json_has_no_properties_that_its_schema_does_not_mention(model_dir: Path, kind: GuideKind) -> None:
+    """Clients leave `additionalProperties` out, and small models then added properties until their tokens were used
+    up."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    for more, closes in (({}, True), ({"additionalProperties": True}, False)):
+        text = json.dumps(schema | more)
+        tags = {"tags": [{"begin": "@", "json_schema": text, "end": ""}], "triggers": ["@"]}
+        begin = "@" if kind is GuideKind.STRUCTURAL_TAGS else ""
+        guide = Guide(kind, json.dumps(tags) if begin else text)
+        tokenizer = ModelTokenizer.load(model_dir)
+        compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
+        assert compiler.start(guide, [0, 2]).take(tokenizer.encode_now(begin + '{"city": "Oslo"}'))
+        longer = tokenizer.encode_now(begin + '{"city": "Oslo", "size": 1}')
+        assert compiler.start(guide, [0, 2]).take(longer) is not closes
+        tokenizer.close()

@@ -149,7 +149,11 @@ class _Items:
             case "reasoning":
                 self._add_reasoning(decode_body(_REASONING, raw, at), at)
             case "item_reference":
-                message = f"{at}.type: item references are not supported, because responses are not stored."
+                # Vercel's AI SDK sends references unless its option `store` is false.
+                message = (
+                    f"{at}.type: item references are not supported, because responses are not stored. "
+                    "Send store: false, and the items themselves."
+                )
                 raise unsupported_error(message, f"{at}.type")
             case other:
                 message = f"{at}.type: items of type {other[:32]!r} are not supported."

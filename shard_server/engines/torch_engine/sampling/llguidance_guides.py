@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from shard_server.engines.base import EngineError, Guide, GuideKind
+from shard_server.engines.torch_engine.sampling.closed_schema import closed_schema
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.sampling.structural_tags import StructuralTagGrammar, special_token_ids
 
@@ -137,7 +138,8 @@ class GuideCompiler:
     def _grammar(self, guide: Guide) -> str:
         match guide.kind:
             case GuideKind.JSON_SCHEMA:
-                return LLMatcher.grammar_from_json_schema(guide.text, defaults={"whitespace_pattern": _JSON_WHITESPACE})
+                schema = json.dumps(closed_schema(json.loads(guide.text)), ensure_ascii=False)
+                return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _JSON_WHITESPACE})
             case GuideKind.REGEX:
                 return LLMatcher.grammar_from_regex(guide.text)
             case GuideKind.GRAMMAR:

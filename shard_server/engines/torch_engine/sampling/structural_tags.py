@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from shard_server.engines.torch_engine.sampling.closed_schema import closed_schema
+
 
 class StructuralTagGrammar:
     """Writes the grammars for one vocabulary. A string that is a special token may be written as that token or spelled
@@ -45,7 +47,7 @@ class StructuralTagGrammar:
         return "\n".join(lines)
 
     def _tag(self, tag: Mapping[str, Any], num_triggered: int) -> str:
-        schema = json.loads(tag["json_schema"])
+        schema = closed_schema(json.loads(tag["json_schema"]))
         schema = {"x-guidance": {"whitespace_pattern": self._whitespace_pattern}, **schema}
         begin, end = self._literal(tag["begin"][num_triggered:]), self._literal(tag["end"])
         return " ".join([*begin, f"%json {json.dumps(schema)}", *end])

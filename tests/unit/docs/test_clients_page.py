@@ -1,0 +1,61 @@
+"""The table of docs/clients.md is that of the clients which `make test-clients` installs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.clients.clients import CLIENTS
+from tests.clients.results import BEGIN, END, ClientResult, read_report, table
+
+REPOSITORY = Path(__file__).parents[3]
+CLIENTS_FOLDER = REPOSITORY / "tests" / "clients"
+PAGE = REPOSITORY / "docs" / "clients.md"
+
+
+def pinned(environment: str) -> dict[str, str]:
+    """The versions of an environment's packages."""
+    if environment == "node":
+        return json.loads((CLIENTS_FOLDER / "node" / "package.json").read_text())["dependencies"]
+    text = (CLIENTS_FOLDER / "python" / f"{environment}.txt").read_text()
+    return dict(re.findall(r"^([\w.-]+)(?:\[.*\])?==(\S+)$", text, re.MULTILINE))
+
+
+def test_the_table_has_the_pinned_versions_of_all_clients() -> None:
+    """A new version of a client that was not run must not look as if it had been."""
+    rows = PAGE.read_text().split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]
+    shown = [[cell.strip() for cell in row.strip("|").split("|")][:2] for row in rows]
+    assert [name for name, _ in shown] == [client.name for client in CLIENTS]
+    for client, (_, version) in zip(CLIENTS, shown, strict=True):
+        for package in client.packages:
+            assert pinned(client.environment)[package] in version
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_every_client_has_its_file(client) -> None:
+    """A client without checks would have an empty row."""
+    folder = "node" if client.environment == "node" else "python"
+    assert (CLIENTS_FOLDER / folder / client.file).exists()
+
+
+def test_a_check_fails_with_any_of_its_tests(tmp_path: Path) -> None:
+    """A parametrised test that failed once, or did not run, must show in the table; and so must a client whose checks
+    could not be collected."""
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="test_plain[a]"/><testcase name="test_plain[b]"><failure/></testcase>'
+        '<testcase name="forced tool: streamed"/><testcase name="test_abort"><skipped/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    outcomes = read_report(report)
+    assert outcomes == {"plain": False, "forced tool": True, "abort": False}
+    result = ClientResult(CLIENTS[0], "1", outcomes)
+    assert not result.passed
+    assert table([result]).splitlines()[2] == "| openai (Python) | 1 | FAIL | - | pass | - | - | - | - | - | FAIL |"
+    assert not ClientResult(CLIENTS[0], "1", read_report(tmp_path / "none.xml")).passed
+    report.write_text('<testsuite><testcase name="test_something_else"/></testsuite>')
+    with pytest.raises(ValueError, match="something_else"):
+        read_report(report)
