@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Browser, async_playwright
 
 from tests.e2e.fabric import RunningFabric
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SIM_STEP_SECONDS = 0.05
 """Long against the way of a cancellation through the processes, so that tests can count steps."""
 
@@ -34,3 +38,16 @@ def torch_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     fabric = RunningFabric.start(tmp_path_factory.mktemp("torch"))
     yield fabric
     fabric.stop()
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    if CHROMIUM is None:
+        if os.environ.get("CI"):
+            pytest.fail("chromium is not installed")
+        pytest.skip("chromium is not installed")
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+    async with async_playwright() as playwright:
+        started = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield started
+        await started.close()

@@ -6,13 +6,11 @@ Screenshots go to test-artifacts/.
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser, Locator, Page, async_playwright, expect
+from playwright.async_api import Browser, Locator, Page, expect
 
 from kvloom.access.api_keys import ApiKey, ApiKeys, digest_of
 from kvloom.callers import Callers
@@ -23,7 +21,6 @@ from tests.fakes.fake_router_link import LENGTH, FakeRequest
 
 pytestmark = pytest.mark.browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARTIFACTS = Path(__file__).resolve().parents[2] / "test-artifacts"
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
@@ -36,19 +33,6 @@ CODE_ANSWER = [
     "\nIt adds two numbers and returns the sum. ",
     "Call it with `add(2, 3)`.",
 ]
-
-
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
-    if CHROMIUM is None:
-        if os.environ.get("CI"):
-            pytest.fail("chromium is not installed")
-        pytest.skip("chromium is not installed")
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
-    async with async_playwright() as playwright:
-        started = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield started
-        await started.close()
 
 
 @pytest.fixture

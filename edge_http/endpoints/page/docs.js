@@ -77,7 +77,7 @@ function resolved(schema) {
 // -- fields --
 
 function table(label, head, rows) {
-  return element("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": label}, element("table", {},
+  return element("div", {class: "scroll", tabindex: "0", role: "group", "aria-label": label}, element("table", {},
     element("thead", {}, element("tr", {}, ...head.map((text) => element("th", {scope: "col"}, text)))),
     element("tbody", {}, ...rows)));
 }

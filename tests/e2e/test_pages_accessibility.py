@@ -1,0 +1,46 @@
+"""Whether people who use a keyboard, a screen reader or little contrast can use the pages, as axe-core finds it."""
+
+from __future__ import annotations
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Browser, Page, expect
+
+from tests.fakes.edge_world import edge_world
+from tests.fakes.fake_router_link import answer
+
+pytestmark = pytest.mark.browser
+
+
+async def open_page(browser: Browser, url: str, scheme: str) -> Page:
+    page = await browser.new_page(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
+    await page.goto(url)
+    return page
+
+
+async def assert_accessible(page: Page) -> None:
+    results = await Axe().run(page)
+    assert results.violations_count == 0, results.generate_report()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_chat_page(browser: Browser, scheme: str) -> None:
+    """With an answer, so that all parts are there."""
+    async with edge_world() as world:
+        world.link.script = answer("Hello there.")
+        page = await open_page(browser, world.url, scheme)
+        await expect(page.get_by_label("Model")).to_have_value("tiny")
+        await page.get_by_label("Your message").fill("Hi")
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".turn.assistant").last).to_contain_text("Hello there.")
+        await assert_accessible(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_reference_page(browser: Browser, scheme: str) -> None:
+    """The whole reference, with everything unfolded."""
+    async with edge_world() as world:
+        page = await open_page(browser, f"{world.url}/docs", scheme)
+        await expect(page.get_by_text("/v1/chat/completions").first).to_be_visible()
+        await page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+        await assert_accessible(page)
