@@ -7,6 +7,7 @@ messages.py    POST /v1/messages and POST /v1/messages/count_tokens
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models
 moderations.py  POST /v1/moderations
+tokenization.py  POST /tokenize and POST /detokenize
 not_served.py  refuses the APIs that kvloom does not have, by name
 health.py      /health, /live, /ready, /metrics, /metrics/targets and /version
 page/          the chat page

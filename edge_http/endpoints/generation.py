@@ -53,7 +53,7 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
     window = edge.window(model.name)
-    prompt, rendered = await chat_prompt(messages, plan.tools, _template_options(body), model.tokenizer, window)
+    prompt, rendered = await chat_prompt(messages, plan.tools, template_options(body), model.tokenizer, window)
     if body.prediction is not None:
         sampling.predicted_token_ids.extend(await predicted_tokens(body.prediction, model.tokenizer, window))
     parser = prompted(plan.parser, rendered)
@@ -111,7 +111,7 @@ def _includes_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def _template_options(body: ChatBody) -> Mapping[str, Any]:
+def template_options(body: ChatBody) -> Mapping[str, Any]:
     """The variables that the request gives to the chat template."""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:

@@ -11,6 +11,7 @@ prompt_report.py        what an answer repeats of its prompt: echo and prompt_lo
 guide.py                converts response_format and structured_outputs to a Guide
 response_formatters.py  the formats of chat and plain completion responses, streamed and complete
 response_objects.py     the types of responses, for the description of the API
+tokenization.py         the bodies of /tokenize and /detokenize, in vLLM's shape
 logprobs.py             the formats of log-probabilities
 responses/              the Responses API
 """

@@ -60,7 +60,7 @@ async def completion_prompts(
     is the model's window in tokens, or 0 if it is not known. Raises KvloomError."""
     given = body.prompt
     if isinstance(given, str):
-        return [await _text_prompt(given, "prompt", tokenizer, max_model_len)]
+        return [await text_prompt(given, "prompt", tokenizer, max_model_len)]
     if not given:
         raise invalid_argument("prompt must not be empty.", "prompt")
     texts = [text for text in given if isinstance(text, str)]
@@ -78,13 +78,16 @@ async def completion_prompts(
         )
     if lists:
         return [_token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
-    return [await _text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len) for i, text in enumerate(texts)]
+    return [await text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len) for i, text in enumerate(texts)]
 
 
-async def _text_prompt(text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int) -> Prompt:
+async def text_prompt(
+    text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int, *, add_special_tokens: bool = True
+) -> Prompt:
+    """Tokenize a text. Raises KvloomError."""
     check_text_size(len(text), max_model_len, field)
     try:
-        token_ids = await tokenizer.encode(text, add_special_tokens=True)
+        token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except KvloomError as error:
         error.field = error.field or field
         raise
@@ -93,11 +96,16 @@ async def _text_prompt(text: str, field: str, tokenizer: ModelTokenizer, max_mod
     return Prompt(token_ids, text, field)
 
 
-def _token_prompt(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> Prompt:
+def check_token_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:
+    """Raises KvloomError (INVALID_ARGUMENT) that names the one that is not a token."""
     if not token_ids:
         raise invalid_argument(f"{field} must not be empty.", field)
     if min(token_ids) < 0 or max(token_ids) >= tokenizer.vocab_size:
         bad = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < tokenizer.vocab_size)
         at = f"{field}[{bad}]"
         raise invalid_argument(f"{at} is not a token of this model: ids go from 0 to {tokenizer.vocab_size - 1}.", at)
+
+
+def _token_prompt(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> Prompt:
+    check_token_ids(token_ids, field, tokenizer)
     return Prompt(token_ids, "", field)

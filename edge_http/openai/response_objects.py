@@ -258,6 +258,18 @@ class TokenCount(msgspec.Struct, kw_only=True):
     input_tokens: int
 
 
+class Tokens(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    """0 if no shard has said it yet."""
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokensText(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
 class Cancelled(Object):
     id: str
     cancelled: bool

@@ -19,6 +19,7 @@ from edge_http.endpoints.not_served import refuse_unserved
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
+from edge_http.endpoints.tokenization import detokenize, tokenize
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.server.api_docs import openapi_json
 from edge_http.wire.headers import (
@@ -48,6 +49,8 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/completions": {"POST": completions},
     "/v1/responses": {"POST": responses},
     "/v1/moderations": {"POST": moderations},
+    "/tokenize": {"POST": tokenize},
+    "/detokenize": {"POST": detokenize},
     "/v1/models": {"GET": list_models, "HEAD": list_models},
     MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
     CHAT_ROUTE: {"GET": resume_stream},

@@ -9,6 +9,7 @@ from edge_http.endpoints.page import DOCS_FILES, PAGE_FILES
 from edge_http.openai import requests
 from edge_http.openai import response_objects as objects
 from edge_http.openai.responses.requests import ResponsesBody
+from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
 from edge_http.openapi.parameters import GENERATION
 from edge_http.wire.headers import CACHED_TOKENS, LAST_EVENT_ID, REQUEST_ID, RESPONSE_ID, RESUME, SHARD
@@ -97,6 +98,21 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         Answer("One result for each text.", objects.Moderation),
         body=requests.ModerationBody, parameters=(REQUEST_ID,), errors=(429, 503),
         examples={"Two texts": {"input": ["Hello!", "How do looms work?"]}},
+    ),
+    _operation(
+        "/tokenize", "POST", "tokenize", "Text", "The tokens of a text or a conversation",
+        Answer("The ids.", objects.Tokens),
+        body=TokenizeBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
+        examples={
+            "A text": {"model": _MODEL, "prompt": "Hello there.", "return_token_strs": True},
+            "A conversation": {"model": _MODEL, "messages": _MESSAGES},
+        },
+    ),
+    _operation(
+        "/detokenize", "POST", "detokenize", "Text", "The text of tokens",
+        Answer("The text.", objects.TokensText),
+        body=DetokenizeBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
+        examples={"Two tokens": {"model": _MODEL, "tokens": [19556, 665]}},
     ),
     _operation("/v1/models", "GET", "listModels", "Models", "List the models", Answer("All.", objects.ModelList)),
     _operation(

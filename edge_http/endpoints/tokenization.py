@@ -1,0 +1,67 @@
+"""POST /tokenize and POST /detokenize: the tokens of a prompt, and the text of tokens, as the model sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from edge_http.edge import Edge, ServedModel
+from edge_http.endpoints.answering import read_prompt_body
+from edge_http.endpoints.generation import template_options
+from edge_http.openai.messages import chat_messages
+from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
+from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
+from edge_http.openai.tools import tools_of
+from edge_http.wire.json_response import json_response
+from kvloom.conversation.tool_plan import plan_tools
+
+
+async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /tokenize."""
+    caller = edge.callers.caller_of(request)
+    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+        body = decode_tokenize(await read_prompt_body(edge, request, lease), edge.config.max_messages)
+        model = edge.find_model(body.model)
+        window = edge.window(model.name)
+        token_ids = await _token_ids(body, model, window)
+        names = [model.tokenizer.token_bytes(each).decode(errors="replace") for each in token_ids]
+    return json_response(
+        {
+            "count": len(token_ids),
+            "max_model_len": window,
+            "tokens": list(token_ids),
+            "token_strs": names if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /detokenize."""
+    caller = edge.callers.caller_of(request)
+    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+        body = decode_detokenize(await read_prompt_body(edge, request, lease))
+        tokenizer = edge.find_model(body.model).tokenizer
+        check_token_ids(body.tokens, "tokens", tokenizer)
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+async def _token_ids(body: TokenizeBody, model: ServedModel, window: int) -> Sequence[int]:
+    """Raises KvloomError."""
+    if body.prompt is not None:
+        adds = body.add_special_tokens is not False
+        return (await text_prompt(body.prompt, "prompt", model.tokenizer, window, add_special_tokens=adds)).token_ids
+    chat = conversation_of(body)
+    given = tools_of(chat)
+    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
+    prompt, _ = await chat_prompt(
+        chat_messages(chat.messages),
+        plan.tools,
+        template_options(chat),
+        model.tokenizer,
+        window,
+        is_continued=bool(body.continue_final_message),
+    )
+    return prompt.token_ids

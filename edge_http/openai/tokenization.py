@@ -1,0 +1,93 @@
+"""The bodies of POST /tokenize and POST /detokenize, in vLLM's shape."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from edge_http.formatting.decoding import decode_body
+from edge_http.openai.requests import Body, ChatBody, Message, ToolBody
+from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+MAX_TOKENS: Final = 2**20
+"""The most tokens that one request turns into text."""
+
+
+class TokenizeBody(Body, kw_only=True):
+    """A text (`prompt`) or a conversation (`messages`)."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[ToolBody] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    add_special_tokens: bool | None = None
+    """Whether a text gets the tokens that the tokenizer adds, as a prompt does. The default is true. Conversations have
+    those of their template."""
+    add_generation_prompt: bool | None = None
+    """Whether a conversation ends with the beginning of an answer. The default is true."""
+    continue_final_message: bool | None = None
+    """Whether the last message is that beginning."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    model: str
+    tokens: list[int]
+
+
+def decode_tokenize(raw: bytes, max_messages: int) -> TokenizeBody:
+    """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    body = decode_body(_TOKENIZE_DECODER, raw)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_argument("Give either prompt or messages.", "messages" if body.messages else "prompt")
+    if body.prompt is not None:
+        _check_text_fields(body)
+    elif not body.messages:
+        raise invalid_argument("messages must hold at least one message.", "messages")
+    elif len(body.messages) > max_messages:
+        raise invalid_argument(f"messages has {len(body.messages)} entries; at most {max_messages}.", "messages")
+    elif body.add_special_tokens:
+        message = "add_special_tokens: a conversation has the special tokens of its template."
+        raise unsupported(message, "add_special_tokens")
+    else:
+        _check_ending(body)
+    return body
+
+
+def decode_detokenize(raw: bytes) -> DetokenizeBody:
+    """Decode a body. Raises KvloomError (INVALID_ARGUMENT, REQUEST_TOO_LARGE) that names the field."""
+    body = decode_body(_DETOKENIZE_DECODER, raw)
+    if len(body.tokens) > MAX_TOKENS:
+        message = f"tokens has {len(body.tokens)} entries; at most {MAX_TOKENS}."
+        raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="tokens")
+    return body
+
+
+def conversation_of(body: TokenizeBody) -> ChatBody:
+    """The request for an answer that has this prompt."""
+    assert body.messages is not None
+    options = body.chat_template_kwargs
+    return ChatBody(model=body.model, messages=body.messages, tools=body.tools, chat_template_kwargs=options)
+
+
+def _check_text_fields(body: TokenizeBody) -> None:
+    for field in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+        if getattr(body, field) is not None:
+            raise invalid_argument(f"{field} goes only with messages.", field)
+
+
+def _check_ending(body: TokenizeBody) -> None:
+    has_beginning = body.add_generation_prompt is not False
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "Give either add_generation_prompt or continue_final_message."
+        raise invalid_argument(message, "continue_final_message")
+    if not (has_beginning or body.continue_final_message):
+        message = "add_generation_prompt: a conversation is tokenized as a prompt, which ends where an answer begins."
+        raise unsupported(message, "add_generation_prompt")
+
+
+_TOKENIZE_DECODER: Final = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE_DECODER: Final = msgspec.json.Decoder(DetokenizeBody)
