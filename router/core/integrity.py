@@ -8,7 +8,7 @@ from collections import Counter
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.fleet.fleet import Fleet
-from router.core.live import LiveRequest
+from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement.placer import Placer
 from router.core.prefix_index.prefix_index import PrefixIndex
@@ -73,13 +73,15 @@ def _check_clients(lifecycle: Lifecycle) -> None:
 
 
 def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet: Fleet) -> None:
-    """No request waits for any shard while one that could run it has room, or although no shard ever could. A request
-    that waits for a certain shard was placed there, and there is a time at which that is reconsidered."""
+    """No request waits for any shard while one that could run it has room, or although no shard ever could, unless an
+    earlier one of its tenant has no turn. A request that waits for a certain shard was placed there, and there is a
+    time at which that is reconsidered."""
     lines = queue.queues
     assert len(lines) == sum(1 for _ in lines)
     assert lines.num_untouched == sum(not live.has_prefill_chunks for live in lines)
     assert Counter((live.request.model, live.request.tier) for live in lines) == lines.counts()
     held: dict[str, set[str]] = {shard_id: set() for shard_id in fleet.shards}
+    stopped: set[tuple[QueueId, str]] = set()
     for live in lines:
         assert live.num_open_choices
         assert live.pending
@@ -93,10 +95,12 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
             assert queue.next_deadline() < math.inf
         else:
             assert live.prefill_chunk is None
-            assert live.queue_id.is_parked or not placer.can_run(live)
-        if live.queue_id.is_parked:
-            model = live.request.model
-            assert lines.num_waiting(model) > lines.num_in(live.queue_id) or not placer.can_run(live)
+            turn = (live.queue_id, live.request.tenant)
+            if not placer.any_has_room(live):
+                stopped.add(turn)
+            others_wait = lines.num_waiting(live.request.model) > lines.num_in(live.queue_id)
+            may_wait = turn in stopped or (live.queue_id.is_parked and others_wait)
+            assert may_wait or not placer.can_run(live)
     for shard_id, request_ids in held.items():
         assert ledger.view(shard_id).held.keys() == request_ids
 

@@ -22,7 +22,7 @@ def tells_attempts_apart_by_their_numbers(patch: Patch) -> None:
     patch.setattr(Attempt, "key", property(lambda self: (self.request_id, self.attempt_id)))
 
 
-@caught_by(EndsJustified, max_seeds=400)
+@caught_by(EndsJustified, first_seed=280)
 def takes_a_queue_place_without_need(patch: Patch) -> None:
     """A resumed request that is at its limit evicts another one from the full queue, or is refused."""
     original = Arrivals.on_request
