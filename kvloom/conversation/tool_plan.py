@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from kvloom.conversation.call_guide import call_guide
 from kvloom.conversation.call_tags import strict_guide
@@ -13,8 +14,7 @@ from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.generation_pb2 import Guide
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToolPlan:
+class ToolPlan(NamedTuple):
     """How a request is prompted, guided and read."""
 
     tools: Sequence[Tool] = ()
@@ -25,6 +25,9 @@ class ToolPlan:
     """The guide has no room for another form of the answer."""
     parser: ParserSpec | None = None
     """None: the output is text."""
+
+
+_PLAIN: Final = ToolPlan()
 
 
 def plan_tools(
@@ -40,7 +43,7 @@ def plan_tools(
     Raises KvloomError (UNSUPPORTED_PARAMETER) for strict tools of a model whose calls cannot be guided."""
     reasoning = dataclasses.replace(model, tools=None) if model is not None and model.reasoning else None
     if not tools or choice.mode == "none":
-        return ToolPlan(parser=reasoning)
+        return ToolPlan(parser=reasoning) if reasoning is not None else _PLAIN
     if choice.mode == "auto":
         return ToolPlan(tools, strict_guide(tools, model.tools if model is not None else None, at), parser=model)
     allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]

@@ -11,19 +11,27 @@ import torch
 
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.kernel_threads import runnable_family_names
+from tests.fakes.shallow_model import write_shallow_model
 
 pytestmark = pytest.mark.timeout(400)
 """CPUs without bf16 arithmetic take two minutes for one of these tests."""
 
+NUM_LAYERS = 4
 NUM_BLOCKS = 400
 BLOCKS_PER_SEQUENCE = 48
 
 
+@pytest.fixture(scope="module")
+def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All layers have the same shapes, so that a few show what thirty do."""
+    return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", NUM_LAYERS)
+
+
 @pytest.fixture(scope="module", params=[*runnable_family_names(), "int8", "int8 in float32", "torch's operators"])
-def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
+def runner(shallow_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
     kernels = {"int8": "auto", "int8 in float32": "generic", "torch's operators": "torch"}
     return ModelRunner(
-        model_dir,
+        shallow_dir,
         dtype="bfloat16",
         block_size=16,
         num_blocks=NUM_BLOCKS,
@@ -60,7 +68,7 @@ def test_this_machine_was_found_invariant(runner: ModelRunner):
     assert runner.batch_invariant
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 31, 100, 129, 333])
+@pytest.mark.parametrize("chunk", [1, 5, 31, 129, 333])
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one(runner: ModelRunner, chunk: int):
     """Chunk borders depend on the other requests. Chunks of 1 are decoding: a resumed sequence prefills what the lost
     one decoded."""
@@ -77,10 +85,10 @@ def test_every_decoded_position_has_the_bits_of_its_prefill(runner: ModelRunner)
     """The lengths lie around the borders of blocks and of the kernel's 512 keys."""
     blocks = scattered_blocks(2)
     sequence, prefix = PagedSequence(2, 530, blocks[0]), PagedSequence(2, 530, blocks[1])
-    runner.run([sequence.part(0, 505)])
-    for position in range(505, 530):
+    runner.run([sequence.part(0, 509)])
+    for position in range(509, 529):
         decoded = runner.run([sequence.part(position, position + 1)])
-        if position in (505, 510, 511, 512, 513, 527, 528, 529):
+        if position in (511, 512, 513, 528):
             assert torch.equal(decoded, runner.run([prefix.part(0, position + 1)])), position
 
 
@@ -93,7 +101,7 @@ def test_a_batch_of_everything_gives_each_the_bits_it_has_alone(runner: ModelRun
     alone = torch.cat([runner.run([sequence.whole()]) for sequence in sequences])
     # KV of all but the last tokens is reused from here on.
     chooser = random.Random(3)
-    for _ in range(6):
+    for _ in range(3):
         order = chooser.sample(range(len(sequences)), chooser.randint(1, len(sequences)))
         starts = {index: lengths[index] - chooser.choice([1, 1, 2, 4, lengths[index] // 2 + 1]) for index in order}
         batch = [sequences[index].part(starts[index], lengths[index]) for index in order]
