@@ -44,6 +44,13 @@ class CollectedAnswer(Answer):
         """Up to this size no limit is met."""
         self._choices = [CollectedChoice() for _ in range(self.num_choices)]
 
+    def fail(self, error: KvloomError) -> None:
+        """What was collected goes at once. The error and this answer refer to each other, so that it would otherwise
+        stay until the next full garbage collection, and answers have megabytes."""
+        if not self.ended.done():
+            self._choices = []
+        super().fail(error)
+
     def body(self, *, with_details: bool) -> list[Buffer]:
         """Returns the pieces of the JSON body, once the answer has ended without an error."""
         return self._formatter.body(self._choices, self.usage(), self.details() if with_details else None)
@@ -83,18 +90,14 @@ class CollectedAnswer(Answer):
 
     def _check_size(self) -> None:
         if self.num_bytes > self._max_bytes:
-            self._drop(_too_large(self._max_bytes))
+            self.fail(_too_large(self._max_bytes))
             return
         try:
             while self.num_bytes > self._lease.num_bytes:
                 self._lease.take(LEASE_BYTES)
             self._num_checked_bytes = min(self._lease.num_bytes, self._max_bytes)
         except KvloomError as error:
-            self._drop(error)
-
-    def _drop(self, error: KvloomError) -> None:
-        self._choices = []
-        self.fail(error)
+            self.fail(error)
 
     def _add_output(self, index: int, events: Sequence[Event]) -> None:
         choice = self._choices[index]
