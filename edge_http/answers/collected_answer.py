@@ -47,7 +47,7 @@ class CollectedAnswer(Answer):
     def fail(self, error: KvloomError) -> None:
         """What was collected goes at once. The error and this answer refer to each other, so that it would otherwise
         stay until the next full garbage collection, and answers have megabytes."""
-        if not self.ended.done():
+        if not self.ended.done() or self.ended.cancelled():  # by the handler's end, when the client has left
             self._choices = []
         super().fail(error)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
 import pytest
 
+from edge_http.formatting.collected_choice import CollectedChoice
 from edge_http.wire.large_body import PIECE_BYTES
 from kvloom.config import EdgeConfig
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT
+from tests.fakes.router_world import eventually
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -54,6 +57,37 @@ async def test_answer_that_grows_too_large_is_ended(path: str) -> None:
         assert "4096 bytes (edge.max_answer_bytes)" in answer["error"]["message"]
         assert request.cancelled.is_set()
         assert world.edge.collected.num_bytes == 0
+
+
+async def test_an_answer_whose_client_left_is_freed_at_once() -> None:
+    """A busy edge seldom looks for garbage: what waited for that would fill its memory. The same holds for an answer
+    that grew too large."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with edge_world(EdgeConfig(max_answer_bytes=64_000)) as world:
+            asking = begin(world, n=2)
+            request = await world.link.next_request()
+            for index in range(2):
+                request.start(index)
+                send(request, 40, index)
+            assert num_collected_choices() == 2
+            asking.cancel()
+            await request.cancelled.wait()
+            await eventually(lambda: not num_collected_choices(), "the end of what was collected")
+            too_large = begin(world)
+            request = await world.link.next_request()
+            request.start()
+            send(request, 1000)
+            assert (await too_large)[0] == 400
+            await eventually(lambda: not num_collected_choices(), "the end of what was collected")
+    finally:
+        gc.enable()
+
+
+def num_collected_choices() -> int:
+    """That are still in memory."""
+    return sum(isinstance(each, CollectedChoice) for each in gc.get_objects())
 
 
 async def test_one_caller_cannot_take_all_memory_for_answers() -> None:
