@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -42,7 +43,7 @@ from msgspec import Meta
 
 from kvloom.plugins import PluginError
 from safety_svc.folding import fold
-from safety_svc.rule_plugins import KindExpression, rule_kind
+from safety_svc.rule_plugins import MAX_LENGTH, KindExpression, rule_kind
 
 BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
 MAX_POLICY_BYTES: Final = 64 * 2**20
@@ -75,7 +76,7 @@ class RuleFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     whole_words: bool = True
     patterns: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
-    max_length: Annotated[int, Meta(ge=1, le=4096)] = DEFAULT_MAX_LENGTH
+    max_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)] = DEFAULT_MAX_LENGTH
 
 
 class KindFields(CommonFields, kw_only=True):
@@ -194,22 +195,22 @@ def load_policy(path: Path) -> Policy:
         tables = msgspec.toml.decode(raw, type=PolicyFields).rules
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path}: {error}") from error
-    names: set[str] = set()
     try:
-        rules = [_fields(table, number) for number, table in enumerate(tables, 1)]
+        return _policy(tables, xxhash.xxh3_64_hexdigest(raw))
     except PolicyError as error:
         raise PolicyError(f"{path}: {error}") from error
-    for rule in rules:
-        if rule.name in names:
-            raise PolicyError(f"{path}: rule {rule.name!r}: the name is used twice")
-        names.add(rule.name)
-    try:
-        prompt, answer = (_compile(rules, (target,)) for target in ("prompt", "answer"))
-        any_text = _compile(rules, ("prompt", "answer"))
-    except PolicyError as error:
-        raise PolicyError(f"{path}: {error}") from error
+
+
+def _policy(tables: Sequence[dict[str, Any]], revision: str) -> Policy:
+    """Raises PolicyError."""
+    rules = [_fields(table, number) for number, table in enumerate(tables, 1)]
+    for name, count in Counter(rule.name for rule in rules).items():
+        if count > 1:
+            raise PolicyError(f"rule {name!r}: the name is used twice")
+    prompt, answer = (_compile(rules, (target,)) for target in ("prompt", "answer"))
+    any_text = _compile(rules, ("prompt", "answer"))
     categories = tuple(dict.fromkeys(rule.category or rule.name for rule in rules))
-    return Policy(f"{xxhash.xxh3_64_hexdigest(raw)}", prompt, answer, any_text, categories)
+    return Policy(revision, prompt, answer, any_text, categories)
 
 
 def _fields(table: dict[str, Any], number: int) -> RuleFields | KindFields:
@@ -251,9 +252,9 @@ def _rule(fields: CommonFields) -> Rule:
 
 def _kind_pattern(fields: KindFields) -> Pattern:
     rule, kind = _rule(fields), fields.rule_kind
-    prefixes: tuple[str, ...] = getattr(kind, "prefixes", ())
-    _check_prefixes(rule, prefixes, kind.max_length)
-    return Pattern(rule, KindExpression(rule.name, kind), prefixes, kind.max_length)
+    expression = KindExpression(rule.name, kind)
+    _check_prefixes(rule, expression.prefixes, kind.max_length)
+    return Pattern(rule, expression, expression.prefixes, kind.max_length)
 
 
 def _phrase(rule: Rule, text: str, *, whole_words: bool) -> Phrase:

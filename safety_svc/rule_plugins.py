@@ -54,7 +54,7 @@ class KindExpression:
 
     def __init__(self, rule_name: str, kind: RuleKind) -> None:
         self._kind = kind
-        self._prefixes: tuple[str, ...] = getattr(kind, "prefixes", ())
+        self.prefixes: tuple[str, ...] = getattr(kind, "prefixes", ())
         self._failures = FailureLog("a safety rule fails", rule=rule_name)
 
     def search(self, text: str, start: int = 0) -> Passage | None:
@@ -80,7 +80,7 @@ class KindExpression:
             return f"find() returned {first}:{behind} of {start}:{len(text)}"
         if behind - first > self._kind.max_length:
             return f"find() returned {behind - first} characters, and max_length is {self._kind.max_length}"
-        if self._prefixes and not text.startswith(self._prefixes, first):
+        if self.prefixes and not text.startswith(self.prefixes, first):
             return "find() returned a passage that begins with none of the prefixes"
         return ""
 

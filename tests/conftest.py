@@ -53,11 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def plugin_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSite:
+def plugin_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginSite]:
     """Where a test installs packages with plugins."""
+    from kvloom.parsers.registry import reasoning_family, tool_family
     from tests.fakes.plugin_site import PluginSite
 
-    return PluginSite(tmp_path, monkeypatch)
+    yield PluginSite(tmp_path, monkeypatch)
+    for families in (tool_family, reasoning_family):  # they remember what was loaded
+        families.cache_clear()
 
 
 @pytest.fixture(scope="session")

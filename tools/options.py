@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 import click
 
 from kvloom.config import ConfigError, KvloomConfig, load_config
-from shard_server.engines.engine_plugins import ENGINES
 from tools.failures import CommandError
 
 DEFAULT_DATA_DIR: Final = Path("~/.kvloom")
@@ -30,6 +29,8 @@ class EngineName(click.ParamType):
     name = "engine"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from shard_server.engines.engine_plugins import ENGINES  # every command imports this module
+
         names = ENGINES.names()
         if value not in names:
             self.fail(f"{value!r} is none of {', '.join(names)}", param, ctx)

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from edge_http.anthropic.blocks import CacheControl, ContentBlock, TextBlock
-from edge_http.formatting.decoding import decode_body
+from edge_http.formatting.decoding import check_num_messages, decode_body
 from kvloom.errors import invalid_argument, unsupported
 
 MAX_USER_ID_CHARS: Final = 512
@@ -151,10 +151,7 @@ def check_version(version: str | None) -> None:
 
 
 def _checked(body: _Body, max_messages: int) -> _Body:
-    if not body.messages:
-        raise invalid_argument("messages must hold at least one message.", "messages")
-    if len(body.messages) > max_messages:
-        raise invalid_argument(f"messages has {len(body.messages)} entries; at most {max_messages}.", "messages")
+    check_num_messages(len(body.messages), max_messages)
     for name, harmless in _HARMLESS.items():
         value = getattr(body, name)
         if value is not None and value not in harmless:

@@ -10,6 +10,7 @@ from aiohttp import web
 from edge_http.edge import Edge, ServedModel
 from edge_http.endpoints.answering import read_prompt_body
 from edge_http.endpoints.generation import template_options
+from edge_http.openai.logprobs import shown_token
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
 from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
@@ -26,13 +27,13 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
         model = edge.find_model(body.model)
         window = edge.window(model.name)
         token_ids = await _token_ids(body, model, window)
-        names = [model.tokenizer.token_bytes(each).decode(errors="replace") for each in token_ids]
+        names = [shown_token(model.tokenizer, each) for each in token_ids] if body.return_token_strs else None
     return json_response(
         {
             "count": len(token_ids),
             "max_model_len": window,
             "tokens": list(token_ids),
-            "token_strs": names if body.return_token_strs else None,
+            "token_strs": names,
         }
     )
 

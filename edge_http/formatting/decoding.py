@@ -31,6 +31,14 @@ def decode_body(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, at:
         raise invalid_argument("The body is nested too deeply.") from error
 
 
+def check_num_messages(num_messages: int, max_messages: int) -> None:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    if not num_messages:
+        raise invalid_argument("messages must hold at least one message.", "messages")
+    if num_messages > max_messages:
+        raise invalid_argument(f"messages has {num_messages} entries; at most {max_messages}.", "messages")
+
+
 def json_text(raw: msgspec.Raw, field: str) -> str:
     """The text of a part of a body that was not decoded with it. Raises KvloomError (INVALID_ARGUMENT)."""
     try:

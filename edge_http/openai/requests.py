@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from edge_http.formatting.decoding import decode_body
+from edge_http.formatting.decoding import check_num_messages, decode_body
 from edge_http.openai import unsupported
 from edge_http.openai.unsupported import Harmless
 from kvloom.errors import KvloomError, invalid_argument
@@ -242,10 +242,7 @@ def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
         body = decode_body(_CHAT_DECODER, raw)
         unsupported.refuse(body, unsupported.CHAT)
     _check_shared(body)
-    if not body.messages:
-        raise invalid_argument("messages must hold at least one message.", "messages")
-    if len(body.messages) > max_messages:
-        raise invalid_argument(f"messages has {len(body.messages)} entries; at most {max_messages}.", "messages")
+    check_num_messages(len(body.messages), max_messages)
     if not is_plain:
         for i, message in enumerate(body.messages):
             unsupported.refuse(message, unsupported.MESSAGE, f"messages[{i}].")

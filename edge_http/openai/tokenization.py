@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from edge_http.formatting.decoding import decode_body
+from edge_http.formatting.decoding import check_num_messages, decode_body
 from edge_http.openai.requests import Body, ChatBody, Message, ToolBody
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -43,17 +43,14 @@ def decode_tokenize(raw: bytes, max_messages: int) -> TokenizeBody:
     body = decode_body(_TOKENIZE_DECODER, raw)
     if (body.prompt is None) == (body.messages is None):
         raise invalid_argument("Give either prompt or messages.", "messages" if body.messages else "prompt")
-    if body.prompt is not None:
+    if body.messages is None:
         _check_text_fields(body)
-    elif not body.messages:
-        raise invalid_argument("messages must hold at least one message.", "messages")
-    elif len(body.messages) > max_messages:
-        raise invalid_argument(f"messages has {len(body.messages)} entries; at most {max_messages}.", "messages")
-    elif body.add_special_tokens:
+        return body
+    check_num_messages(len(body.messages), max_messages)
+    if body.add_special_tokens:
         message = "add_special_tokens: a conversation has the special tokens of its template."
         raise unsupported(message, "add_special_tokens")
-    else:
-        _check_ending(body)
+    _check_ending(body)
     return body
 
 

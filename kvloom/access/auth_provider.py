@@ -184,7 +184,7 @@ class CallerVerifier:
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """An error that is raised anew for each caller, since every raise adds to an exception's traceback."""
+    """An error that is made again for each caller, since every raise adds to an exception's traceback."""
 
     reason: int
     message: str

@@ -112,6 +112,7 @@ class _Server(ThreadingWSGIServer):
     """A thread for each connection, within limits."""
 
     tls: ssl.SSLContext | None = None
+    request_queue_size = 2 * MAX_SCRAPES  # with the library's 5, connections made at once wait for a second or more
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._free = threading.BoundedSemaphore(MAX_SCRAPES)

@@ -8,6 +8,7 @@ plugin cannot replace a family of this package.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
@@ -59,8 +60,10 @@ class ReasoningFamily(Protocol):
     def __call__(self, starts_in_reasoning: bool) -> OutputParser: ...
 
 
+@functools.cache
 def tool_family(name: str) -> ToolFamily:
-    """Raises ValueError, which names the families that exist."""
+    """Raises ValueError, which names the families that exist. Every request asks for its family, and to look for a
+    plugin takes milliseconds."""
     if name in _TOOLS:
         return _load("tools", _TOOLS[name])
     if name not in tool_families():
@@ -68,6 +71,7 @@ def tool_family(name: str) -> ToolFamily:
     return PARSERS.load(name)
 
 
+@functools.cache
 def reasoning_family(name: str) -> ReasoningFamily:
     """Raises ValueError, which names the families that exist."""
     if name == "harmony":

@@ -1,5 +1,6 @@
 """What stands in front of every RPC: who may call, and how much at a time.
 
+own_rpcs.py       the RPCs of kvloom's own services, as interceptors see them
 api_key_check.py  refuses RPCs without a valid API key
 provider_check.py  refuses RPCs whose caller an auth provider does not know
 access_log.py     a log line for every RPC that ends

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
@@ -15,38 +14,23 @@ from kvloom.callers import Callers
 from kvloom.process.access_log import AccessLog
 from kvloom.process.request_context import request_fields
 from router.caller_scope import caller_name
+from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 
 log = structlog.get_logger()
 
-_OWN_SERVICES: Final = "/kvloom."
-"""Health checks would only drown the others."""
 MAX_ID_CHARS: Final = 256
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
-
-class RpcAccessLog(grpc.aio.ServerInterceptor):
-    """gRPC calls it for every RPC that a server receives."""
-
+class RpcAccessLog(OwnRpcInterceptor):
     def __init__(self, access_log: AccessLog, callers: Callers) -> None:
         self._access_log = access_log
         self._callers = callers
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        method = str(handler_call_details.method)
-        if handler is None or not self._access_log.is_on or not method.startswith(_OWN_SERVICES):
+    def handler(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        if not self._access_log.is_on:
             return handler
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        method, codecs = str(details.method), codecs_of(handler)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._logged(method, handler.unary_unary), **codecs)
         if handler.unary_stream is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
 
 import grpc
 import structlog
@@ -14,19 +14,12 @@ from kvloom.callers import Callers
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from router.caller_scope import credential_in
+from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 
 log = structlog.get_logger()
 
-_OWN_SERVICES: Final = "/kvloom."
-"""Health checks of load balancers need no key, nor does reflection, which can be switched off."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
-
-
-class ApiKeyCheck(grpc.aio.ServerInterceptor):
-    """gRPC calls it for every RPC that a server receives."""
-
+class ApiKeyCheck(OwnRpcInterceptor):
     def __init__(self, callers: Callers) -> None:
         """`callers` must have API keys."""
         self._callers = callers
@@ -36,20 +29,10 @@ class ApiKeyCheck(grpc.aio.ServerInterceptor):
         if callers.api_keys is not None:
             callers.api_keys.on_change(self._end_revoked)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        if handler is None or not str(handler_call_details.method).startswith(_OWN_SERVICES):
-            return handler
-        metadata: Iterable[tuple[str, Any]] = handler_call_details.invocation_metadata or ()  # type: ignore[assignment]
+    def handler(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        metadata: Iterable[tuple[str, Any]] = details.invocation_metadata or ()  # type: ignore[assignment]
         credential = credential_in(metadata)
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        codecs = codecs_of(handler)
         try:
             self._callers.check(credential)
         except KvloomError as error:

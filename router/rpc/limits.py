@@ -25,16 +25,12 @@ from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.caller_scope import caller_name, peer_host
+from router.rpc.own_rpcs import Behaviour, Context, is_own
 from router.rpc.receipts import Receipts
 
 RECEIVE_SECONDS: Final = 60.0
 """How long a request may take to arrive."""
 RETRY_SECONDS: Final = 1.0
-_OWN_SERVICES: Final = "/kvloom."
-"""Others, such as health checks, are served at every level of memory."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class RpcLimits(grpc.aio.ServerInterceptor):
@@ -76,13 +72,13 @@ class RpcLimits(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
-        is_own = str(handler_call_details.method).startswith(_OWN_SERVICES)
+        own = is_own(handler_call_details)  # others are served at every level of memory
         if handler.stream_stream is not None:
-            limited, parse = self._limited_stream(handler.stream_stream, is_own=is_own), handler.request_deserializer
+            limited, parse = self._limited_stream(handler.stream_stream, is_own=own), handler.request_deserializer
         else:
             returns = handler.unary_unary is not None
             behaviour = handler.unary_unary if returns else handler.unary_stream
-            limited, parse = self._limited_request(behaviour, is_own=is_own, returns=returns), None
+            limited, parse = self._limited_request(behaviour, is_own=own, returns=returns), None
         return grpc.stream_stream_rpc_method_handler(limited, parse, handler.response_serializer)
 
     def _limited_stream(self, behaviour: Behaviour, *, is_own: bool) -> Any:

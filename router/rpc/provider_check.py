@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -17,11 +17,10 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.caller_scope import verified_caller
+from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 
 log = structlog.get_logger()
 
-_OWN_SERVICES: Final = "/kvloom."
-"""Health checks of load balancers need no credentials, nor does reflection, which can be switched off."""
 _SERVICE: Final = router_service_pb2.DESCRIPTOR.services_by_name["RouterService"]
 _LASTING: Final = frozenset(
     f"/{_SERVICE.full_name}/{method.name}" for method in _SERVICE.methods if method.client_streaming
@@ -30,29 +29,18 @@ _LASTING: Final = frozenset(
 RECHECK_SECONDS: Final = 60.0
 """How often the credentials of such a stream are checked again."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
-
-class ProviderCheck(grpc.aio.ServerInterceptor):
-    """gRPC calls it for every RPC that a server receives. It must come before RpcLimits, which needs the caller's name,
-    and makes streams of all RPCs: nothing of a request is received before its caller is known."""
+class ProviderCheck(OwnRpcInterceptor):
+    """It must come before RpcLimits, which needs the caller's name, and makes streams of all RPCs: nothing of a request
+    is received before its caller is known."""
 
     def __init__(self, callers: Callers, verifier: CallerVerifier) -> None:
         self._callers = callers
         self._verifier = verifier
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        method = str(handler_call_details.method)
-        if handler is None or not method.startswith(_OWN_SERVICES):
-            return handler
-        checked = self._checked(handler.stream_stream, lasts=method in _LASTING)
-        return grpc.stream_stream_rpc_method_handler(checked, handler.request_deserializer, handler.response_serializer)
+    def handler(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        checked = self._checked(handler.stream_stream, lasts=str(details.method) in _LASTING)
+        return grpc.stream_stream_rpc_method_handler(checked, **codecs_of(handler))
 
     def _checked(self, behaviour: Behaviour, *, lasts: bool) -> Any:
         async def checked(requests: Any, context: Context) -> None:

@@ -108,17 +108,19 @@ async def test_a_successor_shares_the_port_and_gets_it_alone() -> None:
         second.close()
 
 
-async def test_idle_connections_neither_block_scrapes_nor_pile_up() -> None:
+@pytest.mark.parametrize(("num_idle", "served"), [(MAX_SCRAPES - 1, True), (MAX_SCRAPES, False)])
+async def test_idle_connections_neither_block_scrapes_nor_pile_up(num_idle: int, served: bool) -> None:
     """Each connection costs a thread."""
     server = MetricsServer(KvloomConfig(), 0)
     host, _, port = server.address.rpartition(":")
-    idle = [socket.create_connection((host, int(port))) for _ in range(MAX_SCRAPES - 1)]
+    idle = [socket.create_connection((host, int(port))) for _ in range(num_idle)]
     try:
         async with asyncio.timeout(5):
-            assert await status(f"http://{server.address}/metrics") == 200
-        idle += [socket.create_connection((host, int(port))) for _ in range(2)]
-        with pytest.raises(aiohttp.ClientError):
-            await status(f"http://{server.address}/metrics")
+            if served:
+                assert await status(f"http://{server.address}/metrics") == 200
+            else:
+                with pytest.raises(aiohttp.ClientError):
+                    await status(f"http://{server.address}/metrics")
     finally:
         for connection in idle:
             connection.close()

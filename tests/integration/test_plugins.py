@@ -77,7 +77,7 @@ async def test_the_placement_policy_places_requests(world: RouterWorld, plugin_s
 
 
 def test_the_placement_policy_is_simulated(tmp_path: Path, plugin_site: PluginSite) -> None:
-    """Whoever writes a policy compares it with others before routers use it."""
+    """The author of a policy compares it with others before routers use it."""
     plugin_site.install_example("kvloom.placement_policies")
     trace = tmp_path / "mooncake.jsonl"
     calls = [{"timestamp": 50 * i, "input_length": 600, "output_length": 4, "hash_ids": [i, i + 1]} for i in range(20)]

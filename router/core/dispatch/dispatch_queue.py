@@ -191,7 +191,7 @@ class DispatchQueue:
             queue_id for queue_id in self.queues.queue_ids if not (queue_id.shard_id or queue_id.is_parked)
         ]:
             while any(shard.has_room for shard in self._fleet.ready(queue_id.model)):
-                live = self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room)
+                live = self._take_for_any(queue_id)
                 if live is None:
                     break
                 self.enter(live, now)
@@ -200,10 +200,14 @@ class DispatchQueue:
         """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
         queue precedes one that arrives later."""
         while self._parked_may_go(queue_id):
-            live = self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room)
+            live = self._take_for_any(queue_id)
             if live is None:
                 break
             self.enter(live, now)
+
+    def _take_for_any(self, queue_id: QueueId) -> LiveRequest | None:
+        """The next request that some shard can run now."""
+        return self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room)
 
     def _parked_may_go(self, queue_id: QueueId) -> bool:
         model, queues = queue_id.model, self.queues

@@ -230,13 +230,14 @@ class FairShares:
         if largest is None:
             return None
         _, other, shard = largest
-        num_left = self._place_share(shard, tenant)
+        num_places = self._num_places(shard)
+        num_left = _equal_part(num_places, shard, tenant)
         mine = shard.num_by_tenant.get(tenant, 0)
         running = [choice for choice in shard.choices.values() if choice.request.request.tenant == other]
         # A clear difference, so that two tenants with like demands do not take each other's places in turns.
         if len(running) <= num_left or len(running) < 2 * (mine + num_wanted):
             return None
-        num_excess = len(shard.choices) - (self._num_places(shard) - num_wanted)
+        num_excess = len(shard.choices) - (num_places - num_wanted)
         able = sorted(filter(_may_move, reversed(running)), key=_cost_to_move)
         chosen = able[: max(0, min(num_excess, len(running) - num_left))]
         return Preemption(shard, other, chosen) if chosen else None

@@ -119,7 +119,7 @@ async def test_a_provider_that_fails_lets_nobody_in(world: World, answer: object
 
 @pytest.mark.parametrize("blocks", [False, True])
 async def test_a_provider_that_does_not_answer_delays_its_askers_only(world: World, blocks: bool) -> None:
-    """Also one that blocks its thread: the event loop that serves tokens goes on, and the wait is bounded."""
+    """Also one that blocks its thread: the event loop that serves tokens is not held up, and the wait is bounded."""
     world.provider.blocks = blocks
     world.provider.may_answer.clear()
     world.verifier = world.new_verifier(timeout_seconds=0.05)
