@@ -6,8 +6,9 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edge_http.server.process import EdgeListenOptions, load_model, serve_edge
+from edge_http.server.process import EdgeListenOptions, serve_edge
 from kvloom.config import load_config
+from kvloom.models.catalogue import load_catalogue
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
@@ -22,15 +23,15 @@ async def serve(options: argparse.Namespace) -> None:
     configure_logging(config.log, options.name)
     stop = stop_event()
     trust = load_trust(config, ("edge",), options.name)
-    model = await asyncio.to_thread(load_model, config)
+    catalogue = await asyncio.to_thread(load_catalogue, config)
     try:
         # Edges take CPUs from the first on, routers from the last on.
         with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
             async with linked_routers(config, options.name, trust) as link, following(trust):
                 listen = EdgeListenOptions.from_arguments(options, config)
-                await serve_edge(config, link, model, listen, stop, _on_ready, trust, options.name)
+                await serve_edge(config, link, catalogue, listen, stop, _on_ready, trust, options.name)
     finally:
-        model.tokenizer.close()
+        catalogue.close()
 
 
 def _on_ready(address: str, metrics_address: str, peer_address: str) -> None:

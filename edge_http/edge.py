@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Protocol
@@ -25,29 +24,15 @@ from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteBudget, memory_error
 from kvloom.limits.keyed_counts import KeyedCounts
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
-from kvloom.parsers.spec import ParserSpec
+from kvloom.models.served_model import ServedModel
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
 
 BUSY_RETRY_SECONDS: Final = 1.0
 DRAINING_RETRY_SECONDS: Final = 5.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model that this edge can tokenize for."""
-
-    name: str
-    tokenizer: ModelTokenizer
-    created: int
-    """Unix time, for the OpenAI model object."""
-    system_fingerprint: str
-    output: ParserSpec | None = None
-    """How the model writes tool calls and reasoning; None: all that it writes is text."""
 
 
 class LossReports(Protocol):
@@ -91,7 +76,7 @@ class Edge:
         access_log: AccessLog = NO_ACCESS_LOG,
     ) -> None:
         """`losses` is None when the router runs in this process: its usage records end with it. `callers` names the
-        callers of requests; None: without a key."""
+        callers of requests; None: without a key. `models`: by name and alias; they may come and go."""
         self.config = config
         self.link = link
         self.models = models

@@ -35,22 +35,42 @@ class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The base of all sections: unknown keys are errors."""
 
 
+class GenerationDefaults(Section):
+    """How answers are generated where a request does not say it. What is not set here either has OpenAI's default."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    max_tokens: PositiveInt | None = None
+
+
 class ModelConfig(Section):
-    """The model that the fabric serves."""
+    """A model that the fabric serves (docs/models.md)."""
 
     name: str = "smollm2-135m-instruct"
     """The name by which clients request the model."""
     path: str = ""
-    """The directory with config.json, *.safetensors, tokenizer.json and chat template. Empty: `kvloom up` provides the
-    built-in model."""
+    """The directory with config.json, *.safetensors, tokenizer.json and chat template. Empty: `kvloom up` looks `name`
+    up, among its built-in models and in `kvloom models list`."""
+    version: str = ""
+    """The version that clients see. Empty: that of the registered model."""
     sha256: str = ""
     """The checksum of the model's files (`kvloom models add` prints it), checked before they are loaded. Empty: it is
     not checked."""
+    aliases: list[str] = []
+    """Further names by which clients may request the model."""
+    owned_by: str = "kvloom"
+    """The organisation that GET /v1/models names."""
     tool_parser: str = "auto"
     """How the model writes tool calls: the name of a family (docs/tool-calls.md), "none", or "auto": what its chat
     template shows."""
     reasoning_parser: str = "auto"
     """How the model writes its reasoning, likewise."""
+    defaults: GenerationDefaults = msgspec.field(default_factory=GenerationDefaults)
+    shard: dict[str, Any] = {}
+    """The settings of [shard] that differ for the shards of this model, e.g. `num_shards` or `engine`."""
 
 
 class ResumeConfig(Section):
@@ -561,6 +581,9 @@ class KvloomConfig(Section):
     data_dir: str = ""
     """The directory in which `kvloom up` keeps logs, sockets and converted models. Empty: ~/.kvloom."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    """The model, or the first one of several."""
+    models: list[ModelConfig] = []
+    """Further models. Where nothing is said of `model`, these are all."""
     edge: EdgeConfig = msgspec.field(default_factory=EdgeConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
     shard: ShardConfig = msgspec.field(default_factory=ShardConfig)

@@ -7,19 +7,20 @@ import asyncio
 from pathlib import Path
 
 from kvloom.config import KvloomConfig, load_config
+from kvloom.models.catalogue import load_catalogue
 from kvloom.process import service, telemetry
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import load_trust
-from router.process import RouterListenOptions, load_tokenizer, open_router
+from router.process import RouterListenOptions, open_router
 
 
 async def serve(config: KvloomConfig, name: str, listen_options: RouterListenOptions) -> None:
     """Serves until SIGTERM or SIGINT. Raises StartError and SecretError."""
     stop = service.stop_event()
     trust = load_trust(config, ("router",), name)
-    tokenizer = await asyncio.to_thread(load_tokenizer, config)
-    server, address, metrics = await open_router(config, tokenizer, name, listen_options, trust)
+    catalogue = await asyncio.to_thread(load_catalogue, config)
+    server, address, metrics = await open_router(config, catalogue, name, listen_options, trust)
     ready = service.ReadyLine(address, metrics.address, internal_address=server.internal_address)
     # Edges are pinned to CPUs from the first on, routers from the last on.
     with kept_on_one_cpu(-1 - instance_number(name), wanted=config.router.stays_on_cpu):

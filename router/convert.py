@@ -154,6 +154,9 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         max_model_len=info.max_model_len,
         capabilities=frozenset(info.capabilities),
         variant=info.variant,
+        model_version=info.model_version,
+        model_checksum=info.model_checksum,
+        card_checksum=info.card_checksum,
     )
 
 
@@ -168,6 +171,7 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         decode_step_seconds=_plausible(load.decode_step_seconds),
         draining=load.draining,
         hand_over=load.hand_over,
+        withdrawn=load.withdrawn,
         num_own_running=load.num_own_running,
         num_own_waiting=load.num_own_waiting,
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,
@@ -268,6 +272,9 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
         max_model_len=model.max_model_len,
         capabilities=sorted(model.capabilities),
         variants=sorted(model.variants),
+        version=model.identity.version,
+        checksum=model.identity.checksum,
+        card_checksum=model.identity.card_checksum,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import sys
@@ -16,6 +17,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.guide import GUIDE_FIELD, check_guide
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom.models.served_model import ServedModel
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
@@ -28,7 +30,6 @@ from kvloom.sampling import (
     draw_seed,
 )
 from kvloom.text.token_ids import are_below, unpack_token_ids
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
@@ -53,6 +54,8 @@ CHARS_PER_TOKEN: Final = 4
 """The usual number, by which large prompts of tokens are told apart from small ones."""
 MAX_CHARS_PER_TOKEN: Final = 16
 """A text with more characters than this per allowed prompt token is rejected before any work is done on it."""
+MAX_NAMED_MODELS: Final = 8
+"""How many models an error names."""
 _TIERS: Final[Mapping[int, Tier]] = {
     router_service_pb2.TIER_UNSPECIFIED: Tier.INTERACTIVE,
     router_service_pb2.TIER_INTERACTIVE: Tier.INTERACTIVE,
@@ -74,20 +77,13 @@ class AcceptedGenerate(NamedTuple):
 
 
 class Intake:
-    """Checks requests and tokenizes those for the model whose tokenizer this router has."""
+    """Checks requests and tokenizes them."""
 
     def __init__(
-        self,
-        model: str,
-        tokenizer: ModelTokenizer,
-        max_prompt_tokens: int,
-        needs_prompt_text: Callable[[], bool],
-        output: ParserSpec | None = None,
+        self, models: Mapping[str, ServedModel], max_prompt_tokens: int, needs_prompt_text: Callable[[], bool]
     ) -> None:
-        """`output` says how the model writes tool calls and reasoning."""
-        self._output = output
-        self._model = model
-        self._tokenizer = tokenizer
+        """`models`: by name and alias; they may come and go."""
+        self._models = models
         self._max_prompt_tokens = max_prompt_tokens
         self._max_tokens_now = max_prompt_tokens
         """Less while memory is short; the characters likewise."""
@@ -99,8 +95,6 @@ class Intake:
         most = (self._max_prompt_tokens * MAX_CHARS_PER_TOKEN, LARGE_BYTES, 0)[level]
         self._max_chars_now = min(most, self._max_prompt_tokens * MAX_CHARS_PER_TOKEN)
         self._max_tokens_now = min(most // CHARS_PER_TOKEN, self._max_prompt_tokens)
-        if level > MemoryLevel.NORMAL:
-            self._tokenizer.release_caches()
 
     def request_from_submit(self, submit: Submit, client_id: str, scope: CallerScope = TRUSTED) -> Request:
         """Returns a request that arrived over a client's stream. Raises KvloomError."""
@@ -130,19 +124,21 @@ class Intake:
         )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
-        self._check_prompt(token_ids, submit.model, "prompt_token_ids")
+        model = self._models.get(submit.model)
+        self._check_prompt(token_ids, model, "prompt_token_ids")
         check_prompt_logprobs(submit.sampling, len(token_ids), len(choices))
         text = submit.prompt_text  # It is read only once because every access decodes it.
         self._check_text_size(text, "prompt_text")
         return Request(
             request_id=scope.request_id(submit.request_id or new_request_id()),
             client_id=client_id,
-            model=sys.intern(submit.model),  # Usage records keep it for minutes, so all share one string.
+            # Usage records keep it for minutes, so all share one string.
+            model=sys.intern(submit.model) if model is None else model.name,
             prompt_token_ids=token_ids,
-            prompt_text=text or self._text_for_screening(token_ids, submit.model),
+            prompt_text=text or self._text_for_screening(token_ids, model, submit.model),
             choices=choices,
-            max_tokens=submit.stop.max_tokens if submit.stop.HasField("max_tokens") else None,
-            sampling=_with_seed(submit.sampling),
+            max_tokens=_max_tokens(submit.stop, model),
+            sampling=_with_seed(submit.sampling, model),
             stop=_copied(submit.stop),
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
@@ -177,29 +173,30 @@ class Intake:
         _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
-        if wanted.model != self._model:
+        model = self._models.get(wanted.model)
+        if model is None:
             raise self._model_not_found(wanted.model)
-        choices = wanted_choices(wanted, self._tokenizer, self._max_prompt_tokens)
-        sampling = _with_seed(wanted.sampling)
+        choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
+        sampling = _with_seed(wanted.sampling, model)
         plan, parser = NO_TOOLS, None
         if wanted.WhichOneof("input") == "conversation":
-            plan = self._tool_plan(wanted, sampling)
-            token_ids, text, parser = await self._tokenized_conversation(wanted, plan, sampling)
+            plan = self._tool_plan(wanted, model, sampling)
+            token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling)
         else:
             check_only_for_conversations(wanted)
-            token_ids, text = await self._tokenized(wanted)
+            token_ids, text = await self._tokenized(wanted, model)
         check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
         if wanted.predicted_text:
-            sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted))
+            sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model))
         given_id = wanted.request_id or new_request_id()
         request = Request(
             request_id=scope.request_id(given_id),
             client_id=client_id,
-            model=self._model,
+            model=model.name,
             prompt_token_ids=token_ids,
             prompt_text=text,
             choices=choices,
-            max_tokens=wanted.stop.max_tokens if wanted.stop.HasField("max_tokens") else None,
+            max_tokens=_max_tokens(wanted.stop, model),
             sampling=sampling,
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
@@ -212,44 +209,44 @@ class Intake:
         output = None
         if parser is not None:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
-            output.restore(choices, self._tokenizer, sampling.shown_special_token_ids)
+            output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         return AcceptedGenerate(
             request, output, GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         )
 
-    async def _tokenized(self, wanted: GenerateRequest) -> tuple[Sequence[int], str]:
+    async def _tokenized(self, wanted: GenerateRequest, model: ServedModel) -> tuple[Sequence[int], str]:
         """Returns (token ids, text for the safety service) of a prompt that is no conversation."""
         match wanted.WhichOneof("input"):
             case "text":
                 if not wanted.text:
                     raise invalid_argument("text must not be empty.", "text")
                 self._check_text_size(wanted.text, "text")
-                token_ids = await self._tokenizer.encode(wanted.text)
-                self._check_prompt(token_ids, wanted.model, "text")
+                token_ids = await model.tokenizer.encode(wanted.text)
+                self._check_prompt(token_ids, model, "text")
                 return token_ids, wanted.text
             case "token_ids":
                 token_ids = wanted.token_ids.ids[:]
-                self._check_prompt(token_ids, wanted.model, "token_ids.ids")
-                return token_ids, self._text_for_screening(token_ids, wanted.model)
+                self._check_prompt(token_ids, model, "token_ids.ids")
+                return token_ids, self._text_for_screening(token_ids, model, wanted.model)
             case _:
                 raise invalid_argument("One of text, conversation and token_ids is required.", "input")
 
-    async def _predicted_token_ids(self, wanted: GenerateRequest) -> Sequence[int]:
+    async def _predicted_token_ids(self, wanted: GenerateRequest, model: ServedModel) -> Sequence[int]:
         if wanted.sampling.predicted_token_ids:
             raise invalid_argument(
                 "predicted_text and sampling.predicted_token_ids exclude each other.", "predicted_text"
             )
         self._check_text_size(wanted.predicted_text, "predicted_text")
-        token_ids = await self._tokenizer.encode(wanted.predicted_text)
+        token_ids = await model.tokenizer.encode(wanted.predicted_text)
         return token_ids[:MAX_PREDICTED_TOKENS]
 
-    def _tool_plan(self, wanted: GenerateRequest, sampling: SamplingParams) -> ToolPlan:
+    def _tool_plan(self, wanted: GenerateRequest, model: ServedModel, sampling: SamplingParams) -> ToolPlan:
         """What the tools mean for the model. `sampling` gets the guide that they need, if any."""
-        has_reasoning = self._output is not None and self._output.reasoning
+        has_reasoning = model.output is not None and model.output.reasoning
         if not (wanted.tools or wanted.HasField("tool_choice") or has_reasoning):
             return NO_TOOLS
         tools, choice = wanted_tools(wanted)
-        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=self._output, at="")
+        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=model.output, at="")
         if plan.demands_call and sampling.HasField("guide"):
             raise invalid_argument("tool_choice demands a call, which has no room for another form.", GUIDE_FIELD)
         if plan.guide is not None and not sampling.HasField("guide"):
@@ -259,7 +256,7 @@ class Intake:
         return plan
 
     async def _tokenized_conversation(
-        self, wanted: GenerateRequest, plan: ToolPlan, sampling: SamplingParams
+        self, wanted: GenerateRequest, model: ServedModel, plan: ToolPlan, sampling: SamplingParams
     ) -> tuple[Sequence[int], str, ParserSpec | None]:
         """Returns (token ids, text for the safety service, parser of the answer). `sampling` then shows the markers
         that the parser has to see."""
@@ -268,15 +265,15 @@ class Intake:
         text = screened_text(messages, plan.tools)
         self._check_text_size(text, MESSAGES)
         try:
-            token_ids, rendered = await conversation_prompt(self._tokenizer, messages, plan.tools, options)
+            token_ids, rendered = await conversation_prompt(model.tokenizer, messages, plan.tools, options)
         except KvloomError as error:
             raise conversation_error(error) from error
-        self._check_prompt(token_ids, wanted.model, MESSAGES)
+        self._check_prompt(token_ids, model, MESSAGES)
         parser = prompted(plan.parser, rendered)
-        show_markers(sampling, parser, self._tokenizer)
+        show_markers(sampling, parser, model.tokenizer)
         return token_ids, text, parser
 
-    def _check_prompt(self, token_ids: Sequence[int], model: str, field: str) -> None:
+    def _check_prompt(self, token_ids: Sequence[int], model: ServedModel | None, field: str) -> None:
         if not token_ids:
             raise invalid_argument(f"{field} must not be empty.", field)
         if len(token_ids) > self._max_tokens_now:
@@ -287,10 +284,10 @@ class Intake:
                 f"The prompt has {len(token_ids)} tokens; at most {self._max_prompt_tokens} are allowed.",
                 field=field,
             )
-        # The vocabularies of other models are not known here; their shards check the ids.
-        if model == self._model and not _are_below(token_ids, self._tokenizer.vocab_size):
+        # The vocabularies of models without a card are not known here; their shards check the ids.
+        if model is not None and not _are_below(token_ids, model.tokenizer.vocab_size):
             raise invalid_argument(
-                f"{field} holds {max(token_ids)}, but ids of this model are below {self._tokenizer.vocab_size}.", field
+                f"{field} holds {max(token_ids)}, but ids of this model are below {model.tokenizer.vocab_size}.", field
             )
 
     def _check_text_size(self, text: str, field: str) -> None:
@@ -307,23 +304,27 @@ class Intake:
                 field=field,
             )
 
-    def _text_for_screening(self, token_ids: Sequence[int], model: str) -> str:
+    def _text_for_screening(self, token_ids: Sequence[int], model: ServedModel | None, name: str) -> str:
         """Decodes the tokens of a client that sent no text, so that leaving it out does not bypass the safety check.
         Returns "" when prompts are not screened."""
         if not self._needs_prompt_text():
             return ""
-        if model != self._model:
-            raise self._model_not_found(model)
-        return self._tokenizer.decode(token_ids)
+        if model is None:
+            raise self._model_not_found(name)
+        return model.tokenizer.decode(token_ids)
 
     def _model_not_found(self, model: str) -> KvloomError:
         if not model:
             return invalid_argument("model is required.", "model")
         return KvloomError(
             ErrorReason.ERROR_REASON_MODEL_NOT_FOUND,
-            f"The model {model[:MAX_NAME_CHARS]!r} does not exist here; this router serves {self._model!r}.",
+            f"The model {model[:MAX_NAME_CHARS]!r} does not exist here; this router serves {self._named_models()}.",
             field="model",
         )
+
+    def _named_models(self) -> str:
+        names = [repr(name) for name in itertools.islice(self._models, MAX_NAMED_MODELS + 1)]
+        return ", ".join(names[:MAX_NAMED_MODELS]) + (", and others" if len(names) > MAX_NAMED_MODELS else "") or "none"
 
 
 def new_request_id() -> str:
@@ -380,11 +381,21 @@ def _checked_timeout(timeout_seconds: float) -> float:
     return timeout_seconds
 
 
-def _with_seed(sampling: SamplingParams) -> SamplingParams:
-    """Returns a copy (the original would keep its whole frame in memory) with a fixed seed, so that a later attempt
-    draws the same numbers."""
+def _max_tokens(stop: StopConditions, model: ServedModel | None) -> int | None:
+    if stop.HasField("max_tokens"):
+        return stop.max_tokens
+    return None if model is None else model.default_max_tokens
+
+
+def _with_seed(sampling: SamplingParams, model: ServedModel | None) -> SamplingParams:
+    """Returns a copy (the original would keep its whole frame in memory) with the model's defaults and a fixed seed, so
+    that a later attempt draws the same numbers."""
     fixed = SamplingParams()
-    fixed.CopyFrom(sampling)
+    if model is not None and model.default_sampling is not None:
+        fixed.CopyFrom(model.default_sampling)
+        fixed.MergeFrom(sampling)
+    else:
+        fixed.CopyFrom(sampling)
     if not fixed.HasField("seed"):
         fixed.seed = draw_seed()
     return fixed

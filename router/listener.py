@@ -8,10 +8,12 @@ from typing import Any, Final
 
 import grpc
 
+from kvloom.models.card_service import ModelCardServicer
 from kvloom.process import service
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.local_server import LocalServer
 from kvloom.trust.fabric_trust import NO_SECRET
+from kvloom.v1.model_card_pb2_grpc import add_ModelCardServiceServicer_to_server
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest
 from kvloom.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
 from router.router_servicer import RouterServicer
@@ -25,6 +27,7 @@ class RouterListener:
     def __init__(
         self,
         servicer: RouterServicer,
+        cards: ModelCardServicer,
         options: Sequence[tuple[str, Any]],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
@@ -33,6 +36,7 @@ class RouterListener:
             interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
         )
         add_RouterServiceServicer_to_server(servicer, CheckedServer(self.server))
+        add_ModelCardServiceServicer_to_server(cards, CheckedServer(self.server))
         self.address = ""
         """The latest that was bound."""
         self.ports: set[int] = set()

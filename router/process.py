@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import secrets
-from pathlib import Path
 
 from kvloom.config import KvloomConfig
 from kvloom.metrics.exporter import MetricsExporter, NoMetrics, add_metrics_flags, open_metrics
+from kvloom.models.catalogue import Catalogue
 from kvloom.process import service
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core.core import RouterCore
 from router.core_config import core_config
@@ -43,7 +42,7 @@ class RouterListenOptions:
 
 async def open_router(
     config: KvloomConfig,
-    tokenizer: ModelTokenizer,
+    catalogue: Catalogue,
     name: str,
     listen_options: RouterListenOptions,
     trust: FabricTrust = NO_SECRET,
@@ -53,7 +52,7 @@ async def open_router(
         raise service.StartError("redis.url is not set: the router finds its shards in Redis")
     host = config.router.host
     shares_port = listen_options.shares_port
-    server = RouterServer(config, _new_core(config), tokenizer, name, shares_port=shares_port, trust=trust)
+    server = RouterServer(config, _new_core(config), catalogue, name, shares_port=shares_port, trust=trust)
     address = await server.start(host, listen_options.port, listen_options.own_port)
     shares_metrics_port = listen_options.shares_metrics_port
     metrics = open_metrics(config, trust, "router", name, listen_options.metrics_port, shares_port=shares_metrics_port)
@@ -65,12 +64,3 @@ def _new_core(config: KvloomConfig) -> RouterCore:
         return RouterCore(core_config(config), seed=secrets.randbits(64))
     except ValueError as error:  # e.g. a placement policy that does not exist
         raise service.StartError(f"router: {error}") from error
-
-
-def load_tokenizer(config: KvloomConfig) -> ModelTokenizer:
-    if not config.model.path:
-        raise service.StartError("model.path is not set: the router needs the model's tokenizer")
-    try:
-        return ModelTokenizer.load(Path(config.model.path))
-    except (OSError, ValueError) as error:
-        raise service.StartError(f"cannot load the tokenizer of {config.model.name}: {error}") from error

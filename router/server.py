@@ -17,7 +17,6 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
-from kvloom.conversation.model_output import model_output
 from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
 from kvloom.discovery.records import NameTakenError, RouterRecord
 from kvloom.discovery.registry import RouterRegistry, ShardRegistry
@@ -26,10 +25,12 @@ from kvloom.limits.address_limit import AddressLimit
 from kvloom.limits.connection_sweep import ConnectionSweep
 from kvloom.limits.memory_policy import MemoryLevel
 from kvloom.limits.memory_watch import MemoryWatch
+from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
+from kvloom.models.card_service import ModelCardServicer
+from kvloom.models.catalogue import Catalogue
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
@@ -69,7 +70,8 @@ from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
 
-SERVICE_NAMES: Final = (router_service_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name,)
+ROUTER_SERVICE_NAME: Final = router_service_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+SERVICE_NAMES: Final = (ROUTER_SERVICE_NAME, CARD_SERVICE_NAME)
 SERVER_OPTIONS: Final = [
     *service.SERVER_OPTIONS,
     # A client whose machine has failed must not hold its requests for long: it answers no pings.
@@ -88,14 +90,15 @@ class RouterServer:
         self,
         config: KvloomConfig,
         core: RouterCore,
-        tokenizer: ModelTokenizer,
+        catalogue: Catalogue,
         router_id: str = "router",
         metrics_registry: CollectorRegistry = REGISTRY,
         *,
         shares_port: bool = False,
         trust: FabricTrust = NO_SECRET,
     ) -> None:
-        """With `shares_port`, other processes may listen on the router's port (SO_REUSEPORT), for example a
+        """`catalogue` has the models whose files this machine has; the cards of the others come from their shards. With
+        `shares_port`, other processes may listen on the router's port (SO_REUSEPORT), for example a
         successor."""
         self._config = config
         self._core = core
@@ -111,9 +114,9 @@ class RouterServer:
         self._safety_link = _safety_link(config, self._safety_finder, self._driver, trust)
         self._moderation = Moderation(self._safety_link)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
-        self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust)
-        output = model_output(config.model, tokenizer)
-        intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text, output)
+        self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust, catalogue)
+        self._catalogue = catalogue
+        intake = Intake(catalogue.by_name, config.router.max_prompt_tokens, self._needs_prompt_text)
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""
@@ -162,7 +165,7 @@ class RouterServer:
                 CallerScopes(callers, trusts_all=trusts_all),
                 self._moderation,
             )
-            return RouterListener(servicer, options, [*interceptors, *checks])
+            return RouterListener(servicer, ModelCardServicer(catalogue.card), options, [*interceptors, *checks])
 
         checks: list[grpc.aio.ServerInterceptor] = [self._limits]
         if callers.api_keys is not None:
@@ -259,6 +262,8 @@ class RouterServer:
     def _on_memory_level(self, level: MemoryLevel) -> None:
         self._limits.on_memory_level(level)
         self._intake.on_memory_level(level)
+        if level > MemoryLevel.NORMAL:
+            self._catalogue.release_caches()
 
     async def _find_peers(self) -> None:
         """Requests that arrive before the shards and the safety service are known would be rejected although nothing is

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from kvloom.config import KvloomConfig, load_config
 from kvloom.metrics.exporter import add_metrics_flags, open_metrics
+from kvloom.models.configured import config_of_model
+from kvloom.models.model_card import PackedCard, make_card
 from kvloom.plugins import PluginError
 from kvloom.process import service, telemetry
 from kvloom.process.extras import MissingPackageError, naming_extras
@@ -36,8 +38,8 @@ async def serve(
     trust = load_trust(config, ("shard",), name)
     stop = service.stop_event()
     metrics = open_metrics(config, trust, "shard", name, metrics_port, shares_port=shares_metrics_port)
-    engine, tokenizer = await asyncio.to_thread(_load, config)
-    server = ShardServer(config, engine, tokenizer, name, advertised_address=advertised_address, trust=trust)
+    engine, tokenizer, card = await asyncio.to_thread(_load, config)
+    server = ShardServer(config, engine, tokenizer, name, advertised_address=advertised_address, trust=trust, card=card)
     try:
         address = await server.start(port)
     except EngineError as error:
@@ -60,13 +62,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m shard_server", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML or JSON file")
     parser.add_argument("--name", default=f"shard-{os.getpid()}", help="this shard's id, unique in the fleet")
+    parser.add_argument("--model", default="", help="which of the configured models this shard serves")
     parser.add_argument("--port", type=int, default=0, help="0 (the default) picks a free port")
     add_metrics_flags(parser)
     parser.add_argument("--advertised-address", default="", help="host:port for routers, if not the listening one")
     arguments = parser.parse_args()
 
     async def run() -> None:
-        config = load_config(arguments.config)
+        config = config_of_model(load_config(arguments.config), arguments.model)
         telemetry.configure_logging(config.log, arguments.name)
         await serve(
             config,
@@ -80,8 +83,9 @@ def main() -> None:
     service.run_service(run())
 
 
-def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
-    """Create the engine and load the tokenizer; called in a thread. The engine loads its weights in `start`."""
+def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer, PackedCard]:
+    """Create the engine, load the tokenizer and make the model's card; called in a thread. The engine loads its weights
+    in `start`."""
     if not config.model.path:
         raise service.StartError("model.path is not set: the shard needs the model's tokenizer")
     try:
@@ -90,8 +94,9 @@ def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
         raise service.StartError(str(error)) from error
     try:
         tokenizer = ModelTokenizer.load(Path(config.model.path))
+        card = make_card(config.model)
         with naming_extras():
-            return create_engine(config, tokenizer), tokenizer
+            return create_engine(config, tokenizer), tokenizer, card
     except PluginError as error:
         raise service.StartError(f"shard.engine: {error}") from error
     except (OSError, ValueError, EngineError) as error:

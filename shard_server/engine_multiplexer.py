@@ -138,8 +138,17 @@ class EngineMultiplexer:
         """
         if (draining, hand_over) != (self._load.draining, self._load.hand_over):
             self._load.draining, self._load.hand_over = draining, hand_over
-            for connection in self._connections:
-                connection.send_step(load=self._load.report(connection.origin))
+            self._report_load()
+
+    def set_withdrawn(self, withdrawn: bool) -> None:
+        """Whether the model is about to be withdrawn. Routers are notified at once."""
+        if withdrawn != self._load.withdrawn:
+            self._load.withdrawn = withdrawn
+            self._report_load()
+
+    def _report_load(self) -> None:
+        for connection in self._connections:
+            connection.send_step(load=self._load.report(connection.origin))
 
     def return_sequences(self) -> None:
         """Finish every sequence with DRAINING because the process ends; its router resumes it on another shard."""

@@ -22,11 +22,13 @@ _NO_SHARE: Final = LoadShare()
 
 
 class LoadReporter:
-    """Keeps the newest load. The shard server sets `draining` and `hand_over`, which are part of every report."""
+    """Keeps the newest load. The shard server sets `draining`, `hand_over` and `withdrawn`, which are part of every
+    report."""
 
     def __init__(self, info: EngineInfo) -> None:
         self.draining = False
         self.hand_over = False
+        self.withdrawn = False
         # Routers that knew no speeds could mistake the first prefill of a slow engine for a stall.
         self._load = EngineLoad(
             num_available_blocks=info.num_blocks,
@@ -93,6 +95,7 @@ class LoadReporter:
             num_preemptions=load.num_preemptions,
             draining=self.draining,
             hand_over=self.hand_over,
+            withdrawn=self.withdrawn,
             num_own_running=own.num_running,
             num_own_waiting=own.num_waiting + num_own_in_flight,
             num_own_queued_prefill_tokens=own.num_queued_prefill_tokens + num_own_in_flight_tokens,

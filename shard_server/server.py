@@ -17,6 +17,9 @@ from kvloom.discovery.announcer import Announcer, advertised_address, fabric_hos
 from kvloom.discovery.records import NameTakenError, ShardRecord
 from kvloom.discovery.registry import ShardRegistry
 from kvloom.errors import KvloomError
+from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
+from kvloom.models.card_service import ModelCardServicer
+from kvloom.models.model_card import PackedCard
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.text.detokenizer import TokenText
@@ -25,6 +28,7 @@ from kvloom.transport.local_server import LocalServer
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.model_card_pb2_grpc import add_ModelCardServiceServicer_to_server
 from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
 from shard_server.connection import MAX_PENDING_FRAMES
@@ -35,7 +39,7 @@ from shard_server.shard_servicer import ShardServicer
 
 log = structlog.get_logger()
 
-SERVICE_NAMES: Final = ("kvloom.v1.ShardService",)
+SERVICE_NAMES: Final = ("kvloom.v1.ShardService", CARD_SERVICE_NAME)
 FLUSH_SECONDS: Final = 2.0
 """How long the last frames may take to be written."""
 
@@ -54,8 +58,11 @@ class ShardServer:
         max_pending_frames: int = MAX_PENDING_FRAMES,
         advertised_address: str = "",
         trust: FabricTrust = NO_SECRET,
+        card: PackedCard | None = None,
     ) -> None:
-        """`advertised_address` is the host:port that is registered for routers; "" registers the listening address."""
+        """`advertised_address` is the host:port that is registered for routers; "" registers the listening address.
+        `card` is that of the model; without it, routers need the model's files."""
+        self._card = card
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
@@ -103,7 +110,7 @@ class ShardServer:
         self._multiplexer = EngineMultiplexer(
             self._engine,
             self._tokenizer,
-            _shard_info(info, self._shard_id, self.incarnation_id),
+            self._shard_info(info),
             ShardMetrics(info.model, info.block_size, info.num_blocks, self._metrics_registry),
             self._config.shard.max_waiting,
             max_pending_frames=self._max_pending_frames,
@@ -111,6 +118,7 @@ class ShardServer:
         )
         servicer = ShardServicer(self._multiplexer, self._on_drain_call)
         add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))
+        add_ModelCardServiceServicer_to_server(ModelCardServicer(self._card_of), CheckedServer(self._server))
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
         self._health = add_health_and_reflection(
             self._server, SERVICE_NAMES, with_reflection=self._config.shard.reflection
@@ -120,6 +128,30 @@ class ShardServer:
         await self._server.start()
         await service.set_serving(self._health, SERVICE_NAMES, True)
         log.info("shard serves", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
+
+    def _shard_info(self, info: EngineInfo) -> ShardInfo:
+        card, model = self._card, self._config.model
+        return ShardInfo(
+            shard_id=self._shard_id,
+            incarnation_id=self.incarnation_id,
+            model=info.model,
+            engine=info.engine,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_batch=info.max_batch,
+            max_model_len=info.max_model_len,
+            capabilities=sorted(info.capabilities),
+            version=importlib.metadata.version("kvloom"),
+            variant=info.variant,
+            description=info.description,
+            model_version=model.version,
+            model_checksum=model.sha256,
+            card_checksum="" if card is None else card.checksum,
+            tokenizer_checksum="" if card is None else card.tokenizer_checksum,
+        )
+
+    def _card_of(self, model: str) -> PackedCard | None:
+        return self._card if self._card is not None and self._card.model == model else None
 
     async def _wait_for_name(self, announcer: Announcer[ShardRecord]) -> None:
         """Raises StartError if another machine has a shard of this name."""
@@ -204,20 +236,3 @@ class ShardServer:
         self._hand_over_timer = None
         log.info("handing over the live sequences")
         self._multiplexer.set_draining(True, hand_over=True)
-
-
-def _shard_info(info: EngineInfo, shard_id: str, incarnation_id: str) -> ShardInfo:
-    return ShardInfo(
-        shard_id=shard_id,
-        incarnation_id=incarnation_id,
-        model=info.model,
-        engine=info.engine,
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-        max_batch=info.max_batch,
-        max_model_len=info.max_model_len,
-        capabilities=sorted(info.capabilities),
-        version=importlib.metadata.version("kvloom"),
-        variant=info.variant,
-        description=info.description,
-    )

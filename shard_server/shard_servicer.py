@@ -23,6 +23,8 @@ from kvloom.v1.shard_service_pb2 import (
     GetInfoResponse,
     ShardServiceConnectRequest,
     ShardServiceConnectResponse,
+    WithdrawRequest,
+    WithdrawResponse,
 )
 from shard_server.connection import RouterConnection
 from shard_server.engine_multiplexer import EngineMultiplexer
@@ -93,6 +95,11 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             error = refusal.to_proto()
         load = self._multiplexer.load_report()
         return DrainResponse(num_running=load.num_running, num_waiting=load.num_waiting, error=error)
+
+    async def Withdraw(self, request: WithdrawRequest, context: Any) -> WithdrawResponse:
+        self._multiplexer.set_withdrawn(request.withdrawn)
+        load = self._multiplexer.load_report()
+        return WithdrawResponse(num_running=load.num_running, num_waiting=load.num_waiting)
 
     async def _read_frames(self, connection: RouterConnection, context: Context) -> None:
         """Handle frames until the router has closed its side of the stream."""

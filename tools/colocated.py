@@ -10,14 +10,15 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edge_http.server.process import EdgeListenOptions, serve_edge, served_model
+from edge_http.server.process import EdgeListenOptions, serve_edge
 from kvloom.config import load_config
+from kvloom.models.catalogue import load_catalogue
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import load_trust
-from router.process import RouterListenOptions, load_tokenizer, open_router
+from router.process import RouterListenOptions, open_router
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -27,10 +28,10 @@ async def serve(options: argparse.Namespace) -> None:
     configure_logging(config.log, options.name)
     stop = stop_event()
     trust = load_trust(config, ("router", "edge"), options.name)
-    tokenizer = await asyncio.to_thread(load_tokenizer, config)
+    catalogue = await asyncio.to_thread(load_catalogue, config)
     router_port = config.router.port if options.router_port is None else options.router_port
     listen_options = RouterListenOptions.from_arguments(options, router_port)
-    router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options, trust)
+    router, router_address, router_metrics = await open_router(config, catalogue, options.name, listen_options, trust)
 
     def on_ready(address: str, metrics_address: str, peer_address: str) -> None:
         line = ReadyLine(address, metrics_address, router_address, router_metrics.address, router.internal_address)
@@ -43,8 +44,7 @@ async def serve(options: argparse.Namespace) -> None:
     async def serve_edge_side() -> None:
         try:
             edge_listen_options = EdgeListenOptions.from_arguments(options, config)
-            model = served_model(config, tokenizer)
-            await serve_edge(config, link, model, edge_listen_options, stop, on_ready, trust, options.name)
+            await serve_edge(config, link, catalogue, edge_listen_options, stop, on_ready, trust, options.name)
         finally:
             await link.close()
             edge_has_ended.set()
@@ -58,7 +58,7 @@ async def serve(options: argparse.Namespace) -> None:
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
     finally:
-        tokenizer.close()
+        catalogue.close()
 
 
 def main() -> None:

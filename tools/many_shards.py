@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig, load_config
 from kvloom.discovery.registry import HEARTBEAT_SECONDS
+from kvloom.models.configured import config_of_model
+from kvloom.models.model_card import make_card
 from kvloom.process.service import ReadyLine, StartError, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from kvloom.process.watched_files import following
@@ -27,20 +29,22 @@ from shard_server.server import ShardServer
 from tools.supervisor.process_specs import shard_name
 
 
-async def serve(config: KvloomConfig, first: int, count: int) -> None:
+async def serve(config: KvloomConfig, first: int, count: int, model: str = "") -> None:
     """Until SIGTERM or SIGINT. Raises StartError; ends with status 1 when an engine dies."""
     if config.shard.engine != "sim":
         raise StartError(f"several shards in a process: only simulated ones (shard.engine is {config.shard.engine!r})")
     stop = stop_event()
     tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))
+    card = await asyncio.to_thread(make_card, config.model)
     addresses: list[str] = []
     try:
         async with asyncio.TaskGroup() as shards:
             for number in range(count):
                 engine = create_engine(config, tokenizer)
-                name = shard_name(first + number, config.fabric.name_prefix)
+                name = shard_name(first + number, config.fabric.name_prefix, model)
                 trust = load_trust(config, ("shard",), name)
-                server = ShardServer(config, engine, tokenizer, name, metrics_registry=CollectorRegistry(), trust=trust)
+                registry = CollectorRegistry()
+                server = ShardServer(config, engine, tokenizer, name, metrics_registry=registry, trust=trust, card=card)
                 addresses.append(await server.start())
                 # Like shards that were started one by one, they register at different times.
                 delay_seconds = HEARTBEAT_SECONDS * number / count
@@ -65,14 +69,15 @@ def main() -> None:
     )
     parser.add_argument("--config", type=Path, required=True, help="TOML or JSON file")
     parser.add_argument("--name", default="shards", help="name in logs")
+    parser.add_argument("--model", default="", help="which of the configured models the shards serve")
     parser.add_argument("--first", type=int, default=0, help="number of the first shard")
     parser.add_argument("--count", type=int, required=True)
     options = parser.parse_args()
 
     async def run() -> None:
-        config = load_config(options.config)
+        config = config_of_model(load_config(options.config), options.model)
         configure_logging(config.log, options.name)
-        await serve(config, options.first, options.count)
+        await serve(config, options.first, options.count, options.model)
 
     run_service(run())
 

@@ -66,7 +66,8 @@ def load_config_file(path: Path | None) -> KvloomConfig:
         raise CommandError(str(error)) from error
     base = Path.cwd() if path is None else path.absolute().parent
     config.data_dir = _absolute(config.data_dir, base)
-    config.model.path = _absolute(config.model.path, base)
+    for model in (config.model, *config.models):
+        model.path = _absolute(model.path, base)
     config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
     config.callers.api_keys_file = _absolute(config.callers.api_keys_file, base)
     config.tls.certificate_file = _absolute(config.tls.certificate_file, base)

@@ -12,7 +12,7 @@ from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.edge import AdmissionPermit, Edge, ServedModel
+from edge_http.edge import AdmissionPermit, Edge
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
@@ -44,6 +44,7 @@ from edge_http.wire.sse import EventStream
 from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
+from kvloom.models.served_model import ServedModel
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions

@@ -23,7 +23,7 @@ from edge_http.anthropic.settings import (
     thinks,
 )
 from edge_http.anthropic.tools import MessageTools, tools_of
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body, serve_generation
 from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.wire.body import digest_of
@@ -32,6 +32,7 @@ from edge_http.wire.json_response import json_response
 from kvloom.conversation.model_output import prompted
 from kvloom.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.models.served_model import ServedModel
 from kvloom.parsers.sniff import starts_in_reasoning
 from kvloom.parsers.spec import ParserSpec
 from kvloom.v1 import router_service_pb2

@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote
 
 from aiohttp import web
 
 from edge_http.anthropic.models import model_object, page_of
 from edge_http.anthropic.requests import check_version
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, is_anthropic, request_id
 from edge_http.wire.json_response import json_response
+from kvloom.models.served_model import ServedModel
 
 
 async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     if is_anthropic(request):
-        models = [_anthropic_object(edge, model) for model in edge.models.values()]
+        models = [_anthropic_object(edge, name, model) for name, model in edge.models.items()]
         return _anthropic_response(request, page_of(models, request.query))
-    models = [_model_object(edge, model) for model in edge.models.values()]
+    models = [_model_object(edge, name, model) for name, model in edge.models.items()]
     return json_response({"object": "list", "data": models})
 
 
 async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    model = edge.find_model(request.path.removeprefix("/v1/models/"))
+    name = unquote(request.path.removeprefix("/v1/models/"))
+    model = edge.find_model(name)
     if is_anthropic(request):
-        return _anthropic_response(request, _anthropic_object(edge, model))
-    return json_response(_model_object(edge, model))
+        return _anthropic_response(request, _anthropic_object(edge, name, model))
+    return json_response(_model_object(edge, name, model))
 
 
-def _model_object(edge: Edge, model: ServedModel) -> dict[str, Any]:
-    """Return OpenAI's model object with vLLM's `max_model_len` and the number of ready shards."""
+def _model_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
+    """Return OpenAI's model object with vLLM's `max_model_len` and `root` (the model of an alias), and what the shards
+    say."""
     info = edge.model_info(model.name)
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
-        "owned_by": "kvloom",
+        "owned_by": model.owned_by,
+        "root": model.name,
+        "version": model.version or None,
         "max_model_len": info.max_model_len if info else None,
+        "capabilities": list(info.capabilities) if info else [],
         "num_ready_shards": info.num_ready_shards if info else 0,
     }
 
 
-def _anthropic_object(edge: Edge, model: ServedModel) -> dict[str, Any]:
-    return model_object(model.name, model.created, edge.window(model.name) or None)
+def _anthropic_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
+    return model_object(name, model.created, edge.window(model.name) or None)
 
 
 def _anthropic_response(request: web.BaseRequest, body: dict[str, Any]) -> web.Response:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.endpoints.answering import read_prompt_body
 from edge_http.endpoints.generation import template_options
 from edge_http.openai.logprobs import shown_token
@@ -17,6 +17,7 @@ from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_
 from edge_http.openai.tools import tools_of
 from edge_http.wire.json_response import json_response
 from kvloom.conversation.tool_plan import plan_tools
+from kvloom.models.served_model import ServedModel
 
 
 async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

@@ -12,7 +12,7 @@ import msgspec
 
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
-from edge_http.edge import AdmissionPermit, Edge, ServedModel
+from edge_http.edge import AdmissionPermit, Edge
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
 from edge_http.openai.prompt_report import PromptReport
@@ -29,6 +29,7 @@ from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.submission import Submission, run_resumable
 from edge_http.wire.headers import explanation
+from kvloom.models.served_model import ServedModel
 from kvloom.router_link.group import with_seed
 from kvloom.router_link.link import ChoiceProgress, LinkRequest
 from kvloom.text.detokenizer import IncrementalDetokenizer

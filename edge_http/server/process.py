@@ -7,14 +7,10 @@ import asyncio
 import dataclasses
 import socket
 import ssl
-import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Final
 
-import xxhash
-
-from edge_http.edge import Edge, ServedModel
-from edge_http.endpoints.health import VERSION
+from edge_http.edge import Edge
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
@@ -22,18 +18,19 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
-from kvloom.conversation.model_output import model_output
 from kvloom.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
 from kvloom.discovery.records import NameTakenError
 from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
+from kvloom.models.catalogue import Catalogue, CatalogueFollower
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+
+_LOOK_AGAIN_SECONDS: Final = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,23 +63,38 @@ class EdgeListenOptions:
 async def serve_edge(
     config: KvloomConfig,
     link: RouterLink,
-    model: ServedModel,
+    catalogue: Catalogue,
     listen_options: EdgeListenOptions,
     stop: asyncio.Event,
     on_ready: Callable[[str, str, str], None],
     trust: FabricTrust = NO_SECRET,
     name: str = "edge-0",
 ) -> None:
-    """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address, that of
-    /metrics, and that for the processes of the fabric ("" without a secret). Raises StartError, ConfigError."""
+    """Serve until `stop` is set, then let running requests end. `catalogue` has the models whose files this machine
+    has; the cards of the others come from routers. `on_ready` is called with the address, that of /metrics, and that
+    for the processes of the fabric ("" without a secret). Raises StartError, ConfigError."""
     if risk := exposure_risk(config, config.edge.host):
         raise StartError(risk)
-    tls = listener_tls(config.tls)
     group = link if isinstance(link, RouterGroup) else None
     callers = configured_callers(config, trust.caller_key)
-    edge = Edge(config.edge, link, {model.name: model}, group, callers, AccessLog(config.log))
+    edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log))
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
+    watchers = (None if group is None else CatalogueFollower(catalogue, group), callers.watched)
+    async with following(*filter(None, watchers)):
+        await _serve(edge, config, listen_options, stop, on_ready, trust, name)
+
+
+async def _serve(
+    edge: Edge,
+    config: KvloomConfig,
+    listen_options: EdgeListenOptions,
+    stop: asyncio.Event,
+    on_ready: Callable[[str, str, str], None],
+    trust: FabricTrust,
+    name: str,
+) -> None:
+    tls = listener_tls(config.tls)
     server = EdgeServer(edge)
     peers: EdgeMembership | None = None
     targets: TargetList | None = None
@@ -117,7 +129,7 @@ async def serve_edge(
         record = process_record(config, name, peer_address, url)
         async with announced_process(config, "edge", record, trust.sealer):
             on_ready(address, own_address, peer_address if trust.has_secret else "")
-            async with following(memory, announcement, *filter(None, (tls, callers.watched))):
+            async with following(memory, announcement, *filter(None, (tls,))):
                 await stop.wait()
         await server.drain(announce_leaving)
         if peers is not None:
@@ -133,8 +145,13 @@ async def serve_edge(
 
 
 async def _until_ready(edge: Edge) -> None:
+    """Looks again after a short time, too: a model's card may arrive without a change of the fleet."""
     while edge.not_ready_reason():
-        await edge.link.wait_fleet_change()
+        try:
+            async with asyncio.timeout(_LOOK_AGAIN_SECONDS):
+                await edge.link.wait_fleet_change()
+        except TimeoutError:
+            pass
 
 
 async def _open_to_peers(server: EdgeServer, config: KvloomConfig, own_address: str, trust: FabricTrust) -> str:
@@ -163,20 +180,3 @@ async def _open(server: EdgeServer, host: str, listen_options: EdgeListenOptions
     except OSError as error:
         raise StartError(f"--listen-fd {listen_options.listen_fd} is no socket: {error.strerror}") from error
     return await server.take_over(listener, _context(tls))
-
-
-def load_model(config: KvloomConfig) -> ServedModel:
-    """Load the model's tokenizer. Raises StartError if it cannot be read."""
-    if not config.model.path:
-        raise StartError("model.path is not set: the edge needs the model's tokenizer")
-    try:
-        tokenizer = ModelTokenizer.load(Path(config.model.path))
-    except (OSError, ValueError) as error:
-        raise StartError(f"cannot load the tokenizer: {error}") from error
-    return served_model(config, tokenizer)
-
-
-def served_model(config: KvloomConfig, tokenizer: ModelTokenizer) -> ServedModel:
-    fingerprint = xxhash.xxh3_64_hexdigest(f"{VERSION}\0{config.model.name}".encode())[:10]
-    output = model_output(config.model, tokenizer)
-    return ServedModel(config.model.name, tokenizer, int(time.time()), f"fp_{fingerprint}", output)

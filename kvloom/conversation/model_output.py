@@ -18,13 +18,13 @@ PLAIN_TEMPLATE_TOOLS: Final = "hermes"
 """The family of calls that kvloom describes to models whose template knows no tools (plain_messages.py)."""
 
 
-def model_output(config: ModelConfig, tokenizer: ModelTokenizer) -> ParserSpec:
+def model_output(config: ModelConfig, folder: Path | None, tokenizer: ModelTokenizer) -> ParserSpec:
     """The families of a model: those that its configuration names, and otherwise those that its chat template shows.
-    Raises ConfigError."""
+    `folder` has its config.json. Raises ConfigError."""
     template = tokenizer.template
     found = ParserSpec()
     if template is not None:
-        model_type = read_json(Path(config.path) / "config.json").get("model_type") if config.path else None
+        model_type = read_json(folder / "config.json").get("model_type") if folder is not None else None
         found = sniff(template.source, tokenizer.special_tokens, model_type if isinstance(model_type, str) else "")
         if not template.knows_tools:
             found = dataclasses.replace(found, tools=PLAIN_TEMPLATE_TOOLS)

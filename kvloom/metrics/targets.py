@@ -77,7 +77,7 @@ class TargetAnnouncement:
         self._config = config
         self._trust = trust
         scheme = "https" if config.tls.certificate_file else "http"
-        self.target = MetricsTarget(scraped_address(config, address), role, name, config.model.name, scheme)
+        self.target = MetricsTarget(scraped_address(config, address), role, name, _model(config), scheme)
 
     async def watch(self) -> None:
         """Announce the process until cancelled. Afterwards the announcement expires by itself: a successor at the same
@@ -90,6 +90,11 @@ class TargetAnnouncement:
             await announcer.run()
         finally:
             await announcer.close()
+
+
+def _model(config: KvloomConfig) -> str:
+    """Empty for a process that has several, or gets them from shards."""
+    return "" if config.models or not config.model.path else config.model.name
 
 
 def scraped_address(config: KvloomConfig, address: str) -> str:

@@ -16,6 +16,8 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+import grpc.aio
+
 from kvloom.errors import KvloomError
 from kvloom.process.backoff import Backoff
 from kvloom.router_link.cancel_notifier import CancelNotifier
@@ -147,6 +149,13 @@ class RouterGroup:
         if not self._members.available:
             raise self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.moderate(request)
+
+    def channel_to(self, model: str) -> grpc.aio.Channel:
+        """A channel for calls to a router that has shards of this model, if one has. Raises KvloomError."""
+        member = self._members.pick(model, b"")
+        if member is None:
+            raise self._members.unavailable_error()
+        return member.link.channel_for_calls()
 
     def link_ids(self) -> list[str]:
         """The ids by which routers know this client's links."""

@@ -172,13 +172,17 @@ class GrpcRouterLink:
         self._wake_writer()
 
     async def moderate(self, request: router_service_pb2.ModerateRequest) -> router_service_pb2.ModerateResponse:
-        if self._call_channel is None:  # its own, so that long texts do not delay the requests of the stream
-            self._call_channel = self._open_channel(self._address)
         try:
-            stub = router_service_pb2_grpc.RouterServiceStub(self._call_channel)
+            stub = router_service_pb2_grpc.RouterServiceStub(self.channel_for_calls())
             return await stub.Moderate(request, timeout=MODERATE_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+
+    def channel_for_calls(self) -> grpc.aio.Channel:
+        """Their own, so that long texts do not delay the requests of the stream."""
+        if self._call_channel is None:
+            self._call_channel = self._open_channel(self._address)
+        return self._call_channel
 
     def report_losses(self) -> None:
         """Send the losses that `identity` has not sent yet."""

@@ -70,7 +70,10 @@ class ShardDescription(msgspec.Struct, frozen=True):
     max_model_len: int
     capabilities: frozenset[str] = frozenset()
     variant: str = ""
-    """See ShardInfo.variant in shard_service.proto."""
+    """See ShardInfo.variant in shard_service.proto; the following likewise."""
+    model_version: str = ""
+    model_checksum: str = ""
+    card_checksum: str = ""
 
 
 class ShardLoad(msgspec.Struct):
@@ -86,6 +89,8 @@ class ShardLoad(msgspec.Struct):
     draining: bool = False
     hand_over: bool = False
     """Whether the shard drains and its running sequences are to continue elsewhere."""
+    withdrawn: bool = False
+    """Whether its model is to end: see ShardService.Withdraw."""
     num_own_running: int = 0
     """The part of `num_running` that came over this router's stream; the others belong to other routers."""
     num_own_waiting: int = 0

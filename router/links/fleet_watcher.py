@@ -11,6 +11,7 @@ import structlog
 
 from kvloom.discovery.records import ShardRecord
 from kvloom.discovery.registry import ShardRegistry
+from kvloom.models.catalogue import Catalogue
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core_driver import CoreDriver
@@ -43,8 +44,14 @@ class FleetWatcher:
     """Reads the registry whenever it changes. While Redis is unreachable nothing changes: connected shards stay."""
 
     def __init__(
-        self, registry: ShardRegistry, router_id: str, driver: CoreDriver, trust: FabricTrust = NO_SECRET
+        self,
+        registry: ShardRegistry,
+        router_id: str,
+        driver: CoreDriver,
+        trust: FabricTrust = NO_SECRET,
+        catalogue: Catalogue | None = None,
     ) -> None:
+        self._catalogue = catalogue
         self._registry = registry
         self._router_id = router_id
         self._driver = driver
@@ -95,6 +102,6 @@ class FleetWatcher:
             self._start(record, links)
 
     def _start(self, record: ShardRecord, links: asyncio.TaskGroup) -> None:
-        link = ShardLink(record, self._router_id, self._driver, self._trust)
+        link = ShardLink(record, self._router_id, self._driver, self._trust, self._catalogue)
         task = links.create_task(link.run(), name=f"shard link {record.shard_id}")
         self._links[record.shard_id] = _RunningLink(link, task)

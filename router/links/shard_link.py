@@ -16,6 +16,9 @@ import structlog
 
 from kvloom.discovery.records import ShardRecord
 from kvloom.errors import KvloomError
+from kvloom.models.card_service import fetch_card
+from kvloom.models.catalogue import Catalogue
+from kvloom.models.model_card import ModelCardError
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.local_client import connect_local
@@ -55,8 +58,17 @@ ConnectCall = (
 class ShardLink:
     """The link to one shard of the registry. `run` is its only task. The fleet watcher keeps `target` up to date."""
 
-    def __init__(self, record: ShardRecord, router_id: str, driver: CoreDriver, trust: FabricTrust = NO_SECRET) -> None:
+    def __init__(
+        self,
+        record: ShardRecord,
+        router_id: str,
+        driver: CoreDriver,
+        trust: FabricTrust = NO_SECRET,
+        catalogue: Catalogue | None = None,
+    ) -> None:
+        """`catalogue` gets the card of the shard's model before the core knows of the shard."""
         self.target = LinkTarget(record)
+        self._catalogue = catalogue
         self._router_id = router_id
         self._driver = driver
         self._trust = trust
@@ -132,6 +144,7 @@ class ShardLink:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
                     first = await self._greet(call)
+                await self._learn_model(first.hello.info, channel)
                 await self._serve_frames(call, first)
             finally:
                 call.cancel()
@@ -152,6 +165,17 @@ class ShardLink:
             raise LinkError(refusal)
         self.target.accept(info.incarnation_id)
         return first
+
+    async def _learn_model(self, info: shard_service_pb2.ShardInfo, channel: grpc.aio.Channel) -> None:
+        """Fetch the model's card if this router does not have it. Raises LinkError."""
+        if self._catalogue is None or not info.card_checksum:
+            return
+        try:
+            await self._catalogue.ensure(
+                info.model, info.card_checksum, lambda: fetch_card(channel, info.model, info.card_checksum)
+            )
+        except (KvloomError, ModelCardError) as error:
+            raise LinkError(f"the card of {info.model} cannot be used: {error}") from error
 
     async def _serve_frames(self, call: ConnectCall, first: shard_service_pb2.ShardServiceConnectResponse) -> None:
         shard_id = self.record.shard_id

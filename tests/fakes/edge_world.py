@@ -9,10 +9,11 @@ from typing import Any
 
 import aiohttp
 
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
+from kvloom.models.served_model import ServedModel
 from kvloom.parsers.spec import ParserSpec
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer

@@ -20,6 +20,7 @@ from router.core_config import core_config
 from router.server import RouterServer
 from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import FakeShard
+from tests.fakes.served_models import catalogue_of
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 MODEL = "tiny"
@@ -134,7 +135,9 @@ class RouterWorld:
     async def bind_router(self) -> None:
         """Makes a router that has its port and has not opened it yet."""
         core = RouterCore(core_config(self.config))
-        self.server = RouterServer(self.config, core, self.tokenizer, "router-0", self.metrics)
+        self.server = RouterServer(
+            self.config, core, catalogue_of(self.config, self.tokenizer), "router-0", self.metrics
+        )
         self.address = await self.server.start("127.0.0.1", 0)
 
     def serve_router(self) -> None:

@@ -19,7 +19,7 @@ from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.generate_stream import PROMPT, metered, start
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld, eventually
-from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.fakes.served_models import catalogue_of
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -124,7 +124,7 @@ async def test_the_sdk_finds_the_router_among_several_at_one_address(world: Rout
     await start(world, {"step_seconds": 0.005})
     config = copy.deepcopy(world.config)
     config.redis.key_prefix += "-other"  # a fake shard serves one router
-    other = RouterServer(config, RouterCore(core_config(config)), model_tokenizer(), "router-1", CollectorRegistry())
+    other = RouterServer(config, RouterCore(core_config(config)), catalogue_of(config), "router-1", CollectorRegistry())
     stop = asyncio.Event()
     address = await other.start("127.0.0.1", 0)
     serving = asyncio.create_task(other.serve(stop))

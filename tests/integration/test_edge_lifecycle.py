@@ -16,9 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.server.http_server import LEAVE_POLL_SECONDS, LEAVE_SECONDS, EdgeServer
 from kvloom.config import EdgeConfig, KvloomConfig, LogConfig, ModelConfig, RouterConfig, dump_config
+from kvloom.models.served_model import ServedModel
 from kvloom.process.service import StartError
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world

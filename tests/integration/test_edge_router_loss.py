@@ -12,7 +12,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from edge_http.server.process import EdgeListenOptions, load_model, serve_edge
+from edge_http.server.process import EdgeListenOptions, serve_edge
+from kvloom.models.catalogue import load_catalogue
 from kvloom.router_link.group import RouterGroup
 from tests.fakes.router_processes import MODEL, TIMEOUT_SECONDS, RouterProcess, RouterProcesses, router_processes
 from tests.fakes.router_world import eventually
@@ -46,13 +47,13 @@ async def fabric(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterat
         world.config.edge.reattach_seconds = 1.5
         routers = [await world.start_router("router-0"), await world.start_router("router-1")]
         link = await world.link(2)
-        model = await asyncio.to_thread(load_model, world.config)
+        catalogue = await asyncio.to_thread(load_catalogue, world.config)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
             serve_edge(
                 world.config,
                 link,
-                model,
+                catalogue,
                 EdgeListenOptions(0),
                 stop,
                 lambda address, *_others: ready.set_result(address),
@@ -61,7 +62,7 @@ async def fabric(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterat
         yield Fabric(world, routers, link, await ready)
         stop.set()
         await asyncio.wait_for(serving, TIMEOUT_SECONDS)
-        model.tokenizer.close()
+        catalogue.close()
 
 
 def serving_router(fabric: Fabric) -> RouterProcess:

@@ -11,16 +11,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from edge_http.edge import ServedModel
 from edge_http.server.process import EdgeListenOptions, serve_edge
 from kvloom.config import KvloomConfig, RedisConfig
+from kvloom.models.catalogue import Catalogue
 from kvloom.process import service
 from kvloom.v1.router_service_pb2 import FleetState
 from tests.fakes.edge_peers import left_by_a_dead_edge
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.resume_world import CHAT
 from tests.fakes.router_world import eventually
-from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.fakes.served_models import tiny_model
 
 NUM_WAITING = 16
 
@@ -31,11 +31,15 @@ async def edge_process(
 ) -> AsyncIterator[asyncio.Future[tuple[str, str]]]:
     """Runs all of an edge's process except its router, and yields its address once it can be reached."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
     config = KvloomConfig(redis=redis)
     serving = asyncio.create_task(
         serve_edge(
-            config, link or FakeRouterLink(), model, listen_options, stop, lambda *address: ready.set_result(address)
+            config,
+            link or FakeRouterLink(),
+            Catalogue([tiny_model()]),
+            listen_options,
+            stop,
+            lambda *address: ready.set_result(address),
         )
     )
     try:

@@ -15,11 +15,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.access.listener_tls import ListenerTls
 from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom.config import ConfigError, EdgeConfig, TlsConfig
+from kvloom.models.served_model import ServedModel
 from kvloom.process.service import set_serving
 from kvloom.process.watched_files import following
 from kvloom.transport.standard_services import add_health_and_reflection

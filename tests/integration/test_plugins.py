@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 from click.testing import CliRunner
 
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls
@@ -24,6 +24,7 @@ from kvloom.callers import configured_callers
 from kvloom.config import CallersConfig, ConfigError, EdgeConfig, KvloomConfig
 from kvloom.enums import ErrorReason
 from kvloom.metrics.server import MetricsServer
+from kvloom.models.served_model import ServedModel
 from kvloom.parsers.events import ReasoningDelta, TextDelta
 from kvloom.parsers.output_parser import ParserSpec, make_parser
 from kvloom.process.service import SERVER_OPTIONS

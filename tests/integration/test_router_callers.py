@@ -26,6 +26,7 @@ from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
+from tests.fakes.served_models import catalogue_of
 from tests.fakes.shard_world import shard_world
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -47,7 +48,14 @@ async def served_router(world: RouterWorld) -> AsyncIterator[tuple[RouterServer,
         registry = ShardRegistry(world.config.redis.url, world.config.redis.key_prefix, trust.sealer)
         await registry.announce(ShardRecord("shard-0", shard.address, MODEL, shard.server.incarnation_id))
         core = RouterCore(core_config(world.config))
-        server = RouterServer(world.config, core, world.tokenizer, "router-0", CollectorRegistry(), trust=trust)
+        server = RouterServer(
+            world.config,
+            core,
+            catalogue_of(world.config, world.tokenizer),
+            "router-0",
+            CollectorRegistry(),
+            trust=trust,
+        )
         address = await server.start("127.0.0.1", 0)
         stop = asyncio.Event()
         serving = asyncio.create_task(server.serve(stop))

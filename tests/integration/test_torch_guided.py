@@ -260,15 +260,20 @@ async def test_without_an_end_token_a_complete_answer_still_ends(driver: EngineD
 
 
 async def test_structures_in_answers_are_whole_and_continue(driver: EngineDriver, prompts: Prompts) -> None:
-    """What the model itself begins conforms to the schema, and an answer that continues on another shard in the middle
-    of a structure becomes the same."""
+    """What the model begins conforms to the schema, and an answer that continues on another shard in the middle of a
+    structure becomes the same."""
     tag = {"begin": '{"person": ', "json_schema": json.dumps(PERSON), "end": "}"}
     guide = Guide(GuideKind.STRUCTURAL_TAGS, json.dumps({"tags": [tag], "triggers": ["{"]}))
-    requests = [prompts.request(guide, temperature=temperature) for temperature in (0.0, 0.7, 1.0)]
+    # Whether a model as small as this one begins a structure by itself depends on the last bits of its arithmetic.
+    begun = prompts.tokenizer.encode_now("{")
+    requests = [
+        prompts.request(guide, temperature=temperature, max_tokens=240, output_token_ids=begun)
+        for temperature in (0.0, 0.3, 0.7, 1.0, 1.0, 1.0)
+    ]
     await driver.run(*requests)
     num_whole = 0
     for request in requests:
-        text = prompts.tokenizer.decode(driver.tokens[request.request_id])
+        text = prompts.tokenizer.decode([*begun, *driver.tokens[request.request_id]])
         _, *structures = text.split('{"person": ')
         for structure in structures:
             arguments, end, _ = structure.partition("}}")
@@ -276,8 +281,8 @@ async def test_structures_in_answers_are_whole_and_continue(driver: EngineDriver
             num_whole += bool(end)
             assert not end or is_person(arguments + "}"), text
     assert num_whole
-    whole = driver.tokens[requests[0].request_id]
-    for cut in (1, len(whole) // 2):
+    whole = [*begun, *driver.tokens[requests[0].request_id]]
+    for cut in (2, len(whole) // 2):
         again = dataclasses.replace(requests[0], request_id=f"again-{cut}", output_token_ids=whole[:cut])
         await driver.run(again)
         assert [*whole[:cut], *driver.tokens[again.request_id]] == whole

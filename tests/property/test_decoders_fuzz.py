@@ -22,7 +22,7 @@ from router.core.events import RequestArrived, ShardDescription, ShardUp
 from router.intake import Intake
 from shard_server.engines.base import Capability, EngineInfo
 from shard_server.submits import resolve_submit
-from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.fakes.served_models import tiny_models
 
 FUZZ = settings(max_examples=int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "120")), deadline=None)
 UINT32 = st.integers(0, 40) | st.sampled_from([2**31, 2**32 - 1])
@@ -122,7 +122,7 @@ SHARD_SUBMITS = messages(
 
 
 def intake() -> Intake:
-    return Intake("tiny", model_tokenizer(), max_prompt_tokens=64, needs_prompt_text=lambda: True)
+    return Intake(tiny_models(), max_prompt_tokens=64, needs_prompt_text=lambda: True)
 
 
 def admit(request: Any) -> None:

@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, cast
 
+import msgspec
 import redis
 
 from kvloom.access.exposure import exposure_risk
@@ -18,6 +19,7 @@ from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom.discovery.announcer import fabric_host
+from kvloom.models.configured import configured_models
 from kvloom.trust.fabric_trust import FabricTrust
 from shard_server.engines.engine_plugins import ENGINES
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
@@ -39,7 +41,7 @@ _MAX_PORT: Final = 65_535
 def apply_flags(
     config: KvloomConfig,
     *,
-    shards: int | None,
+    shards: Mapping[str, int],
     engine: str | None,
     sim_step_ms: float | None,
     sim_prefill_tokens_per_second: float | None,
@@ -63,8 +65,8 @@ def apply_flags(
     advertise: str | None,
 ) -> None:
     """Override the settings in the file with the given flags. Raises CommandError."""
-    if shards is not None:
-        config.shard.num_shards = shards
+    if "" in shards:
+        config.shard.num_shards = shards[""]
     if engine is not None:
         config.shard.engine = engine
     if sim_step_ms is not None:
@@ -105,7 +107,11 @@ def apply_flags(
     if config.shard.engine not in ENGINES.names():
         raise CommandError(f"shard.engine {config.shard.engine!r} is none of {', '.join(ENGINES.names())}")
     roles = started_roles(config)
-    for flag, value, needed in (("shards", shards, "shard"), ("edges", edges, "edge"), ("routers", routers, "router")):
+    for flag, value, needed in (
+        ("shards", shards.get(""), "shard"),
+        ("edges", edges, "edge"),
+        ("routers", routers, "router"),
+    ):
         if value is not None and needed not in roles:
             raise CommandError(f"--{flag} {value} needs --role {needed}: this machine has only {', '.join(roles)}")
 
@@ -132,12 +138,15 @@ def _absolute(path: Path) -> str:
     return str(path.expanduser().absolute())
 
 
-def absolute_model(model: str | None) -> str | None:
-    """Make a path absolute, because a daemon opens it from another directory."""
-    if model is None or model == BUILTIN_MODEL_NAME:
-        return model
-    path = Path(model).expanduser()
-    return str(path.absolute()) if path.exists() else model
+def flag_model(value: str) -> ModelConfig:
+    """The model of a --model flag: NAME, PATH or NAME=PATH. Paths become absolute, because a daemon opens them from
+    another directory."""
+    name, equals, source = value.partition("=")
+    if not equals or Path(value).expanduser().exists():
+        name, source = "", value
+    path = Path(source).expanduser()
+    is_path = source != BUILTIN_MODEL_NAME and path.exists()
+    return ModelConfig(name=name, path=str(path.absolute()) if is_path else source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,8 +155,10 @@ class Launch:
 
     config: KvloomConfig
     folder: RunFolder
-    model: str | None
-    """The value of --model. None means the model in `config`."""
+    models: Sequence[ModelConfig]
+    """Those of the --model flags, see `flag_model`. Empty: those in `config`."""
+    num_shards: Mapping[str, int]
+    """How many shards models have, by name, where it is not as configured."""
     model_cache_dir: Path
     start_timeout_seconds: float
 
@@ -165,8 +176,8 @@ class Launch:
                 else:
                     self._prepare_fleet(reporter)
                 provide_secret(self.config, self.folder.data_dir)
+                self._fill_in_models(reporter)
                 http_port = stack.enter_context(self._claimed_ports())
-                self._fill_in_model(reporter)
                 self.config.data_dir = str(self.folder.data_dir)
                 dump_config(self.config, self.folder.config_path)
                 name = supervisor_name(self.config.fabric.name_prefix)
@@ -238,20 +249,56 @@ class Launch:
             host = config.edge.host if role == "edge" else config.metrics.host
             stack.enter_context(_claimed(host, port, f"--metrics-port, whose block has it for {role} {name}"))
 
-    def _fill_in_model(self, reporter: Reporter) -> None:
-        wanted = self.config.model
-        if self.model is None and not wanted.path and wanted.name != BUILTIN_MODEL_NAME:
-            raise CommandError(f"model.path is not set for model {wanted.name} (built in: {BUILTIN_MODEL_NAME})")
-        source = self.model or wanted.path or BUILTIN_MODEL_NAME
+    def _fill_in_models(self, reporter: Reporter) -> None:
+        """Find the files of all models. A machine without shards needs none: cards come from the shards of the others.
+        Raises CommandError."""
+        config = self.config
+        has_paths = any(model.path for model in (config.model, *config.models))
+        if "shard" not in started_roles(config) and not self.models and not has_paths:
+            return
+        try:
+            wanted = self.models or _named(configured_models(config))
+        except ConfigError as error:
+            raise CommandError(str(error)) from error
+        found = [self._resolved(model, reporter) for model in wanted]
+        for name, num_shards in self.num_shards.items():
+            model = next((model for model in found if model.name == name), None)
+            if model is None:
+                names = ", ".join(model.name for model in found)
+                raise CommandError(f"--shards {name}={num_shards}: there is no such model; there are {names}")
+            model.shard = {**model.shard, "num_shards": num_shards}
+        if len(found) == 1:
+            config.model, config.models = found[0], []
+        else:
+            config.model, config.models = ModelConfig(), found
+        try:
+            configured_models(config)
+        except ConfigError as error:
+            raise CommandError(str(error)) from error
+
+    def _resolved(self, wanted: ModelConfig, reporter: Reporter) -> ModelConfig:
+        source = wanted.path or wanted.name
         reporter.step(f"model {source}")
-        sha256 = wanted.sha256 if source == wanted.path else ""
         registry = ModelRegistry(self.folder.data_dir / "models.json")
-        found = resolve_model(source, self.model_cache_dir, reporter.step, registry, sha256)
-        # A name in the file is the served name of the path in the file.
-        keeps_name = self.model is None and wanted != ModelConfig(path=wanted.path, sha256=wanted.sha256)
-        self.config.model = ModelConfig(
-            name=wanted.name if keeps_name else found.name, path=str(found.path), sha256=found.sha256
+        found = resolve_model(source, self.model_cache_dir, reporter.step, registry, wanted.sha256)
+        return msgspec.structs.replace(
+            wanted,
+            name=wanted.name if wanted.name and wanted.path else found.name,
+            path=str(found.path),
+            sha256=found.sha256,
+            version=wanted.version or found.version,
         )
+
+
+def _named(models: Sequence[ModelConfig]) -> list[ModelConfig]:
+    """Without the name of a model of which only the path is given: it then has the name of the path."""
+    return [
+        msgspec.structs.replace(model, name="") if model.path and _has_only_a_path(model) else model for model in models
+    ]
+
+
+def _has_only_a_path(model: ModelConfig) -> bool:
+    return model == ModelConfig(path=model.path, sha256=model.sha256)
 
 
 def _check_access(config: KvloomConfig) -> None:

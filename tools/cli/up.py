@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
-from tools.cli.launch import Launch, absolute_model, apply_flags
+from tools.cli.launch import Launch, apply_flags, flag_model
 from tools.failures import CommandError
 from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.detach import run_detached
@@ -19,10 +19,34 @@ from tools.supervisor.reporters import foreground_reporter
 from tools.supervisor.state import RunFolder
 
 PORT = click.IntRange(0, 65535)
+MAX_SHARDS = 1024
+
+
+class ShardCounts(click.ParamType):
+    """Numbers of shards by model; that of "" holds for all models."""
+
+    name = "shards"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        if not isinstance(value, str):
+            return value
+        counts: dict[str, int] = {}
+        for part in filter(None, value.split(",")):
+            name, _, number = part.rpartition("=")
+            if not number.isdecimal() or not 1 <= int(number) <= MAX_SHARDS:
+                self.fail(f"{part!r} is no number from 1 to {MAX_SHARDS}, and no MODEL=N", param, ctx)
+            counts[name] = int(number)
+        return counts
 
 
 @click.command()
-@option("--shards", type=click.IntRange(1, 1024), help="The number of engine shards.  [default: 2]")
+@option(
+    "--shards",
+    type=ShardCounts(),
+    default="",
+    metavar="N|MODEL=N,...",
+    help="The number of engine shards, of each model or by model.  [default: 2]",
+)
 @option("--edges", type=click.IntRange(1, 256), help="The number of HTTP edges. They share the port.  [default: 1]")
 @option("--routers", type=click.IntRange(1, 256), help="The number of routers. They share the port.  [default: 1]")
 @option("--colocate", is_flag=True, help="Run a router inside each edge, which saves one hop per token.")
@@ -45,8 +69,10 @@ PORT = click.IntRange(0, 65535)
 )
 @option(
     "--model",
-    metavar="NAME|PATH",
-    help=f"A built-in or registered model, a model directory, or a .gguf file.  [default: {BUILTIN_MODEL_NAME}]",
+    metavar="[NAME=]NAME|PATH",
+    multiple=True,
+    help="A built-in or registered model, a model directory, or a .gguf file; NAME= chooses the name by which clients "
+    f"request it. May be repeated, for several models.  [default: {BUILTIN_MODEL_NAME}]",
 )
 @option(
     "--model-cache-dir",
@@ -134,13 +160,14 @@ def up(
     a fleet, and --role chooses its part.
     """
     config = load_config_file(config_file)
-    model = flags.pop("model")
+    models = flags.pop("model")
     apply_flags(config, **flags)
     folder = RunFolder(choose_data_dir(data_dir, config))
     launch = Launch(
         config=config,
         folder=folder,
-        model=absolute_model(model),
+        models=[flag_model(value) for value in models],
+        num_shards={name: count for name, count in flags["shards"].items() if name},
         model_cache_dir=(model_cache_dir or folder.data_dir / "models").expanduser().absolute(),
         start_timeout_seconds=start_timeout_seconds,
     )

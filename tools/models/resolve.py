@@ -23,6 +23,8 @@ class ResolvedModel(NamedTuple):
     """The directory of the model."""
     sha256: str = ""
     """The checksum of the directory, which the loading process checks. "" if there is none, or it was checked here."""
+    version: str = ""
+    """That of a registered model."""
 
 
 def resolve_model(
@@ -44,7 +46,7 @@ def resolve_model(
     registered = None if path.exists() or registry is None else registry.find(model)
     if registered is not None:
         found = resolve_model(registered.path, cache_dir, on_progress, sha256=registered.sha256)
-        return found._replace(name=registered.name)
+        return found._replace(name=registered.name, version=registered.version)
     if not path.exists():
         raise CommandError(
             f"no such model: {model} (built in: {BUILTIN_MODEL_NAME}; or a path, or a name in kvloom models list)"

@@ -50,6 +50,8 @@ class ChildSpec:
     """Variables in addition to the environment of this process."""
     listens_on: SharedPort | None = None
     """The process gets a socket that is bound to this port, with `--listen-fd`."""
+    model: str = ""
+    """The model that it serves, if it is a shard."""
     starts_first: bool = False
     """Whether a successor may start while its predecessor still runs. Otherwise it would find its address in use."""
 

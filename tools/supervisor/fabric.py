@@ -17,6 +17,7 @@ import redis.exceptions
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import announced_process, name_owner, process_record
 from kvloom.discovery.records import NameTakenError
+from kvloom.models.configured import configured_models, num_configured_shards
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
@@ -73,7 +74,7 @@ class Fabric:
             supervisor_started=own_start_time(),
             http_url=http_url(config) if "edge" in self._roles else "",
             router_address=router_address(config) if has_router else "",
-            model=config.model.name,
+            model=", ".join(model.name for model in configured_models(config) if model.path),
             name=supervisor_name(config.fabric.name_prefix),
             owner=name_owner(config.data_dir),
         )
@@ -176,7 +177,7 @@ class Fabric:
         if not self._supervisor.all_ready:
             away = [f"{status.name} is {status.state}" for status in statuses if status.state != "ready"]
             return away or ["not all processes run"]
-        num_shards = self._config.shard.num_shards if "shard" in self._roles else 0
+        num_shards = num_configured_shards(self._config) if "shard" in self._roles else 0
         records = await self._records()
         if records is None:
             return await not_ready_reasons(statuses, num_shards, self._trust)
@@ -219,7 +220,7 @@ class Fabric:
         url = self._state.http_url
         line = self._reporter.line
         line("")
-        line(f"  model      {self._config.model.name}")
+        line(f"  model      {self._state.model or 'those of the shards of the fleet'}")
         if url:
             line(f"  chat page  {url}/")
             line(f"  API        {url}/v1")

@@ -6,9 +6,10 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvloom.config import KvloomConfig
+from kvloom.models.configured import configured_models, model_label, shard_config
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
 from tools.supervisor.embedded_redis import embedded_redis
@@ -41,7 +42,7 @@ def plan_stages(
     drain = {
         "edge": config.edge.drain_timeout_seconds + (config.router.drain_timeout_seconds if colocate else 0.0),
         "router": config.router.drain_timeout_seconds,
-        "shard": config.shard.drain_timeout_seconds,
+        "shard": max(shard_config(config, model).drain_timeout_seconds for model in configured_models(config)),
         "safety": config.safety.drain_timeout_seconds,
     }
 
@@ -53,6 +54,7 @@ def plan_stages(
         *,
         starts_first: bool = False,
         listens_on: SharedPort | None = None,
+        model: str = "",
     ) -> ChildSpec:
         # -P: a folder called "router" in the working directory must not be imported instead of ours.
         base = (sys.executable, "-P", "-m", module, "--config", str(config_path), "--name", name)
@@ -64,6 +66,7 @@ def plan_stages(
             stop_timeout_seconds=drain[role] + _STOP_MARGIN_SECONDS,
             listens_on=listens_on,
             starts_first=starts_first,
+            model=model,
         )
 
     prefix = config.fabric.name_prefix
@@ -85,7 +88,8 @@ def plan_stages(
         names = numbered(f"{prefix}router", config.router.num_routers)
         services += [service("router", "router", name, router(name), starts_first=True) for name in names]
     if "shard" in roles:
-        services += [service("shard", *shard) for shard in _shards(config, lambda name: metrics("shard", name))]
+        for module, name, args, model in _shards(config, lambda name: metrics("shard", name)):
+            services.append(service("shard", module, name, args, model=model))
     if "edge" in roles:
         module = "tools.colocated" if colocate else "edge_http"
         for name in numbered(f"{prefix}edge", config.edge.num_edges):
@@ -104,9 +108,9 @@ def supervisor_name(prefix: str) -> str:
     return f"{prefix}kvloom"
 
 
-def shard_name(number: int, prefix: str) -> str:
-    """The id of a shard in the registry. `prefix`: fabric.name_prefix."""
-    return f"{prefix}shard-{number}"
+def shard_name(number: int, prefix: str, model: str = "") -> str:
+    """The id of a shard in the registry. `prefix`: fabric.name_prefix; `model`: that of [[models]] which it serves."""
+    return f"{prefix}shard-{f'{model_label(model)}-' if model else ''}{number}"
 
 
 def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
@@ -122,27 +126,39 @@ def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
         *(("router", name) for name in routers),
         *(("edge", name) for name in edges),
     ]
-    order += [("shard", name) for module, name, _ in _shards(config, lambda _: ()) if module == "shard_server"]
+    order += [("shard", name) for module, name, *_ in _shards(config, lambda _: ()) if module == "shard_server"]
     roles = started_roles(config)
     started = [(role, name) for role, name in order if ("edge" if name in edges else role) in roles]
     return {process: config.metrics.port + number for number, process in enumerate(started)}
 
 
-def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> list[tuple[str, str, Sequence[str]]]:
-    """Returns (module, name, arguments) of each shard process."""
+class _Shard(NamedTuple):
+    """A process with one shard or several."""
+
+    module: str
+    name: str
+    args: Sequence[str]
+    model: str
+
+
+def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> list[_Shard]:
     prefix = config.fabric.name_prefix
-    num_shards, per_process = config.shard.num_shards, config.shard.sim.shards_per_process
-    if config.shard.engine != "sim" or per_process == 1:
-        names = [shard_name(number, prefix) for number in range(num_shards)]
-        return [("shard_server", name, metrics(name)) for name in names]
-    return [
-        (
-            "tools.many_shards",
-            f"{prefix}shards-{first}",
-            ("--first", str(first), "--count", str(min(per_process, num_shards - first))),
-        )
-        for first in range(0, num_shards, per_process)
-    ]
+    shards: list[_Shard] = []
+    for model in configured_models(config):
+        settings = shard_config(config, model)
+        # The shards of [model] have its name neither in theirs nor among their arguments.
+        label = "" if model is config.model else model.name
+        chosen = ("--model", label) if label else ()
+        num_shards, per_process = settings.num_shards, settings.sim.shards_per_process
+        if settings.engine != "sim" or per_process == 1:
+            names = [shard_name(number, prefix, label) for number in range(num_shards)]
+            shards += [_Shard("shard_server", name, (*chosen, *metrics(name)), model.name) for name in names]
+            continue
+        for first in range(0, num_shards, per_process):
+            name = shard_name(first, prefix, label).replace("shard-", "shards-", 1)
+            count = ("--first", str(first), "--count", str(min(per_process, num_shards - first)))
+            shards.append(_Shard("tools.many_shards", name, (*chosen, *count), model.name))
+    return shards
 
 
 def numbered(name: str, count: int) -> list[str]:

@@ -55,6 +55,8 @@ class ProcessStatus:
     engine: str = ""
     """What computes in it, if it is a shard."""
     variant: str = ""
+    model: str = ""
+    """The model that it serves, likewise."""
 
 
 class SupervisedProcess:
@@ -106,6 +108,7 @@ class SupervisedProcess:
             peer_address=self._ready.peer_address,
             engine=self._ready.engine,
             variant=self._ready.variant,
+            model=self.spec.model,
         )
 
     @property

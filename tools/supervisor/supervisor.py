@@ -26,22 +26,23 @@ class Supervisor:
         make_backoff: Callable[[], Backoff] = restart_backoff,
     ) -> None:
         self._stop_order = stop_order
+        self._log_dir = log_dir
+        self._on_change = on_change
         self._on_event = on_event
-        self._stages = [
-            [
-                SupervisedProcess(
-                    spec,
-                    log_dir / f"{spec.name}.log",
-                    on_change=on_change,
-                    on_event=on_event,
-                    backoff=make_backoff(),
-                )
-                for spec in stage
-            ]
-            for stage in stages
-        ]
-        self._keepers: list[asyncio.Task[None]] = []
+        self._make_backoff = make_backoff
+        self._stages = [[self._supervised(spec) for spec in stage] for stage in stages]
+        self._keepers: dict[SupervisedProcess, asyncio.Task[None]] = {}
+        self._keepers_changed = asyncio.Event()
         self._force = asyncio.Event()
+
+    def _supervised(self, spec: ChildSpec) -> SupervisedProcess:
+        return SupervisedProcess(
+            spec,
+            self._log_dir / f"{spec.name}.log",
+            on_change=self._on_change,
+            on_event=self._on_event,
+            backoff=self._make_backoff(),
+        )
 
     @property
     def statuses(self) -> list[ProcessStatus]:
@@ -56,17 +57,42 @@ class Supervisor:
     async def start(self) -> None:
         """Raises ChildFailedError as soon as one process fails to start. The others may still run (see `stop`)."""
         for stage in self._stages:
-            starts = [asyncio.create_task(self._start_one(process)) for process in stage]
-            try:
-                await _all_or_first_failure(starts)
-            finally:
-                for start in starts:
-                    start.cancel()
-                await asyncio.gather(*starts, return_exceptions=True)
+            await self._start_together(stage)
 
     async def watch(self) -> None:
         """Never returns. Raises only if the supervisor itself fails."""
-        await _all_or_first_failure(self._keepers)
+        while True:
+            self._keepers_changed.clear()
+            changed = asyncio.create_task(self._keepers_changed.wait(), name="keepers changed")
+            keepers = list(self._keepers.values())
+            try:
+                await asyncio.wait((*keepers, changed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            await _all_or_first_failure([keeper for keeper in keepers if keeper.done()])
+
+    async def add(self, specs: Sequence[ChildSpec]) -> None:
+        """Start further processes, together. Raises ChildFailedError when one fails to start; then none of them is
+        kept."""
+        stage = [self._supervised(spec) for spec in specs]
+        self._stages.append(stage)
+        try:
+            await self._start_together(stage)
+        except BaseException:
+            await self.remove([process.spec.name for process in stage])
+            raise
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Stop processes, together, and forget them."""
+        leaving = [process for process in self._processes if process.spec.name in names]
+        keepers = [self._keepers.pop(process) for process in leaving if process in self._keepers]
+        self._keepers_changed.set()
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+        await asyncio.gather(*(process.stop(self._force) for process in leaving))
+        self._stages = [[process for process in stage if process not in leaving] for stage in self._stages]
+        self._on_change()
 
     async def replace(self, name: str) -> None:
         """A planned restart of one process (see SupervisedProcess.replace). Raises ChildFailedError."""
@@ -77,9 +103,10 @@ class Supervisor:
         """Stop all processes, role by role. May be called repeatedly."""
         for process in self._processes:
             process.close_port()
-        for keeper in self._keepers:
+        keepers = list(self._keepers.values())
+        for keeper in keepers:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*keepers, return_exceptions=True)
         for role in self._stop_order:
             await asyncio.gather(*(p.stop(self._force) for p in self._processes if p.spec.role == role))
 
@@ -91,11 +118,22 @@ class Supervisor:
     def _processes(self) -> list[SupervisedProcess]:
         return [process for stage in self._stages for process in stage]
 
+    async def _start_together(self, stage: Sequence[SupervisedProcess]) -> None:
+        """Raises ChildFailedError as soon as one process fails to start."""
+        starts = [asyncio.create_task(self._start_one(process)) for process in stage]
+        try:
+            await _all_or_first_failure(starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
     async def _start_one(self, process: SupervisedProcess) -> None:
         await process.start()
         status = process.status
         self._on_event(f"{status.name} is ready (pid {status.pid}{', ' + status.address if status.address else ''})")
-        self._keepers.append(asyncio.create_task(process.keep_running(), name=f"keep {status.name}"))
+        self._keepers[process] = asyncio.create_task(process.keep_running(), name=f"keep {status.name}")
+        self._keepers_changed.set()
 
 
 async def _all_or_first_failure(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -23,17 +23,26 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if fleet.is_draining:
         return draining(request.request_id)
     if not fleet.knows(request.model):
-        return KvloomError(
-            ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, f"The model {request.model!r} does not exist.", field="model"
-        )
+        return _model_not_found(f"The model {request.model!r} does not exist.")
     shards = fleet.ready(request.model)
     if not shards:
         return no_shard_ready(request.model, request.request_id)
+    if shards[0].is_withdrawn and all(shard.is_withdrawn for shard in shards) and not _is_continued(request):
+        return _model_not_found(f"The model {request.model!r} is being withdrawn.")
     if not request.prompt_token_ids:
         return invalid_argument("The prompt is empty.", "prompt")
     if request.max_tokens is not None and request.max_tokens < 1:
         return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
     return _check_window(request, max(shard.description.max_model_len for shard in shards))
+
+
+def _model_not_found(message: str) -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, message, field="model")
+
+
+def _is_continued(request: Request) -> bool:
+    """An answer that another router or edge has begun."""
+    return any(choice.output_token_ids for choice in request.choices)
 
 
 def draining(request_id: str) -> KvloomError:

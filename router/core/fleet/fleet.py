@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +31,7 @@ class Shard:
         "hands_over",
         "health",
         "is_draining",
+        "is_withdrawn",
         "limit",
         "num_by_tenant",
         "shard_id",
@@ -40,6 +43,8 @@ class Shard:
         self.shard_id = description.shard_id
         self.description = description
         self.is_draining = False
+        self.is_withdrawn = False
+        """Whether its model is to end."""
         self.hands_over = False
         """Whether it drains and its running sequences are to continue elsewhere."""
         self.health: ShardHealth | None = None
@@ -96,6 +101,14 @@ class Shard:
         choice.shard_id = ""
 
 
+class ModelIdentity(NamedTuple):
+    """Which files a model has. See ShardInfo in shard_service.proto."""
+
+    version: str = ""
+    checksum: str = ""
+    card_checksum: str = ""
+
+
 class ModelState(msgspec.Struct, frozen=True):
     """One model as clients see it: its shards, and the limits that hold on all of them."""
 
@@ -105,6 +118,8 @@ class ModelState(msgspec.Struct, frozen=True):
     capabilities: frozenset[str]
     variants: frozenset[str] = frozenset()
     """Of its shards now; see ShardInfo.variant in shard_service.proto."""
+    identity: ModelIdentity = ModelIdentity()
+    """That of most of its shards."""
 
 
 class FleetChanged(msgspec.Struct, frozen=True):
@@ -134,19 +149,27 @@ class Fleet:
     def __init__(self) -> None:
         self.shards: dict[str, Shard] = {}
         self.is_draining = False
-        self._windows: dict[str, tuple[int, frozenset[str]]] = {}
-        """Model → shortest window and common capabilities, as they were when it last had a shard."""
+        self._windows: dict[str, tuple[int, frozenset[str], ModelIdentity]] = {}
+        """Model → shortest window, common capabilities and identity, as they were when it last had a shard. Withdrawn
+        models are forgotten with their last shard."""
+        self._has_served = False
 
     def add(self, description: ShardDescription) -> Shard:
         shard = self.shards[description.shard_id] = Shard(description)
+        self._has_served = True
         return shard
 
     def remove(self, shard_id: str) -> Shard:
-        return self.shards.pop(shard_id)
+        shard = self.shards.pop(shard_id)
+        model = shard.description.model
+        if shard.is_withdrawn and not any(other.description.model == model for other in self.shards.values()):
+            self._windows.pop(model, None)
+        return shard
 
     def knows(self, model: str) -> bool:
-        """Whether any shard has ever served the model. Before the first shard connects, any model may exist."""
-        return model in self._windows or not self._windows
+        """Whether any shard has served the model since it was last withdrawn. Before the first shard connects, any
+        model may exist."""
+        return model in self._windows or not self._has_served
 
     def ready(self, model: str) -> list[Shard]:
         """Shards that accept new requests for `model`."""
@@ -159,7 +182,7 @@ class Fleet:
         for model, shards in by_model.items():
             window = min(shard.description.max_model_len for shard in shards)
             capabilities = frozenset.intersection(*(shard.description.capabilities for shard in shards))
-            self._windows[model] = (window, capabilities)
+            self._windows[model] = (window, capabilities, _identity(shards))
         models = [
             ModelState(
                 name=model,
@@ -167,7 +190,17 @@ class Fleet:
                 max_model_len=window,
                 capabilities=capabilities,
                 variants=frozenset(shard.description.variant for shard in by_model.get(model, ())),
+                identity=identity,
             )
-            for model, (window, capabilities) in sorted(self._windows.items())
+            for model, (window, capabilities, identity) in sorted(self._windows.items())
         ]
         return FleetChanged(models, self.is_draining)
+
+
+def _identity(shards: Sequence[Shard]) -> ModelIdentity:
+    """That of most of the shards; of several, the first in order, so that all routers choose the same."""
+    counts = Counter(
+        ModelIdentity(of.model_version, of.model_checksum, of.card_checksum)
+        for of in (shard.description for shard in shards)
+    )
+    return min(counts, key=lambda identity: (-counts[identity], identity))

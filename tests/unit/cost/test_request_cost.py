@@ -20,9 +20,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
 from edge_http.server.http_router import HttpRouter
 from kvloom.config import KvloomConfig
+from kvloom.models.served_model import ServedModel
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.text.token_ids import pack_token_ids
@@ -56,6 +57,7 @@ from tests.fakes.cost_counting import (
     calls_of,
     print_baseline,
 )
+from tests.fakes.served_models import tiny_models
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 PROMPT: Final = "the quick brown fox jumps over the lazy dog " * 5
@@ -106,7 +108,7 @@ def router_half() -> Callable[[], None]:
     core = RouterCore(core_config(KvloomConfig()), seed=1)
     driver = CoreDriver(core, cast(Any, Observer(core)))
     tokenizer = model_tokenizer()
-    intake = Intake("tiny", tokenizer, 1000, lambda: True)
+    intake = Intake(tiny_models(tokenizer=tokenizer), 1000, lambda: True)
     client, shards = Client(), [Shard() for _ in range(NUM_SHARDS)]
     driver.dispatch(SafetyUp(True, True, Prefilter(["bad"], ["worse"]), PromptFilter(["bad"], [], any_text=True)))
     for number, shard in enumerate(shards):

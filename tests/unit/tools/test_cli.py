@@ -13,7 +13,7 @@ from kvloom.config import KvloomConfig
 from tests.conftest import REPOSITORY
 from tests.fakes.plugin_site import PluginSite
 from tools.cli.commands import LazyGroup, main
-from tools.cli.launch import absolute_model, apply_flags
+from tools.cli.launch import apply_flags, flag_model
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import load_config_file
@@ -59,7 +59,7 @@ def test_flags_override_the_file(tmp_path: Path):
     config = load_config_file(path)
     apply_flags(
         config,
-        shards=3,
+        shards={"": 3},
         engine=None,
         sim_step_ms=None,
         sim_prefill_tokens_per_second=None,
@@ -193,9 +193,10 @@ def test_a_path_given_to_up_survives_the_change_of_directory(tmp_path: Path, mon
     """A detached fabric runs in another directory than the command that started it."""
     (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    assert absolute_model("model.gguf") == str(tmp_path / "model.gguf")
-    assert absolute_model("smollm2-135m-instruct") == "smollm2-135m-instruct"
-    assert absolute_model(None) is None
+    path = str(tmp_path / "model.gguf")
+    assert (flag_model("model.gguf").name, flag_model("model.gguf").path) == ("", path)
+    assert (flag_model("mine=model.gguf").name, flag_model("mine=model.gguf").path) == ("mine", path)
+    assert flag_model("smollm2-135m-instruct").path == "smollm2-135m-instruct"
 
 
 def test_a_port_in_use_is_noticed_and_a_fresh_one_is_free():

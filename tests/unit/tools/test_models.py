@@ -81,7 +81,7 @@ def test_a_name_resolves_to_the_latest_version_or_the_one_that_is_named(model: P
     assert registry.models() == [first, second]
     assert registry.find("llama") == second
     assert registry.find("llama@1") == first
-    assert resolve_model("llama", tmp_path / "cache", lambda _: None, registry) == ("llama", other, second.sha256)
+    assert resolve_model("llama", tmp_path / "cache", lambda _: None, registry) == ("llama", other, second.sha256, "2")
     with pytest.raises(CommandError, match="registered already"):
         registry.add("llama", other, "1")
     registry.remove("llama@2")

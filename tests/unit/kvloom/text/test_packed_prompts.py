@@ -16,6 +16,7 @@ from router.core.events import Request
 from router.intake import Intake
 from shard_server.engines.base import EngineInfo
 from shard_server.submits import resolve_submit
+from tests.fakes.served_models import tiny_models
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 INFO = EngineInfo(
@@ -32,7 +33,7 @@ INFO = EngineInfo(
 
 
 def by_router(**prompt: Any) -> list[int]:
-    intake = Intake("tiny", model_tokenizer(), 50, lambda: False)
+    intake = Intake(tiny_models(), 50, lambda: False)
     request = intake.request_from_submit(Submit(model="tiny", choices=[Choice(slot=1)], **prompt), "c")
     assert isinstance(request, Request)
     return list(request.prompt_token_ids)

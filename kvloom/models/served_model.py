@@ -1,0 +1,75 @@
+"""A model whose requests this process can take: it has the model's tokenizer, and no weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from kvloom.config import ModelConfig
+from kvloom.conversation.model_output import model_output
+from kvloom.models.model_card import PackedCard, config_of_card, make_card, unpack_card, unpacked_files
+from kvloom.parsers.spec import ParserSpec
+from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom.v1.model_card_pb2 import ModelCard
+
+NO_DEFAULTS: Final = SamplingParams()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that this process can tokenize for."""
+
+    name: str
+    tokenizer: ModelTokenizer
+    created: int = 0
+    """Unix time, for the OpenAI model object."""
+    system_fingerprint: str = ""
+    output: ParserSpec | None = None
+    """How the model writes tool calls and reasoning; None: all that it writes is text."""
+    version: str = ""
+    aliases: Sequence[str] = ()
+    owned_by: str = "kvloom"
+    default_sampling: SamplingParams | None = None
+    """How tokens are sampled where a request does not say it; None: as everywhere."""
+    default_max_tokens: int | None = None
+    card: PackedCard | None = None
+    """None: it cannot be given to other processes."""
+
+
+def load_served_model(config: ModelConfig) -> ServedModel:
+    """Read the model's files. Blocks. Raises OSError, ValueError, ConfigError."""
+    card = make_card(config)
+    return _served(config, Path(config.path), unpack_card(card.packed, card.checksum), card)
+
+
+def served_model_of(packed: bytes, checksum: str) -> ServedModel:
+    """The model of a card that another process has given. Blocks. Raises ModelCardError, OSError, ValueError,
+    ConfigError."""
+    card = unpack_card(packed, checksum)
+    with unpacked_files(card) as folder:
+        return _served(config_of_card(card), folder, card, PackedCard(card.name, checksum, packed))
+
+
+def _served(config: ModelConfig, folder: Path, card: ModelCard, packed: PackedCard) -> ServedModel:
+    tokenizer = ModelTokenizer.load(folder)
+    fingerprint = xxhash.xxh3_64_hexdigest(f"{importlib.metadata.version('kvloom')}\0{packed.checksum}".encode())[:10]
+    return ServedModel(
+        name=config.name,
+        tokenizer=tokenizer,
+        created=int(time.time()),
+        system_fingerprint=f"fp_{fingerprint}",
+        output=model_output(config, folder, tokenizer),
+        version=config.version,
+        aliases=tuple(config.aliases),
+        owned_by=config.owned_by,
+        default_sampling=card.default_sampling if card.default_sampling != NO_DEFAULTS else None,
+        default_max_tokens=card.default_max_tokens if card.HasField("default_max_tokens") else None,
+        card=packed,
+    )

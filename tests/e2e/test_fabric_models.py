@@ -1,0 +1,118 @@
+"""Several models in one fabric, on machines that have their files and on machines that have none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from tests.e2e.fabric import RunningFabric, eventually, kvloom_environment, run_kvloom
+from tests.fakes.redis_server import redis_server
+
+BUILTIN = "smollm2-135m-instruct"
+SIM = ("--engine", "sim", "--sim-step-ms", "2")
+NUM_PROMPT_TOKENS_OF_TINY = 3
+"""Of MESSAGES: "the", " ", "quick brown fox"."""
+MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with another tokenizer, template and window than the built-in one, for the sim engine."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    tokenizer.add_tokens(["quick brown fox"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fabric(model_dir: Path, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
+    models = ("--model", BUILTIN, "--model", f"tiny={tiny_dir}", "--shards", f"{BUILTIN}=2,tiny=1")
+    fabric = RunningFabric.start(tmp_path_factory.mktemp("models"), *SIM, *models)
+    yield fabric
+    fabric.stop()
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_each_model_has_its_own_tokenizer_template_window_and_shards(fabric: RunningFabric) -> None:
+    """Clients choose by name, and nothing of one model may be used for the other."""
+    with client(fabric.http_url) as openai_client:
+        models = {model.id: model.to_dict() for model in openai_client.models.list()}
+        assert {name: model["max_model_len"] for name, model in models.items()} == {BUILTIN: 8192, "tiny": 512}
+        assert {name: model["num_ready_shards"] for name, model in models.items()} == {BUILTIN: 2, "tiny": 1}
+        usages = {}
+        for name in models:
+            answer = openai_client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=7)
+            assert (answer.model, answer.usage and answer.usage.completion_tokens) == (name, 7)
+            usages[name] = answer.usage and answer.usage.prompt_tokens
+        assert usages["tiny"] == NUM_PROMPT_TOKENS_OF_TINY != usages[BUILTIN]
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 512"):
+            openai_client.completions.create(model="tiny", prompt="fox " * 600, max_tokens=1)
+        with pytest.raises(openai.NotFoundError):
+            openai_client.chat.completions.create(model="huge", messages=MESSAGES)
+
+
+def test_a_machine_without_files_serves_from_cards(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Edges and routers scale on machines without a disk that all share; they learn of models, aliases and defaults
+    from the shards."""
+    folder = tmp_path_factory.mktemp("fleet")
+    secret = folder / "fabric.secret"
+    secret.touch(mode=0o600)
+    secret.write_text(run_kvloom("secret", "new", env=dict(os.environ)).stdout)
+    config = folder / "shards.toml"
+    config.write_text(
+        f'[[models]]\nname = "tiny"\npath = "{tiny_dir}"\naliases = ["small"]\nversion = "7"\n'
+        "defaults = { max_tokens = 5 }\nshard = { num_shards = 1 }\n"
+    )
+    with redis_server() as redis:
+        shared = ("--join", redis.connection_url, *SIM)
+        settings = {"KVLOOM_SECRET_FILE": str(secret)}
+        flags = ("--config", str(config), "--role", "shard", "--role", "safety", "--name-prefix", "a-")
+        shards = kvloom_environment(folder / "a", **settings)
+        done = run_kvloom("up", "--detach", *shared, *flags, env=shards)
+        assert done.returncode == 0, done.stdout + done.stderr
+        without_files = {**settings, "KVLOOM_MODEL_CACHE_DIR": str(folder / "no-models")}
+        flags = ("--role", "router", "--role", "edge", "--name-prefix", "b-")
+        edge = RunningFabric.start(folder / "b", *shared, *flags, **without_files)
+        try:
+            with client(edge.http_url) as openai_client:
+                eventually("both names", lambda: len(list(openai_client.models.list())) == 2)
+                found = openai_client.models.retrieve("small").to_dict()
+                assert (found["root"], found["version"]) == ("tiny", "7")
+                answer = openai_client.chat.completions.create(model="small", messages=MESSAGES)
+                assert answer.model == "tiny"
+                assert answer.usage is not None
+                assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (NUM_PROMPT_TOKENS_OF_TINY, 5)
+            assert not (folder / "no-models").exists()
+        finally:
+            edge.stop()
+            assert run_kvloom("down", env=shards).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", BUILTIN, "--model", BUILTIN), "two have the name or alias"),
+        (("--model", BUILTIN, "--shards", "other=2"), f"there is no such model; there are {BUILTIN}"),
+        (("--shards", "tiny=none"), "is no number from 1 to 1024"),
+        (("--model", "tiny=/nowhere"), "no such model: /nowhere"),
+    ],
+)
+def test_faulty_choices_are_named_before_anything_starts(
+    tmp_path: Path, model_dir: Path, flags: tuple[str, ...], message: str
+) -> None:
+    """A typing mistake must not cost a start of all processes."""
+    done = run_kvloom("up", "--detach", *SIM, *flags, env=kvloom_environment(tmp_path))
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
