@@ -223,17 +223,19 @@ class Edge:
         info = self.model_info(name)
         return info.max_model_len if info is not None else 0
 
-    def not_ready_reason(self) -> str:
-        """Why no request can be served now; "" when one can."""
+    def not_ready_reason(self, model: str = "") -> str:
+        """Why no request (for this model) can be served now; "" when one can."""
         if self._draining or self._leaving:
             return "this edge is draining"
         if not self.link.connected:
             return "the router cannot be reached"
         if self.link.fleet.draining:
             return "the router is draining"
-        if not any(model.num_ready_shards for model in self.link.fleet.models if model.name in self.models):
-            return "no shard is ready"
-        return ""
+        if model and model not in self.models:
+            return "the model is not served"
+        wanted = {self.models[model].name} if model else self.models
+        infos = (info for info in self.link.fleet.models if info.name in wanted)
+        return "" if any(info.num_ready_shards for info in infos) else "no shard is ready"
 
 
 async def _no_targets() -> Sequence[MetricsTarget]:

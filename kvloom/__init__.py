@@ -12,6 +12,7 @@ sampling.py      limits and checks of sampling parameters and stop conditions
 request_fields.py  the names of a request's fields where nothing nests them
 guide.py         limits and checks of guides (JSON schemas, regular expressions, grammars)
 config.py        the configuration file as one typed tree
+models/          the models of a fabric: their configuration, cards and catalogue
 plugins.py       parts of a fabric that other packages bring, as entry points
 private_file.py  files that only this user can read
 access/          who may use the fabric from outside: API keys, TLS for clients

@@ -19,8 +19,9 @@ async def health(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  #
     return json_response({"status": "ok"})
 
 
-async def ready(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
-    reason = edge.not_ready_reason()
+async def ready(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """With `?model=NAME`: whether requests for this model can be served."""
+    reason = edge.not_ready_reason(request.query.get("model", ""))
     if reason:
         return json_response({"status": "not_ready", "reason": reason}, 503)
     return json_response({"status": "ready"})

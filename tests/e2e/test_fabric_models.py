@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,74 @@ def test_a_machine_without_files_serves_from_cards(tiny_dir: Path, tmp_path_fact
         finally:
             edge.stop()
             assert run_kvloom("down", env=shards).returncode == 0
+
+
+async def stream(url: str, model: str, num_tokens: int, begun: asyncio.Semaphore | None = None) -> tuple[str, int]:
+    """The finish reason and the number of tokens of a streamed answer. `begun` is released once with the first."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as async_client:
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
+        chunks = await async_client.chat.completions.create(
+            model=model, messages=MESSAGES, max_tokens=num_tokens, **options
+        )
+        reason, completion_tokens = "", 0
+        async for chunk in chunks:
+            if begun is not None:
+                begun.release()
+                begun = None
+            reason = chunk.choices[0].finish_reason or reason if chunk.choices else reason
+            completion_tokens = chunk.usage.completion_tokens if chunk.usage else completion_tokens
+    return reason, completion_tokens
+
+
+async def test_models_come_and_go_without_a_broken_stream(fabric: RunningFabric, tiny_dir: Path) -> None:
+    """Models are changed while users are served: those of other models notice nothing, and answers of the model that
+    goes are finished."""
+
+    def kvloom(*args: str) -> subprocess.CompletedProcess[str]:
+        return run_kvloom("models", *args, env=fabric.env)
+
+    others = [asyncio.create_task(stream(fabric.http_url, BUILTIN, 1500)) for _ in range(4)]
+    done = await asyncio.to_thread(kvloom, "load", f"second={tiny_dir}", "--shards", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert await stream(fabric.http_url, "second", 5) == ("length", 5)
+    assert [shard["name"] for shard in fabric.processes("shard") if shard["model"] == "second"] == ["shard-second-0"]
+
+    begun = asyncio.Semaphore(0)
+    last = [asyncio.create_task(stream(fabric.http_url, "second", 400, begun)) for _ in range(8)]
+    for _ in last:
+        await begun.acquire()
+    unloading = asyncio.create_task(asyncio.to_thread(kvloom, "unload", "second"))
+    refused = 0
+    while not unloading.done():
+        try:
+            await stream(fabric.http_url, "second", 1)
+        except openai.NotFoundError:
+            refused += 1
+    done = await unloading
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert refused
+    assert await asyncio.gather(*last) == [("length", 400)] * len(last)
+    assert await asyncio.gather(*others) == [("length", 1500)] * len(others)
+    with client(fabric.http_url) as openai_client:
+        names = lambda: {model.id for model in openai_client.models.list()}  # noqa: E731
+        eventually("the edge forgets the model", lambda: "second" not in names())
+
+
+def test_a_load_that_fails_leaves_everything_as_it_was(fabric: RunningFabric, tmp_path: Path) -> None:
+    """The reason must be said, and neither the configuration nor the processes may remember the model."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    before = fabric.status()
+    for source, reason in ((f"bad={tmp_path}", "tokenizer.json"), (f"tiny={tmp_path}", "name or alias 'tiny'")):
+        done = run_kvloom("models", "load", source, env=fabric.env)
+        assert done.returncode != 0
+        assert reason in done.stdout + done.stderr
+    after = fabric.status()
+    assert [process["name"] for process in after["processes"]] == [process["name"] for process in before["processes"]]
+    assert (after["phase"], after["model"]) == ("ready", before["model"])
+    assert run_kvloom("models", "unload", "bad", env=fabric.env).returncode != 0
+    with client(fabric.http_url) as openai_client:
+        assert openai_client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1).usage
 
 
 @pytest.mark.parametrize(

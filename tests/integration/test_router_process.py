@@ -128,7 +128,6 @@ async def test_a_second_router_on_the_same_port_fails_loudly(config_file: Path) 
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
-        ("model", "path", "", "model.path is not set"),
         ("model", "path", "nowhere", "cannot load the tokenizer"),
         ("safety", "on_unavailable", "refuse", "safety.port is not set"),
         ("router", "placement", {"policy": "astrology"}, "astrology"),

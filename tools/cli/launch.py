@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, cast
 
@@ -22,7 +22,6 @@ from kvloom.discovery.announcer import fabric_host
 from kvloom.models.configured import configured_models
 from kvloom.trust.fabric_trust import FabricTrust
 from shard_server.engines.engine_plugins import ENGINES
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
@@ -138,17 +137,6 @@ def _absolute(path: Path) -> str:
     return str(path.expanduser().absolute())
 
 
-def flag_model(value: str) -> ModelConfig:
-    """The model of a --model flag: NAME, PATH or NAME=PATH. Paths become absolute, because a daemon opens them from
-    another directory."""
-    name, equals, source = value.partition("=")
-    if not equals or Path(value).expanduser().exists():
-        name, source = "", value
-    path = Path(source).expanduser()
-    is_path = source != BUILTIN_MODEL_NAME and path.exists()
-    return ModelConfig(name=name, path=str(path.absolute()) if is_path else source)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
     """The settings of `kvloom up`."""
@@ -208,6 +196,7 @@ class Launch:
             embed_redis=embed_redis,
             start_timeout_seconds=self.start_timeout_seconds,
             trust=trust,
+            resolve=self._resolved,
         )
         await fabric.run()
 
@@ -260,7 +249,7 @@ class Launch:
             wanted = self.models or _named(configured_models(config))
         except ConfigError as error:
             raise CommandError(str(error)) from error
-        found = [self._resolved(model, reporter) for model in wanted]
+        found = [self._resolved(model, reporter.step) for model in wanted]
         for name, num_shards in self.num_shards.items():
             model = next((model for model in found if model.name == name), None)
             if model is None:
@@ -276,11 +265,12 @@ class Launch:
         except ConfigError as error:
             raise CommandError(str(error)) from error
 
-    def _resolved(self, wanted: ModelConfig, reporter: Reporter) -> ModelConfig:
+    def _resolved(self, wanted: ModelConfig, on_progress: Callable[[str], None]) -> ModelConfig:
+        """The model with its files. Blocks. Raises CommandError."""
         source = wanted.path or wanted.name
-        reporter.step(f"model {source}")
+        on_progress(f"model {source}")
         registry = ModelRegistry(self.folder.data_dir / "models.json")
-        found = resolve_model(source, self.model_cache_dir, reporter.step, registry, wanted.sha256)
+        found = resolve_model(source, self.model_cache_dir, on_progress, registry, wanted.sha256)
         return msgspec.structs.replace(
             wanted,
             name=wanted.name if wanted.name and wanted.path else found.name,

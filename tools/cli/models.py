@@ -1,7 +1,8 @@
-"""`kvloom models`: registers the models on this machine with names, versions and checksums."""
+"""`kvloom models`: registers the models on this machine, and loads and unloads those of a running fabric."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import click
@@ -9,12 +10,16 @@ import msgspec
 
 from kvloom.config import KvloomConfig
 from tools.models.registry import ModelRegistry
-from tools.options import choose_data_dir, data_dir_option, option
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.flag_model import flag_model
+from tools.supervisor.service.client import local_supervisor
+from tools.supervisor.service.server import MAX_SHARDS, MAX_UNLOAD_SECONDS
+from tools.supervisor.state import RunFolder
 
 
 @click.group()
 def models() -> None:
-    """Register models by name, version and checksum. `kvloom up --model NAME` serves one."""
+    """Register models by name, version and checksum, and load them into a running fabric."""
 
 
 @models.command("list")
@@ -62,6 +67,61 @@ def verify_models(name: str | None, data_dir: Path | None) -> None:
 def remove_model(name: str, data_dir: Path | None) -> None:
     """Remove a model from the registry. Its files are kept."""
     click.echo(f"removed {registry_in(data_dir).remove(name).label}")
+
+
+@models.command("load")
+@click.argument("model", metavar="[NAME=]NAME|PATH")
+@option(
+    "--shards",
+    scope="models",
+    type=click.IntRange(1, MAX_SHARDS),
+    help="The number of its shards.  [default: as configured]",
+)
+@data_dir_option
+@config_option
+def load_model(model: str, shards: int | None, data_dir: Path | None, config_file: Path | None) -> None:
+    """Serve another model on this machine, without a restart.
+
+    Returns when its shards are ready and the routers know them. If that fails, the other models are served as before.
+    """
+    wanted = flag_model(model)
+    source = wanted.path if not wanted.name else f"{wanted.name}={wanted.path}"
+
+    async def load() -> None:
+        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+            await supervisor.load_model(source, shards, lambda text: click.echo(f"  {text}"))
+
+    asyncio.run(load())
+    click.echo(f"loaded {model}")
+
+
+@models.command("unload")
+@click.argument("name")
+@option(
+    "--timeout-seconds",
+    scope="models",
+    type=click.FloatRange(0, MAX_UNLOAD_SECONDS),
+    default=600.0,
+    show_default=True,
+    help="How long running answers may take to end. Those that have not ended by then are broken off.",
+)
+@data_dir_option
+@config_option
+def unload_model(name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None) -> None:
+    """Stop serving a model on this machine, once its running answers have ended. Ctrl-C takes it back until then."""
+
+    async def unload() -> None:
+        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+            await supervisor.unload_model(name, timeout_seconds, lambda text: click.echo(f"  {text}"))
+
+    asyncio.run(unload())
+    click.echo(f"unloaded {name}")
+
+
+def _run_dir(data_dir: Path | None, config_file: Path | None) -> Path:
+    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    folder.require_running()
+    return folder.run_dir
 
 
 def registry_in(data_dir: Path | None) -> ModelRegistry:

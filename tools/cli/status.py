@@ -55,15 +55,21 @@ def _as_json(view: FleetView) -> dict[str, Any]:
     """That of this data directory's fabric, and below it everything else."""
     local = view.local
     others = [machine for machine in view.machines if machine is not local]
+    model = ", ".join(_models(view.processes))
     return {
-        **(_STOPPED if local is None else _machine_as_json(local)),
-        "machines": [_machine_as_json(machine) | {"address": machine.address} for machine in others],
+        **(_STOPPED if local is None else _machine_as_json(local, model)),
+        "machines": [_machine_as_json(machine, model) | {"address": machine.address} for machine in others],
         "unsupervised": view.bare,
         "problems": view.problems,
     }
 
 
-def _machine_as_json(machine: Machine) -> dict[str, Any]:
+def _models(processes: Iterable[ProcessStatus]) -> list[str]:
+    return sorted({process.model for process in processes if process.model})
+
+
+def _machine_as_json(machine: Machine, fleet_model: str) -> dict[str, Any]:
+    """A machine without shards serves the models of the fleet."""
     found: dict[str, Any] = {"name": machine.name, "phase": machine.phase, "problem": machine.problem}
     state = machine.state
     if state is None:
@@ -72,7 +78,7 @@ def _machine_as_json(machine: Machine) -> dict[str, Any]:
         "not_ready": state.not_ready,
         "http_url": state.http_url,
         "router_address": state.router_address,
-        "model": state.model,
+        "model": state.model or fleet_model,
         "supervisor_pid": state.supervisor_pid,
         "processes": state.processes,
     }
@@ -93,16 +99,19 @@ def _print_tables(view: FleetView) -> None:
     if view.bare:
         console.print(_table(view.bare, "not started by kvloom up"))
     processes = view.processes
+    models = _models(processes)
     for process in processes:
         if process.engine:
-            console.print(f"{process.name}: {process.engine}", markup=False)
-    variants = sorted({process.variant for process in processes if process.variant})
-    if len(variants) > 1:
-        console.print(
-            f"warning: shards compute in different ways ({', '.join(variants)}): an answer that fails over from one to "
-            "another may continue with other tokens; shard.torch.kernels can hold them to one",
-            markup=False,
-        )
+            model = f"{process.model}, " if len(models) > 1 else ""
+            console.print(f"{process.name}: {model}{process.engine}", markup=False)
+    for model in models:
+        variants = sorted({process.variant for process in processes if process.variant and process.model == model})
+        if len(variants) > 1:
+            console.print(
+                f"warning: shards of {model} compute in different ways ({', '.join(variants)}): an answer that fails "
+                "over from one to another may continue with other tokens; shard.torch.kernels can hold them to one",
+                markup=False,
+            )
 
 
 def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
@@ -110,10 +119,15 @@ def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
     state = machine.state
     if state is None:
         return [f"{where}UNREACHABLE ({machine.problem})"]
-    router = f"router {state.router_address}, " if state.router_address else ""
     url = f"{state.http_url} " if state.http_url else ""
     phase = machine.phase.replace("_", " ")
-    lines = [f"{where}{phase}: {url}({router}model {state.model})"]
+    details = ", ".join(
+        filter(
+            None,
+            (f"router {state.router_address}" * bool(state.router_address), f"model {state.model}" * bool(state.model)),
+        )
+    )
+    lines = [f"{where}{phase}: {url}{f'({details})' * bool(details)}".rstrip()]
     lines += [f"  {reason}" for reason in state.not_ready]
     return lines + [f"  {machine.problem}"] * bool(machine.problem)
 

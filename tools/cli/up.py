@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
-from tools.cli.launch import Launch, apply_flags, flag_model
+from tools.cli.launch import Launch, apply_flags
 from tools.failures import CommandError
 from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.detach import run_detached
+from tools.supervisor.flag_model import flag_model
 from tools.supervisor.process_specs import ROLES
 from tools.supervisor.reporters import foreground_reporter
 from tools.supervisor.state import RunFolder

@@ -137,6 +137,7 @@ def with_loads(view: FleetView, infos: Mapping[str, GetInfoResponse | None]) -> 
             state=state,
             engine=process.engine or info.info.description,
             variant=process.variant or info.info.variant,
+            model=process.model or info.info.model,
         )
 
     machines: list[Machine] = []

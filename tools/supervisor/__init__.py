@@ -2,6 +2,8 @@
 
 fabric.py              one run of a whole fabric, or of a machine's part of a fleet
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
+flag_model.py          what the flag --model says
+model_changes.py       loads and unloads models while the processes run
 embedded_redis.py      the Redis-protocol server that `kvloom up` starts
 supervisor.py          starts, watches, replaces and stops a set of processes
 supervised_process.py  keeps one process running, with backoff

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import redis.exceptions
 
-from kvloom.config import KvloomConfig
+from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.discovery.announcer import announced_process, name_owner, process_record
 from kvloom.discovery.records import NameTakenError
 from kvloom.models.configured import configured_models, num_configured_shards
@@ -22,11 +22,13 @@ from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.bindings import describe_bindings
-from tools.supervisor.child import ChildFailedError
+from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.logs.files import log_paths
+from tools.supervisor.model_changes import ModelChanges, Resolve
 from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages, started_roles, supervisor_name
 from tools.supervisor.readiness import (
+    edges_without,
     http_url,
     not_ready_reasons,
     roles_missing,
@@ -60,8 +62,10 @@ class Fabric:
         embed_redis: bool,
         start_timeout_seconds: float,
         trust: FabricTrust,
+        resolve: Resolve,
     ) -> None:
-        """Without `embed_redis` this machine may be one of several of a fleet."""
+        """Without `embed_redis` this machine may be one of several of a fleet. `resolve` finds models that are loaded
+        later."""
         self._config = config
         self._folder = folder
         self._reporter = reporter
@@ -74,25 +78,33 @@ class Fabric:
             supervisor_started=own_start_time(),
             http_url=http_url(config) if "edge" in self._roles else "",
             router_address=router_address(config) if has_router else "",
-            model=", ".join(model.name for model in configured_models(config) if model.path),
+            model="",
             name=supervisor_name(config.fabric.name_prefix),
             owner=name_owner(config.data_dir),
         )
         self._trust = trust
         self._registry = FleetRegistry(config.redis, trust.sealer)
-        self._restarting = asyncio.Lock()
-        self._supervisor = Supervisor(
-            plan_stages(
+        self._changing = asyncio.Lock()
+        """Held while processes are restarted, or models loaded or unloaded."""
+
+        def plan(config: KvloomConfig) -> list[list[ChildSpec]]:
+            return plan_stages(
                 config,
                 folder.config_path,
                 embed_redis=embed_redis,
                 start_timeout_seconds=start_timeout_seconds,
                 http_port=http_port,
-            ),
+            )
+
+        self._supervisor = Supervisor(
+            plan(config),
             stop_order=STOP_ORDER,
             log_dir=folder.log_dir,
             on_change=self._write_state,
             on_event=reporter.step,
+        )
+        self._models = ModelChanges(
+            config, folder.config_path, self._supervisor, trust, lambda config: plan(config)[-1], resolve
         )
 
     async def run(self) -> None:
@@ -123,7 +135,9 @@ class Fabric:
 
     async def _start_and_watch(self) -> None:
         fleet_host = self._config.fabric.host or "127.0.0.1" if self._is_fleet else ""
-        servicer = SupervisorServicer(self._current_state, self._restart, self._log_paths)
+        servicer = SupervisorServicer(
+            self._current_state, self._restart, self._load_model, self._unload_model, self._log_paths
+        )
         async with (
             following(self._trust),
             serving(servicer, self._folder.run_dir, self._trust, fleet_host) as address,
@@ -154,19 +168,46 @@ class Fabric:
 
     async def _restart(self, wanted: Sequence[str], on_step: Callable[[str], None]) -> None:
         """Restart one process after another, each when the fabric is complete again. Raises CommandError."""
-        if self._state.phase != "ready":
-            raise CommandError(f"the fabric accepts no commands now: it is {self._state.phase}")
-        if self._restarting.locked():
-            raise CommandError("another restart is in progress")
-        async with self._restarting:
+        async with self._one_change():
             for name in plan_restart(self._supervisor.statuses, wanted):
                 try:
                     await self._supervisor.replace(name)
                 except ChildFailedError as error:
                     raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
                 await self._wait_ready()
-                for report in (on_step, self._reporter.step):
-                    report(f"{name} was restarted")
+                self._reporting(on_step)(f"{name} was restarted")
+
+    async def _load_model(self, wanted: ModelConfig, num_shards: int | None, on_step: Callable[[str], None]) -> None:
+        """Return when all routers and edges of this machine serve the model. Raises CommandError."""
+        async with self._one_change():
+            name = await self._models.load(wanted, num_shards, self._reporting(on_step))
+            await self._wait_ready(name)
+            self._write_state()
+
+    async def _unload_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
+        """Raises CommandError."""
+        async with self._one_change():
+            await self._models.unload(name, timeout_seconds, self._reporting(on_step))
+            self._write_state()
+
+    @contextlib.asynccontextmanager
+    async def _one_change(self) -> AsyncIterator[None]:
+        """Raises CommandError if the fabric is not ready, or is being changed."""
+        if self._state.phase != "ready":
+            raise CommandError(f"the fabric accepts no commands now: it is {self._state.phase}")
+        if self._changing.locked():
+            raise CommandError("another restart, or change of models, is in progress")
+        async with self._changing:
+            yield
+
+    def _reporting(self, on_step: Callable[[str], None]) -> Callable[[str], None]:
+        """Tells a step to the caller of a command, and to the fabric's own log."""
+
+        def report(text: str) -> None:
+            on_step(text)
+            self._reporter.step(text)
+
+        return report
 
     # -- readiness ----------------------------------------------------------------------------------------------------
 
@@ -189,6 +230,9 @@ class Fabric:
             missing = [f"no router has connected to {name} yet" for name in alone]
         return missing
 
+    async def _edges_without(self, model: str) -> list[str]:
+        return await edges_without(self._supervisor.statuses, model, self._trust) if model else []
+
     def _roles_missing(self, records: FleetRecords) -> list[str]:
         has_router = "router" in self._roles or self._config.edge.colocate
         roles = {*self._roles, *(["router"] if has_router else [])}
@@ -204,9 +248,10 @@ class Fabric:
         except (redis.exceptions.RedisError, OSError):
             return None
 
-    async def _wait_ready(self) -> None:
+    async def _wait_ready(self, model: str = "") -> None:
+        """Until the fabric is complete, and its edges serve the model. Raises CommandError."""
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-        while missing := await self._what_is_missing():
+        while missing := await self._what_is_missing() or await self._edges_without(model):
             if time.monotonic() > deadline:
                 raise CommandError(
                     f"every process runs, but {self._state.place} did not become ready within "
@@ -281,4 +326,5 @@ class Fabric:
 
     def _write_state(self) -> None:
         self._state.processes = self._supervisor.statuses
+        self._state.model = ", ".join(model.name for model in configured_models(self._config) if model.path)
         self._state_writer.write(self._state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -13,6 +14,7 @@ import msgspec
 from kvloom.config import KvloomConfig
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc, shard_service_pb2, shard_service_pb2_grpc
+from kvloom.v1.router_service_pb2 import ModelInfo
 from tools.supervisor.fleet_records import FleetRecords
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 
@@ -79,10 +81,11 @@ async def _router_reason(status: ProcessStatus, num_shards: int, trust: FabricTr
     return "" if num_ready >= num_shards else f"{status.name} knows {num_ready} of {num_shards} shards"
 
 
-async def edge_reason(status: ProcessStatus, trust: FabricTrust) -> str:
-    """Why the edge's /ready does not answer 200; "" if it does. With a secret it is asked where it serves its fabric,
-    because clients may need a certificate."""
+async def edge_reason(status: ProcessStatus, trust: FabricTrust, model: str = "") -> str:
+    """Why the edge's /ready does not answer 200 (for this model); "" if it does. With a secret it is asked where it
+    serves its fabric, because clients may need a certificate."""
     host, _, port = reachable_address(status.peer_address or status.metrics_address).rpartition(":")
+    path = f"/ready?model={quote(model)}" if model else "/ready"
     tls: dict[str, Any] = {}
     try:
         if status.peer_address:
@@ -90,7 +93,7 @@ async def edge_reason(status: ProcessStatus, trust: FabricTrust) -> str:
         async with asyncio.timeout(_TIMEOUT_SECONDS):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), **tls)
             try:
-                writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 answer = await reader.read(_MAX_BODY_BYTES)
                 while b"\r\n\r\n" not in answer and (more := await reader.read(_MAX_BODY_BYTES)):
                     answer += more
@@ -113,6 +116,12 @@ def _reason_in(body: bytes) -> str:
         return "/ready does not answer 200"
 
 
+async def edges_without(statuses: Sequence[ProcessStatus], model: str, trust: FabricTrust) -> list[str]:
+    """Why running edges cannot serve requests for this model."""
+    running = [status for status in statuses if status.role == "edge" and status.state == ProcessState.READY]
+    return [*filter(None, await asyncio.gather(*(edge_reason(status, trust, model) for status in running)))]
+
+
 async def fleet_is_complete(address: str, num_shards: int, trust: FabricTrust) -> bool:
     """Whether the router that serves its fabric at this address sees at least `num_shards` ready shards."""
     num_ready = await num_ready_shards(address, trust)
@@ -121,13 +130,19 @@ async def fleet_is_complete(address: str, num_shards: int, trust: FabricTrust) -
 
 async def num_ready_shards(address: str, trust: FabricTrust) -> int | None:
     """None if the router does not answer."""
+    models = await models_of(address, trust)
+    return None if models is None else sum(model.num_ready_shards for model in models)
+
+
+async def models_of(address: str, trust: FabricTrust) -> Sequence[ModelInfo] | None:
+    """The models that a router knows; None if it does not answer."""
     async with trust.open_channel(reachable_address(address), "router") as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         try:
             answer = await stub.ListModels(router_service_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError:
             return None
-    return sum(model.num_ready_shards for model in answer.models)
+    return answer.models
 
 
 # -- a machine of a fleet ---------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if not fleet.knows(request.model):
         return _model_not_found(f"The model {request.model!r} does not exist.")
     shards = fleet.ready(request.model)
+    if (not shards or shards[0].is_withdrawn) and fleet.is_withdrawn(request.model) and not _is_continued(request):
+        return _model_not_found(f"The model {request.model!r} is being withdrawn.")
     if not shards:
         return no_shard_ready(request.model, request.request_id)
-    if shards[0].is_withdrawn and all(shard.is_withdrawn for shard in shards) and not _is_continued(request):
-        return _model_not_found(f"The model {request.model!r} is being withdrawn.")
     if not request.prompt_token_ids:
         return invalid_argument("The prompt is empty.", "prompt")
     if request.max_tokens is not None and request.max_tokens < 1:

@@ -171,6 +171,11 @@ class Fleet:
         model may exist."""
         return model in self._windows or not self._has_served
 
+    def is_withdrawn(self, model: str) -> bool:
+        """Whether the model takes no new requests, since all its shards, also those that drain, are withdrawn."""
+        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        return bool(shards) and all(shard.is_withdrawn for shard in shards)
+
     def ready(self, model: str) -> list[Shard]:
         """Shards that accept new requests for `model`."""
         return [s for s in self.shards.values() if not s.is_draining and s.description.model == model]

@@ -13,10 +13,11 @@ from kvloom.config import KvloomConfig
 from tests.conftest import REPOSITORY
 from tests.fakes.plugin_site import PluginSite
 from tools.cli.commands import LazyGroup, main
-from tools.cli.launch import apply_flags, flag_model
+from tools.cli.launch import apply_flags
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import load_config_file
+from tools.supervisor.flag_model import flag_model
 from tools.supervisor.process_specs import pick_free_ports, plan_stages
 from tools.supervisor.shared_port import SharedPort
 

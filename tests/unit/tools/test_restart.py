@@ -134,6 +134,10 @@ async def test_one_that_leaves_when_no_successor_can_start_is_started_again_as_a
         await world.supervisor.stop()
 
 
+async def no_change(*_: object) -> None:
+    raise CommandError("this fabric keeps its models")
+
+
 async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp_path: Path):
     """Socket paths are limited to 108 characters; data directories are not."""
     run_dir = tmp_path / ("x" * 100) / "run"
@@ -153,7 +157,7 @@ async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp
         supervisor_pid=1, supervisor_started=2.5, http_url="", router_address="", model="m", processes=RUNNING
     )
     steps: list[str] = []
-    servicer = SupervisorServicer(state, restart, dict)
+    servicer = SupervisorServicer(state, restart, no_change, no_change, dict)
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with serving(servicer, run_dir, NO_SECRET), local_supervisor(run_dir) as supervisor:
             await supervisor.restart(["a"], steps.append)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -13,7 +13,13 @@ import grpc.aio
 from kvloom.process.service import MAX_MESSAGE_BYTES
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
-from kvloom.v1.supervisor_service_pb2 import GetStateRequest, ReadLogsRequest, RestartRequest
+from kvloom.v1.supervisor_service_pb2 import (
+    GetStateRequest,
+    LoadModelRequest,
+    ReadLogsRequest,
+    RestartRequest,
+    UnloadModelRequest,
+)
 from tools.failures import CommandError
 from tools.supervisor.logs.entries import LogEntry
 from tools.supervisor.logs.files import LogQuery
@@ -50,16 +56,30 @@ class SupervisorClient:
 
     async def restart(self, names: Sequence[str], on_step: Callable[[str], None]) -> None:
         """Returns when the restart is complete. Raises CommandError with the reason if it fails."""
+        await self._follow(self._stub.Restart(RestartRequest(names=names)), on_step, "the restart was complete")
+
+    async def load_model(self, model: str, num_shards: int | None, on_step: Callable[[str], None]) -> None:
+        """Returns when the model is served. Raises CommandError with the reason if it cannot be."""
+        call = self._stub.LoadModel(LoadModelRequest(model=model, num_shards=num_shards))
+        await self._follow(call, on_step, "the model was loaded")
+
+    async def unload_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
+        """Returns when the model's shards have stopped. Raises CommandError with the reason if it fails."""
+        call = self._stub.UnloadModel(UnloadModelRequest(name=name, timeout_seconds=timeout_seconds))
+        await self._follow(call, on_step, "the model was unloaded")
+
+    async def _follow(self, call: Any, on_step: Callable[[str], None], end: str) -> None:
+        """Raises CommandError."""
         has_begun = False
         try:
-            async for response in self._stub.Restart(RestartRequest(names=names)):
+            async for response in call:
                 has_begun = True
                 on_step(response.step)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                 raise CommandError(error.details() or "") from error
             if has_begun:
-                raise CommandError(f"{self._name} stopped before the restart was complete") from error
+                raise CommandError(f"{self._name} stopped before {end}") from error
             raise self._unreachable(error) from error
 
     async def logs(self, query: LogQuery, *, follow: bool) -> AsyncIterator[list[LogEntry] | None]:

@@ -15,19 +15,25 @@ from typing import Any, Final
 
 import grpc
 
+from kvloom.config import ModelConfig
 from kvloom.process import service
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
     GetStateRequest,
     GetStateResponse,
+    LoadModelRequest,
+    LoadModelResponse,
     LogEntry,
     ReadLogsRequest,
     ReadLogsResponse,
     RestartRequest,
     RestartResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
 )
 from tools.failures import CommandError
+from tools.supervisor.flag_model import flag_model
 from tools.supervisor.logs.entries import LEVELS
 from tools.supervisor.logs.entries import LogEntry as Entry
 from tools.supervisor.logs.files import LogQuery, LogReader, chunked
@@ -38,13 +44,18 @@ SOCKET: Final = "control.sock"
 MAX_LOG_LINES: Final = 100_000
 MAX_LOG_READERS: Final = 16
 MAX_CONCURRENT_RPCS: Final = 64
+MAX_SHARDS: Final = 1024
+MAX_UNLOAD_SECONDS: Final = 86_400.0
 _MAX_NAMES: Final = 4096
 _MAX_CHUNK_CHARS: Final = 2**18
 _POLL_SECONDS: Final = 0.2
 _STOP_GRACE_SECONDS: Final = 0.5
 
-Restart = Callable[[Sequence[str], Callable[[str], None]], Awaitable[None]]
-"""Called with names and a callback for each step. Raises CommandError."""
+OnStep = Callable[[str], None]
+Restart = Callable[[Sequence[str], OnStep], Awaitable[None]]
+"""Called with names and a callback for each step. Raises CommandError; the following likewise."""
+LoadModel = Callable[[ModelConfig, int | None, OnStep], Awaitable[None]]
+UnloadModel = Callable[[str, float, OnStep], Awaitable[None]]
 
 
 class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
@@ -54,10 +65,14 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         self,
         current_state: Callable[[], Awaitable[FabricState]],
         restart: Restart,
+        load_model: LoadModel,
+        unload_model: UnloadModel,
         log_paths: Callable[[], dict[str, Path]],
     ) -> None:
         self._current_state = current_state
         self._restart = restart
+        self._load_model = load_model
+        self._unload_model = unload_model
         self._log_paths = log_paths
         self._num_log_readers = 0
 
@@ -67,18 +82,24 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
     async def Restart(self, request: RestartRequest, context: Any) -> AsyncIterator[RestartResponse]:
         if len(request.names) > _MAX_NAMES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"names: at most {_MAX_NAMES}")
-        steps: asyncio.Queue[str] = asyncio.Queue()  # as many as processes
-        work = asyncio.ensure_future(self._restart(list(request.names), steps.put_nowait))
-        work.add_done_callback(lambda _: steps.put_nowait(""))
-        try:
-            while step := await steps.get():
-                yield RestartResponse(step=step)
-            work.result()
-        except CommandError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
-        finally:
-            # Like the Ctrl-C of the command that asked: the process that is being replaced still completes that.
-            work.cancel()
+        names = list(request.names)
+        async for step in _steps(lambda on_step: self._restart(names, on_step), context):
+            yield RestartResponse(step=step)
+
+    async def LoadModel(self, request: LoadModelRequest, context: Any) -> AsyncIterator[LoadModelResponse]:
+        num_shards = request.num_shards if request.HasField("num_shards") else None
+        if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"num_shards: from 1 to {MAX_SHARDS}")
+        wanted = flag_model(request.model)
+        async for step in _steps(lambda on_step: self._load_model(wanted, num_shards, on_step), context):
+            yield LoadModelResponse(step=step)
+
+    async def UnloadModel(self, request: UnloadModelRequest, context: Any) -> AsyncIterator[UnloadModelResponse]:
+        timeout_seconds = request.timeout_seconds
+        if not 0 <= timeout_seconds <= MAX_UNLOAD_SECONDS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"timeout_seconds: from 0 to {MAX_UNLOAD_SECONDS:g}")
+        async for step in _steps(lambda on_step: self._unload_model(request.name, timeout_seconds, on_step), context):
+            yield UnloadModelResponse(step=step)
 
     async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:
         query = _query(request)
@@ -101,6 +122,22 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the logs cannot be read: {error.strerror}")
         finally:
             self._num_log_readers -= 1
+
+
+async def _steps(start: Callable[[OnStep], Awaitable[None]], context: Any) -> AsyncIterator[str]:
+    """What the work reports. Its failure fails the call."""
+    steps: asyncio.Queue[str] = asyncio.Queue()  # about as many as processes
+    work = asyncio.ensure_future(start(steps.put_nowait))
+    work.add_done_callback(lambda _: steps.put_nowait(""))
+    try:
+        while step := await steps.get():
+            yield step
+        work.result()
+    except CommandError as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+    finally:
+        # Like the Ctrl-C of the command that asked: a process that is being replaced still completes that.
+        work.cancel()
 
 
 def _query(request: ReadLogsRequest) -> LogQuery:

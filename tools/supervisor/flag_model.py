@@ -1,0 +1,19 @@
+"""What the flag --model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvloom.config import ModelConfig
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+
+
+def flag_model(value: str) -> ModelConfig:
+    """The model of a --model flag: NAME, PATH or NAME=PATH. Paths become absolute, because a daemon opens them from
+    another directory."""
+    name, equals, source = value.partition("=")
+    if not equals or Path(value).expanduser().exists():
+        name, source = "", value
+    path = Path(source).expanduser()
+    is_path = source != BUILTIN_MODEL_NAME and path.exists()
+    return ModelConfig(name=name, path=str(path.absolute()) if is_path else source)
