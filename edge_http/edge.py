@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from edge_http.metrics import EdgeMetrics
@@ -20,10 +20,11 @@ from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.discovery.records import MetricsTarget
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, unsupported
 from kvloom.limits.byte_budget import ByteBudget, memory_error
 from kvloom.limits.keyed_counts import KeyedCounts
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom.models.model_routes import NO_ROUTES, Feature, ModelRoutes
 from kvloom.models.served_model import ServedModel
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
@@ -43,6 +44,10 @@ class LossReports(Protocol):
     def assignments(self, handle: int) -> Sequence[Assignment]: ...
 
     def note_delegated_loss(self, link_id: str, request_id: str, num_tokens: int) -> None: ...
+
+
+_CAPABILITIES: Final[Mapping[Feature, str]] = {"schema": "guided", "logprobs": "logprobs"}
+"""What shards must be capable of. Tools are a matter of the prompt and of parsing."""
 
 
 class AdmissionPermit:
@@ -74,12 +79,14 @@ class Edge:
         losses: LossReports | None = None,
         callers: Callers | None = None,
         access_log: AccessLog = NO_ACCESS_LOG,
+        routes: ModelRoutes = NO_ROUTES,
     ) -> None:
         """`losses` is None when the router runs in this process: its usage records end with it. `callers` names the
         callers of requests; None: without a key. `models`: by name and alias; they may come and go."""
         self.config = config
         self.link = link
         self.models = models
+        self.routes = routes
         self.losses = losses
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
         self.resume = ResumeTable(config.resume, self.metrics)
@@ -209,6 +216,19 @@ class Edge:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, f"The model '{shown}' does not exist.", field="model"
             )
+        return model
+
+    def model_able_to(self, name: str, features: Iterable[Feature]) -> ServedModel:
+        """As `find_model`, for one of several models that could take a request: also raises KvloomError
+        (NO_SHARD_READY, UNSUPPORTED_PARAMETER) if no shard of it could."""
+        model = self.find_model(name)
+        info = self.model_info(model.name)
+        if info is None or not info.num_ready_shards:
+            raise KvloomError(ErrorReason.ERROR_REASON_NO_SHARD_READY, f"No shard that serves {name!r} is ready now.")
+        for feature in features:
+            needed = _CAPABILITIES.get(feature)
+            if needed is not None and needed not in info.capabilities:
+                raise unsupported(f"{name!r} is served by an engine without the capability {needed!r}.", "model")
         return model
 
     def model_info(self, name: str) -> ModelInfo | None:

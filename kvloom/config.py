@@ -20,6 +20,7 @@ from kvloom.private_file import write_private_file
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
 """host:port"""
@@ -71,6 +72,43 @@ class ModelConfig(Section):
     defaults: GenerationDefaults = msgspec.field(default_factory=GenerationDefaults)
     shard: dict[str, Any] = {}
     """The settings of [shard] that differ for the shards of this model, e.g. `num_shards` or `engine`."""
+
+
+class RouteTarget(Section):
+    """A model among which a route chooses."""
+
+    model: str
+    """A model's name or alias, never a route's."""
+    weight: Annotated[float, Meta(gt=0, le=1_000_000)] = 1.0
+    """Its share, in relation to the other targets'."""
+
+
+class RouteRule(Section):
+    """Which models take the requests for which all of the conditions hold. A condition that is not set always holds."""
+
+    targets: Annotated[list[str | RouteTarget], Meta(min_length=1, max_length=8)]
+    """As those of the route."""
+    features: list[Literal["tools", "schema", "logprobs"]] = []
+    """What the request asks for, all of it: tools, a form that the answer must have, logprobs."""
+    tiers: list[Literal["interactive", "batch"]] = []
+    """One of them is the request's."""
+    min_prompt_tokens: NonNegativeInt = 0
+    """The least size of the prompt. Before a model is chosen, it is estimated: a quarter of the body's bytes."""
+    max_prompt_tokens: NonNegativeInt = 0
+    """The largest size. 0: any."""
+
+
+class RouteConfig(Section):
+    """A name by which clients request one of several models (docs/model-routes.md)."""
+
+    name: str
+    """It goes before a model of the same name."""
+    targets: Annotated[list[str | RouteTarget], Meta(min_length=1, max_length=8)]
+    """The models, by their names or with weights."""
+    rules: Annotated[list[RouteRule], Meta(max_length=64)] = []
+    """The first whose conditions hold replaces `targets`."""
+    fallback: Annotated[list[str], Meta(max_length=8)] = []
+    """The models to try, in this order, when the chosen one cannot take a request."""
 
 
 class ResumeConfig(Section):
@@ -584,6 +622,8 @@ class KvloomConfig(Section):
     """The model, or the first one of several."""
     models: list[ModelConfig] = []
     """Further models. Where nothing is said of `model`, these are all."""
+    routes: Annotated[list[RouteConfig], Meta(max_length=256)] = []
+    """Names that stand for one of several models, chosen by rules and shares."""
     edge: EdgeConfig = msgspec.field(default_factory=EdgeConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
     shard: ShardConfig = msgspec.field(default_factory=ShardConfig)

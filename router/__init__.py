@@ -14,6 +14,7 @@ core/                 the sans-I/O core: admission, dispatch, placement, relay, 
 router_servicer.py    the RPCs of kvloom.v1.RouterService
 caller_scope.py       what one caller may name: its own requests and cached prompts
 intake.py             checks requests, tokenizes them and fixes their seeds
+model_choice.py       which model takes a request that names a route
 conversation_intake.py  checks the messages and tools of a conversation
 parsed_output.py      the output of a `Generate`'s choices, taken apart into text, reasoning and tool calls
 partial_choices.py    checks the choices of a request that resumes an answer of a lost router

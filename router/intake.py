@@ -17,6 +17,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.guide import GUIDE_FIELD, check_guide
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom.models.model_routes import NO_ROUTES, ModelRoutes
 from kvloom.models.served_model import ServedModel
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
@@ -45,6 +46,7 @@ from router.conversation_intake import (
     wanted_tools,
 )
 from router.core.events import ChoiceSpec, Request, Tier
+from router.model_choice import choose_model
 from router.parsed_output import ParsedOutput
 from router.partial_choices import wanted_choices
 
@@ -74,16 +76,30 @@ class AcceptedGenerate(NamedTuple):
     """None: the output is text."""
     guide_field: str
     """The field that asked for the guide."""
+    route: str
+    """How the model was chosen; "" if it was named."""
+
+    @property
+    def chosen_model(self) -> str:
+        """The name of the model if the request did not name it, else ""."""
+        return self.request.model if self.route else ""
 
 
 class Intake:
     """Checks requests and tokenizes them."""
 
     def __init__(
-        self, models: Mapping[str, ServedModel], max_prompt_tokens: int, needs_prompt_text: Callable[[], bool]
+        self,
+        models: Mapping[str, ServedModel],
+        max_prompt_tokens: int,
+        needs_prompt_text: Callable[[], bool],
+        routes: ModelRoutes = NO_ROUTES,
+        has_ready_shard: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`models`: by name and alias; they may come and go."""
         self._models = models
+        self._routes = routes
+        self._has_ready_shard = has_ready_shard
         self._max_prompt_tokens = max_prompt_tokens
         self._max_tokens_now = max_prompt_tokens
         """Less while memory is short; the characters likewise."""
@@ -148,18 +164,6 @@ class Intake:
             client_request_id=submit.client_request_id,
         )
 
-    async def request_from_generate(
-        self,
-        wanted: GenerateRequest,
-        client_id: str,
-        traceparent: str = "",
-        scope: CallerScope = TRUSTED,
-        client_request_id: str = "",
-    ) -> Request:
-        """Returns the request of a `Plan`. Raises KvloomError."""
-        accepted = await self.accept_generate(wanted, client_id, traceparent, scope, client_request_id)
-        return accepted.request
-
     async def accept_generate(
         self,
         wanted: GenerateRequest,
@@ -173,7 +177,8 @@ class Intake:
         _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
-        model = self._models.get(wanted.model)
+        tenant = scope.tenant("")
+        model, route = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant)
         if model is None:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
@@ -201,7 +206,7 @@ class Intake:
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
-            tenant=scope.tenant(""),
+            tenant=tenant,
             traceparent=traceparent,
             session_key=wanted.session_key,
             client_request_id=client_request_id,
@@ -210,9 +215,8 @@ class Intake:
         if parser is not None:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
-        return AcceptedGenerate(
-            request, output, GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
-        )
+        guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
+        return AcceptedGenerate(request, output, guide_field, route)
 
     async def _tokenized(self, wanted: GenerateRequest, model: ServedModel) -> tuple[Sequence[int], str]:
         """Returns (token ids, text for the safety service) of a prompt that is no conversation."""

@@ -28,6 +28,7 @@ from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
 from kvloom.models.card_service import ModelCardServicer
 from kvloom.models.catalogue import Catalogue
+from kvloom.models.model_routes import ModelRoutes
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
@@ -116,7 +117,13 @@ class RouterServer:
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust, catalogue)
         self._catalogue = catalogue
-        intake = Intake(catalogue.by_name, config.router.max_prompt_tokens, self._needs_prompt_text)
+        intake = Intake(
+            catalogue.by_name,
+            config.router.max_prompt_tokens,
+            self._needs_prompt_text,
+            ModelRoutes(config.routes),
+            core.has_ready_shard,
+        )
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""

@@ -7,13 +7,14 @@ all others are refused by name, and so are unknown ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from edge_http.anthropic.blocks import CacheControl, ContentBlock, TextBlock
 from edge_http.formatting.decoding import check_num_messages, decode_body
 from kvloom.errors import invalid_argument, unsupported
+from kvloom.models.model_routes import MAX_CANDIDATES
 
 MAX_USER_ID_CHARS: Final = 512
 KNOWN_VERSIONS: Final = ("2023-06-01", "2026-10-21")
@@ -98,6 +99,8 @@ class PromptBody(Part, kw_only=True):
 
 
 class MessagesBody(PromptBody, kw_only=True):
+    models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
+    """An extension, as in chat completions: the models that take the request if `model` cannot."""
     max_tokens: int
     stream: bool | None = None
     temperature: float | None = None

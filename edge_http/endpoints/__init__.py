@@ -1,6 +1,7 @@
 """The handlers of the HTTP endpoints.
 
 answering.py   from a validated request to the end of its answer, for all APIs
+model_choice.py  what routes need of a request, and what its client is told of the choice
 generation.py  POST /v1/chat/completions and POST /v1/completions
 responses.py   POST /v1/responses
 messages.py    POST /v1/messages and POST /v1/messages/count_tokens

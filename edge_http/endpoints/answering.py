@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -13,6 +14,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
+from edge_http.endpoints.model_choice import BYTES_PER_TOKEN, outlives_connection, route_headers, share_key
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
@@ -44,6 +46,7 @@ from edge_http.wire.sse import EventStream
 from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
+from kvloom.models.model_routes import FALLBACK_REASONS, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
@@ -84,17 +87,77 @@ class GenerationJob(msgspec.Struct, frozen=True):
         return len(self.prompts) * self.n
 
 
-ReadJob = Callable[[Edge, web.BaseRequest, bytes], Awaitable[GenerationJob]]
-"""Validates and tokenizes a body. Raises KvloomError."""
+class NamesModels(Protocol):
+    """What every body says of the model."""
+
+    model: str
+    models: list[str] | None
+    """Those to fall back to, in order."""
 
 
-async def serve_generation(edge: Edge, request: web.BaseRequest, read_job: ReadJob) -> web.StreamResponse:
+Body = TypeVar("Body", bound=NamesModels)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationApi(Generic[Body]):
+    """How the requests of an API are read. All but `features` raise KvloomError."""
+
+    decode: Callable[[Edge, bytes], Body]
+    make_job: Callable[[Edge, web.BaseRequest, bytes, Body, ServedModel], Awaitable[GenerationJob]]
+    """Validates the body and tokenizes it for a model."""
+    features: Callable[[Body], frozenset[Feature]]
+    """By which routes tell requests apart."""
+    is_batch: Callable[[Body], bool]
+
+
+async def serve_generation(edge: Edge, request: web.BaseRequest, api: GenerationApi[Body]) -> web.StreamResponse:
     """Serve a POST that generates. Raises KvloomError while nothing has been sent."""
     caller = edge.callers.caller_of(request)
     with edge.admit(caller) as permit:
         with edge.bodies.lease(caller) as lease:
-            job = await read_job(edge, request, await read_prompt_body(edge, request, lease))
-        return await _generate(edge, request, permit, job)
+            raw = await read_prompt_body(edge, request, lease)
+            body = api.decode(edge, raw)
+            job, model = None, edge.models.get(body.model)
+            if model is not None and body.models is None and body.model not in edge.routes.by_name:
+                job = await api.make_job(edge, request, raw, body, model)
+        if job is not None:
+            return await _generate(edge, request, permit, job)
+        # The body is needed until a model has taken the request. It is no longer one that is being received.
+        return await _generate_routed(edge, request, permit, api, raw, body)
+
+
+async def _generate_routed(
+    edge: Edge, request: web.BaseRequest, permit: AdmissionPermit, api: GenerationApi[Body], raw: bytes, body: Body
+) -> web.StreamResponse:
+    """Let the first of the route's models that can do so take the request. Raises the first one's KvloomError if none
+    can, or one for which another model would not do better."""
+    features = api.features(body)
+    facts = RouteFacts(len(raw) // BYTES_PER_TOKEN, features, api.is_batch(body), share_key(edge, request, body))
+    chosen = edge.routes.choose(body.model, body.models or (), facts, {model.name for model in edge.models.values()})
+    passed: list[tuple[str, KvloomError]] = []
+    for name in chosen.models:
+        try:
+            model = edge.model_able_to(name, features)
+            job = await api.make_job(edge, request, raw, body, model)
+            job = msgspec.structs.replace(job, headers={**job.headers, **route_headers(chosen, model.name, passed)})
+            may_pass = not outlives_connection(edge, request, is_stream=job.stream)
+        except KvloomError as error:
+            passed.append(_passable(name, error))
+            continue
+        try:
+            return await _generate(edge, request, permit, job)
+        except KvloomError as error:
+            if not may_pass:
+                raise
+            passed.append(_passable(name, error))
+    raise passed[0][1]
+
+
+def _passable(name: str, error: KvloomError) -> tuple[str, KvloomError]:
+    """Raises the error if another model would not do better."""
+    if error.reason not in FALLBACK_REASONS:
+        raise error
+    return name, error
 
 
 async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLease) -> bytes:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, serve_generation
+from edge_http.endpoints.answering import GenerationApi, GenerationJob, serve_generation
 from edge_http.openai.guide import guide_of, with_calls
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens
 from edge_http.openai.prompt_report import prompt_report
-from edge_http.openai.requests import ChatBody, GenerationBody, decode_chat, decode_completion
+from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
 from edge_http.openai.sampling import (
     chat_max_tokens,
     chat_sampling,
@@ -29,22 +29,25 @@ from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from kvloom.conversation.model_output import prompted
 from kvloom.conversation.tool_plan import plan_tools
+from kvloom.models.model_routes import Feature
+from kvloom.models.served_model import ServedModel
+from kvloom.v1.router_service_pb2 import TIER_BATCH
 
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/chat/completions."""
-    return await serve_generation(edge, request, _chat_job)
+    return await serve_generation(edge, request, _CHAT)
 
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/completions."""
-    return await serve_generation(edge, request, _completion_job)
+    return await serve_generation(edge, request, _COMPLETION)
 
 
-async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
+async def _chat_job(
+    edge: Edge, request: web.BaseRequest, raw: bytes, body: ChatBody, model: ServedModel
+) -> GenerationJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    body = decode_chat(raw, edge.config.max_messages)
-    model = edge.find_model(body.model)
     n = num_choices(body)
     given = tools_of(body)
     plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
@@ -78,10 +81,10 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
     )
 
 
-async def _completion_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
+async def _completion_job(
+    edge: Edge, request: web.BaseRequest, raw: bytes, body: CompletionBody, model: ServedModel
+) -> GenerationJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    body = decode_completion(raw)
-    model = edge.find_model(body.model)
     n = num_choices(body)
     guide = guide_of(body)
     sampling, stop = completion_sampling(body, guide), stop_conditions(body, completion_max_tokens(body))
@@ -118,3 +121,32 @@ def template_options(body: ChatBody) -> Mapping[str, Any]:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         options.setdefault("enable_thinking", body.reasoning_effort != "none")
     return options
+
+
+def _features(body: GenerationBody) -> frozenset[Feature]:
+    found: set[Feature] = set()
+    if isinstance(body, ChatBody) and (body.tools or body.functions):
+        found.add("tools")
+    if body.structured_outputs is not None or (
+        body.response_format is not None and body.response_format.type != "text"
+    ):
+        found.add("schema")
+    wanted = body.logprobs if isinstance(body, ChatBody | CompletionBody) else None
+    if wanted is not None and wanted is not False:
+        found.add("logprobs")
+    return frozenset(found)
+
+
+def _is_batch(body: GenerationBody) -> bool:
+    return tier_of(body) == TIER_BATCH
+
+
+_CHAT: Final[GenerationApi[ChatBody]] = GenerationApi(
+    decode=lambda edge, raw: decode_chat(raw, edge.config.max_messages),
+    make_job=_chat_job,
+    features=_features,
+    is_batch=_is_batch,
+)
+_COMPLETION: Final[GenerationApi[CompletionBody]] = GenerationApi(
+    decode=lambda _, raw: decode_completion(raw), make_job=_completion_job, features=_features, is_batch=_is_batch
+)

@@ -4,7 +4,7 @@ prompt."""
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -12,7 +12,7 @@ from aiohttp import web
 from edge_http.answers.shape import shape_of
 from edge_http.anthropic.formatter import MessageOptions
 from edge_http.anthropic.messages import chat_messages, check_continued, is_continued
-from edge_http.anthropic.requests import PromptBody, check_version, decode_count_tokens, decode_messages
+from edge_http.anthropic.requests import MessagesBody, PromptBody, check_version, decode_count_tokens, decode_messages
 from edge_http.anthropic.settings import (
     max_tokens_of,
     omits_thinking,
@@ -24,7 +24,7 @@ from edge_http.anthropic.settings import (
 )
 from edge_http.anthropic.tools import MessageTools, tools_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, read_prompt_body, serve_generation
+from edge_http.endpoints.answering import GenerationApi, GenerationJob, read_prompt_body, serve_generation
 from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
@@ -32,6 +32,7 @@ from edge_http.wire.json_response import json_response
 from kvloom.conversation.model_output import prompted
 from kvloom.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.models.model_routes import Feature
 from kvloom.models.served_model import ServedModel
 from kvloom.parsers.sniff import starts_in_reasoning
 from kvloom.parsers.spec import ParserSpec
@@ -55,7 +56,7 @@ class _Prepared(NamedTuple):
 async def messages(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/messages."""
     check_version(request.headers.get(ANTHROPIC_VERSION))
-    return await serve_generation(edge, request, _job)
+    return await serve_generation(edge, request, _API)
 
 
 async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -64,18 +65,20 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
-        prepared = await _prepared(edge, decode_count_tokens(raw, edge.config.max_messages))
+        body = decode_count_tokens(raw, edge.config.max_messages)
+        prepared = await _prepared(edge, body, edge.find_model(body.model))
         response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
         response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
         return response
 
 
-async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
+async def _job(
+    edge: Edge, request: web.BaseRequest, raw: bytes, body: MessagesBody, model: ServedModel
+) -> GenerationJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    body = decode_messages(raw, edge.config.max_messages)
     max_tokens = max_tokens_of(body)
     stop_conditions(body, max_tokens)  # refuses before anything is tokenized
-    prepared = await _prepared(edge, body)
+    prepared = await _prepared(edge, body, model)
     num_prompt_tokens = len(prepared.prompt.token_ids)
     room = _room(edge.window(prepared.model.name), num_prompt_tokens)
     options = MessageOptions(
@@ -105,9 +108,8 @@ async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJo
     )
 
 
-async def _prepared(edge: Edge, body: PromptBody) -> _Prepared:
+async def _prepared(edge: Edge, body: PromptBody, model: ServedModel) -> _Prepared:
     """Raises KvloomError."""
-    model = edge.find_model(body.model)
     tools = tools_of(body)
     plan = plan_tools(tools.tools, tools.choice, model=model.output, at="")
     guide, guide_field = output_guide(body) or (None, "")
@@ -141,3 +143,20 @@ def _room(window: int, num_prompt_tokens: int) -> int | None:
         message = f"prompt is too long: {num_prompt_tokens} tokens > {window - 1} maximum"  # clients look for this
         raise KvloomError(ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, message)
     return window - num_prompt_tokens
+
+
+def _features(body: MessagesBody) -> frozenset[Feature]:
+    found: set[Feature] = set()
+    if body.tools:
+        found.add("tools")
+    if output_guide(body) is not None:
+        found.add("schema")
+    return frozenset(found)
+
+
+_API: Final[GenerationApi[MessagesBody]] = GenerationApi(
+    decode=lambda edge, raw: decode_messages(raw, edge.config.max_messages),
+    make_job=_job,
+    features=_features,
+    is_batch=lambda _: False,
+)

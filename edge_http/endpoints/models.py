@@ -12,6 +12,8 @@ from edge_http.anthropic.requests import check_version
 from edge_http.edge import Edge
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, is_anthropic, request_id
 from edge_http.wire.json_response import json_response
+from kvloom.config import RouteConfig
+from kvloom.models.model_routes import models_of
 from kvloom.models.served_model import ServedModel
 
 
@@ -20,11 +22,15 @@ async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
         models = [_anthropic_object(edge, name, model) for name, model in edge.models.items()]
         return _anthropic_response(request, page_of(models, request.query))
     models = [_model_object(edge, name, model) for name, model in edge.models.items()]
-    return json_response({"object": "list", "data": models})
+    routes = [_route_object(edge, route) for name, route in edge.routes.by_name.items() if name not in edge.models]
+    return json_response({"object": "list", "data": models + routes})
 
 
 async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     name = unquote(request.path.removeprefix("/v1/models/"))
+    route = edge.routes.by_name.get(name)
+    if route is not None and name not in edge.models and not is_anthropic(request):
+        return json_response(_route_object(edge, route))
     model = edge.find_model(name)
     if is_anthropic(request):
         return _anthropic_response(request, _anthropic_object(edge, name, model))
@@ -45,6 +51,23 @@ def _model_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
         "max_model_len": info.max_model_len if info else None,
         "capabilities": list(info.capabilities) if info else [],
         "num_ready_shards": info.num_ready_shards if info else 0,
+    }
+
+
+def _route_object(edge: Edge, route: RouteConfig) -> dict[str, Any]:
+    """As that of a model, with what its models have in common."""
+    models = [edge.models[name] for name in models_of(route) if name in edge.models]
+    infos = [info for model in models if (info := edge.model_info(model.name))]
+    return {
+        "id": route.name,
+        "object": "model",
+        "created": min((model.created for model in models), default=0),
+        "owned_by": "kvloom",
+        "root": None,
+        "version": None,
+        "max_model_len": max((info.max_model_len for info in infos), default=None),
+        "capabilities": sorted(set.intersection(*(set(info.capabilities) for info in infos))) if infos else [],
+        "num_ready_shards": sum(info.num_ready_shards for info in infos),
     }
 
 

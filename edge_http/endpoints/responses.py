@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, serve_generation
+from edge_http.endpoints.answering import GenerationApi, GenerationJob, serve_generation
 from edge_http.openai.guide import with_calls
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.input_items import conversation
 from edge_http.openai.responses.parameters import as_chat, echo_of, max_tokens_of, template_options, text_guide
-from edge_http.openai.responses.requests import decode_responses
+from edge_http.openai.responses.requests import LOGPROBS, ResponsesBody, decode_responses
 from edge_http.openai.responses.tools import tools_of
 from edge_http.openai.sampling import chat_sampling, stop_conditions, tier_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from kvloom.conversation.model_output import prompted
 from kvloom.conversation.tool_plan import plan_tools
+from kvloom.models.model_routes import Feature
+from kvloom.models.served_model import ServedModel
+from kvloom.v1.router_service_pb2 import TIER_BATCH
 
 
 async def responses(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/responses."""
-    return await serve_generation(edge, request, _job)
+    return await serve_generation(edge, request, _API)
 
 
-async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
+async def _job(
+    edge: Edge, request: web.BaseRequest, raw: bytes, body: ResponsesBody, model: ServedModel
+) -> GenerationJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    body = decode_responses(raw, edge.config.max_messages)
-    model = edge.find_model(body.model)
     given = tools_of(body)
     is_parallel = bool(body.parallel_tool_calls)
     plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, at="")
@@ -57,3 +62,22 @@ async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJo
         shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given)),
         guide_field="" if guide is None else guide.field,
     )
+
+
+def _features(body: ResponsesBody) -> frozenset[Feature]:
+    found: set[Feature] = set()
+    if body.tools:
+        found.add("tools")
+    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
+        found.add("schema")
+    if LOGPROBS in (body.include or ()):
+        found.add("logprobs")
+    return frozenset(found)
+
+
+_API: Final[GenerationApi[ResponsesBody]] = GenerationApi(
+    decode=lambda edge, raw: decode_responses(raw, edge.config.max_messages),
+    make_job=_job,
+    features=_features,
+    is_batch=lambda body: tier_of(as_chat(body)) == TIER_BATCH,
+)

@@ -7,7 +7,7 @@ accepted, and all others are rejected by name. Unknown fields are rejected by na
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from edge_http.openai import unsupported
 from edge_http.openai.unsupported import Harmless
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.errors import unsupported as unsupported_error
+from kvloom.models.model_routes import MAX_CANDIDATES
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 
@@ -131,6 +132,8 @@ class GenerationBody(Body, kw_only=True):
     """The fields that chat and plain completions share."""
 
     model: str
+    models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
+    """OpenRouter's extension: the models that take the request, in this order, if `model` cannot."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

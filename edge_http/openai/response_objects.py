@@ -186,8 +186,8 @@ class ModelObject(Object):
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str
-    """The model that an alias stands for; otherwise the same as `id`."""
+    root: str | None
+    """The model that an alias stands for; otherwise the same as `id`. A route has null."""
     version: str | None
     max_model_len: int | None
     """The longest prompt and answer together, in tokens; null while no shard serves the model."""

@@ -23,6 +23,7 @@ from kvloom.discovery.records import NameTakenError
 from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
 from kvloom.models.catalogue import Catalogue, CatalogueFollower
+from kvloom.models.model_routes import ModelRoutes
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
@@ -77,7 +78,8 @@ async def serve_edge(
         raise StartError(risk)
     group = link if isinstance(link, RouterGroup) else None
     callers = configured_callers(config, trust.caller_key)
-    edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log))
+    routes = ModelRoutes(config.routes)
+    edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     watchers = (None if group is None else CatalogueFollower(catalogue, group), callers.watched)

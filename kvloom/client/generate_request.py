@@ -83,6 +83,8 @@ class GenerateOptions(TypedDict, total=False):
     """The time from the request's arrival to its last token. The default is the router's."""
     request_id: str
     """Names the request in logs, in `Client.cancel` and in `Client.explain`. By default a random one is drawn."""
+    models: Sequence[str]
+    """The models that take the request, in this order, if `model` has no shard that could; at most 8."""
     session_key: str
     """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
     tier: Tier | Literal["interactive", "batch"]
@@ -127,6 +129,7 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
         if given["tier"] not in _TIERS:
             raise invalid_argument("tier must be interactive or batch.", "tier")
         request.tier = _TIERS[given["tier"]]
+    request.models.extend(given.get("models", ()))
     for name in _SAMPLING:
         _set(request.sampling, name, given)
     if "guide" in given:

@@ -63,6 +63,8 @@ class MigratingGeneration:
         """Record a response; returns the deltas for the reader."""
         self.last_event = response.event_number
         self.has_response = self.has_response_from_router = True
+        if response.model:  # a route has chosen it, and might choose another one elsewhere
+            self._request.model = response.model
         return [delta for delta_proto in response.deltas if (delta := self._apply(delta_proto)) is not None]
 
     def settlement(self) -> CancelRequest:

@@ -5,4 +5,5 @@ model_card.py    what a process must know of a model to take its requests, as on
 card_service.py  ModelCardService: gives and fetches cards
 served_model.py  a model whose requests this process can take
 catalogue.py     those models by name, which come and go while the process runs
+model_routes.py  which model takes a request: by route, rules, shares and fallbacks
 """

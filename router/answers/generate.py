@@ -156,7 +156,7 @@ class GenerateCall:
                 response = GenerateResponse(request_id=given_id, deltas=deltas)
                 if is_first:
                     is_first = False
-                    response.seed = seed_of(request)
+                    response.seed, response.model = seed_of(request), accepted.chosen_model
                 await self._context.write(response)
             if error is not None:
                 raise error

@@ -77,6 +77,8 @@ class ResumableAnswer:
         self.is_known_to_client = False
         """A client may know how to resume it."""
         self.seed: int | None = None
+        self.chosen_model = ""
+        """The model that a route has chosen."""
         """Known once the request was admitted, like the next two."""
         self.output: ParsedOutput | None = None
         """None: the output is text."""
@@ -144,6 +146,7 @@ class ResumableAnswer:
             response.resume_token = self.name.token
             if self.seed is not None:
                 response.seed = self.seed
+            response.model = self.chosen_model
         self._latest = response
         log.append(response.SerializeToString())
         slot, reader = self._slot, self._slot.reader

@@ -202,6 +202,10 @@ class RouterCore:
         """The state of the fleet that clients were last sent."""
         return self._sent_fleet
 
+    def has_ready_shard(self, model: str) -> bool:
+        """Whether a shard accepts new requests for the model."""
+        return bool(self._fleet.ready(model)) and not self._fleet.is_withdrawn(model)
+
     @property
     def shards(self) -> list[ShardState]:
         """The connected shards and their speeds."""

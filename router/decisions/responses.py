@@ -20,8 +20,10 @@ from router.decisions.log import RememberedRequest
 from router.decisions.records import AttemptRecord
 
 
-def plan_to_proto(plan: PlacementPlan) -> PlanResponse:
+def plan_to_proto(plan: PlacementPlan, model: str = "", route: str = "") -> PlanResponse:
     return PlanResponse(
+        model=model,
+        route=route,
         num_prompt_tokens=plan.num_prompt_tokens,
         shards=[_shard_to_proto(shard) for shard in plan.shards],
         picked_shard_id=plan.picked_shard_id,

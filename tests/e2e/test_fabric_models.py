@@ -13,6 +13,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from kvloom import KvloomError, SyncClient
 from tests.e2e.fabric import RunningFabric, eventually, kvloom_environment, run_kvloom
 from tests.fakes.redis_server import redis_server
 
@@ -20,6 +21,13 @@ BUILTIN = "smollm2-135m-instruct"
 SIM = ("--engine", "sim", "--sim-step-ms", "2")
 NUM_PROMPT_TOKENS_OF_TINY = 3
 """Of MESSAGES: "the", " ", "quick brown fox"."""
+ROUTES = f"""
+[[routes]]
+name = "cheapest"
+targets = ["tiny"]
+fallback = ["{BUILTIN}"]
+rules = [{{ features = ["tools"], targets = ["{BUILTIN}"] }}]
+"""
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 
 
@@ -38,7 +46,10 @@ def tiny_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fabric(model_dir: Path, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
     models = ("--model", BUILTIN, "--model", f"tiny={tiny_dir}", "--shards", f"{BUILTIN}=2,tiny=1")
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("models"), *SIM, *models)
+    data_dir = tmp_path_factory.mktemp("models")
+    config = data_dir / "routes.toml"
+    config.write_text(ROUTES)
+    fabric = RunningFabric.start(data_dir, *SIM, *models, "--config", str(config))
     yield fabric
     fabric.stop()
 
@@ -50,7 +61,7 @@ def client(url: str) -> openai.OpenAI:
 def test_each_model_has_its_own_tokenizer_template_window_and_shards(fabric: RunningFabric) -> None:
     """Clients choose by name, and nothing of one model may be used for the other."""
     with client(fabric.http_url) as openai_client:
-        models = {model.id: model.to_dict() for model in openai_client.models.list()}
+        models = {model.id: model.to_dict() for model in openai_client.models.list() if model.id != "cheapest"}
         assert {name: model["max_model_len"] for name, model in models.items()} == {BUILTIN: 8192, "tiny": 512}
         assert {name: model["num_ready_shards"] for name, model in models.items()} == {BUILTIN: 2, "tiny": 1}
         usages = {}
@@ -63,6 +74,27 @@ def test_each_model_has_its_own_tokenizer_template_window_and_shards(fabric: Run
             openai_client.completions.create(model="tiny", prompt="fox " * 600, max_tokens=1)
         with pytest.raises(openai.NotFoundError):
             openai_client.chat.completions.create(model="huge", messages=MESSAGES)
+
+
+def test_routes_choose_for_http_sdk_and_explain(fabric: RunningFabric) -> None:
+    """All of them pass the same rules, and each says which model it was."""
+    url = fabric.http_url
+    with client(url) as openai_client:
+        create = openai_client.chat.completions.with_raw_response.create
+        short = create(model="cheapest", messages=MESSAGES, max_tokens=3)
+        assert short.headers["x-kvloom-route"] == "cheapest;target=tiny"
+        long = create(model="cheapest", messages=[{"role": "user", "content": "fox " * 600}], max_tokens=3)
+        assert (long.headers["x-kvloom-model"], long.parse().model) == (BUILTIN, BUILTIN)
+        assert long.headers["x-kvloom-route"].endswith("passed=tiny:context_length_exceeded")
+        listed = create(model="gone", messages=MESSAGES, max_tokens=3, extra_body={"models": ["tiny"]})
+        assert listed.headers["x-kvloom-model"] == "tiny"
+    explained = run_kvloom("explain", "--prompt", "hello", "--model", "cheapest", env=fabric.env)
+    assert "model tiny, chosen by cheapest;target=tiny" in explained.stdout
+    with SyncClient(fabric.router_address) as sdk:
+        given: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        assert sdk.complete(model="gone", models=["cheapest"], **given).choices[0].finish_reason.name == "LENGTH"
+        with pytest.raises(KvloomError, match="'gone' does not exist"):
+            sdk.complete(model="gone", models=["lost"], **given)
 
 
 def test_a_machine_without_files_serves_from_cards(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -13,6 +13,7 @@ from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
+from kvloom.models.model_routes import NO_ROUTES, ModelRoutes
 from kvloom.models.served_model import ServedModel
 from kvloom.parsers.spec import ParserSpec
 from tests.fakes.fake_router_link import FakeRouterLink
@@ -54,10 +55,13 @@ async def edge_world(
     port: int = 0,
     callers: Callers | None = None,
     output: ParserSpec | None = None,
+    routes: ModelRoutes = NO_ROUTES,
+    more_models: Sequence[ServedModel] = (),
 ) -> AsyncIterator[EdgeWorld]:
     link = link or FakeRouterLink()
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test", output)
-    edge = Edge(config or EdgeConfig(), link, {"tiny": model}, callers=callers)
+    models = {each.name: each for each in (model, *more_models)}
+    edge = Edge(config or EdgeConfig(), link, models, callers=callers, routes=routes)
     server = EdgeServer(edge)
     address = await server.listen("127.0.0.1", port)
     try:

@@ -156,7 +156,7 @@ def test_any_submit(submit: router_service_pb2.Submit) -> None:
 def test_any_generate_request(wanted: router_service_pb2.GenerateRequest) -> None:
     """The same holds for `Generate`."""
     try:
-        request = asyncio.run(intake().request_from_generate(wanted, "client"))
+        request = asyncio.run(intake().accept_generate(wanted, "client")).request
     except KvloomError as error:
         check_refusal(error)
         return

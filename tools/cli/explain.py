@@ -148,6 +148,8 @@ NOTHING = "–"
 
 def print_plan(plan: PlanResponse, console: Console) -> None:
     """Print where a request would be placed."""
+    if plan.route:
+        _print(console, f"model {plan.model}, chosen by {plan.route}")
     if plan.shards:
         console.print(_table(plan))
     if plan.HasField("error"):

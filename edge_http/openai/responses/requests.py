@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -12,6 +12,7 @@ from edge_http.openai.requests import Body, StreamOptions
 from edge_http.openai.unsupported import Harmless
 from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
+from kvloom.models.model_routes import MAX_CANDIDATES
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDABLE: Final = frozenset(
@@ -81,6 +82,8 @@ class ToolChoiceBody(Body, kw_only=True):
 
 class ResponsesBody(Body, kw_only=True):
     model: str
+    models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
+    """As in chat completions."""
     input: str | list[msgspec.Raw]
     """A user's message, or items (input_items.py)."""
     instructions: str | None = None

@@ -1,0 +1,46 @@
+"""What the choice of a model by a route needs of an HTTP request, and tells its client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from aiohttp import web
+
+from edge_http.edge import Edge
+from edge_http.wire.headers import IDEMPOTENCY_KEY, MODEL, ROUTE, session_key, wants_resume
+from kvloom.errors import KvloomError
+from kvloom.models.model_routes import ChosenRoute
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+BYTES_PER_TOKEN: Final = 4
+"""The usual size of a token in a body. Before a model is chosen, there is no tokenizer to count with."""
+
+
+def share_key(edge: Edge, request: web.BaseRequest, body: Any) -> str:
+    """What stays with one target of a weighted route: the session, or else the caller."""
+    session = session_key(request, getattr(body, "prompt_cache_key", None))
+    return session or edge.callers.caller_of(request)
+
+
+def outlives_connection(edge: Edge, request: web.BaseRequest, *, is_stream: bool) -> bool:
+    """Whether the answer belongs to a task of its own from its submission on. Its name, by which it is resumed or
+    repeated, then stands for this one model."""
+    return IDEMPOTENCY_KEY in request.headers or (is_stream and edge.resume.is_wanted(wants_resume(request)))
+
+
+def route_headers(chosen: ChosenRoute, model: str, passed: Sequence[tuple[str, KvloomError]]) -> Mapping[str, str]:
+    """The model that answers, and how it was chosen: `auto;rule=2;target=small;passed=small:queue_full`."""
+    how = chosen.how
+    if passed:
+        skipped = ",".join(f"{name}:{_reason(error)}" for name, error in passed)
+        how += f";passed={skipped}"
+    return {MODEL: quote(model, safe=_SHOWN), ROUTE: quote(how, safe=_SHOWN + ";=,")}
+
+
+_SHOWN: Final = "-._~:@/"
+
+
+def _reason(error: KvloomError) -> str:
+    return ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_").lower()

@@ -1,0 +1,143 @@
+"""Which model takes a request: by the route that its `model` names, and by the fallbacks that it lists. It is pure:
+shares are drawn by a stable hash, so that a session stays with its model, on every edge and router."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Final, Literal
+
+import xxhash
+
+from kvloom.config import ConfigError, RouteConfig, RouteRule, RouteTarget
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+AUTO: Final = "auto"
+"""Stands for any model, unless a route or a model has this name."""
+MAX_CANDIDATES: Final = 8
+"""How many models are tried for one request."""
+
+Feature = Literal["tools", "schema", "logprobs"]
+
+FALLBACK_REASONS: Final = frozenset(
+    (
+        ErrorReason.ERROR_REASON_MODEL_NOT_FOUND,
+        ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
+        ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER,
+        ErrorReason.ERROR_REASON_QUEUE_FULL,
+        ErrorReason.ERROR_REASON_NO_SHARD_READY,
+        ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
+        ErrorReason.ERROR_REASON_OVERLOADED,
+        ErrorReason.ERROR_REASON_SHARD_LOST,
+        ErrorReason.ERROR_REASON_ENGINE_FAILED,
+    )
+)
+"""The errors after which another model may take the request. The others would be the same there, or concern the
+caller."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouteFacts:
+    """What rules and shares depend on."""
+
+    num_prompt_tokens: int
+    """An estimate."""
+    features: frozenset[Feature]
+    is_batch: bool
+    share_key: str
+    """Requests with the same key go to the same share."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenRoute:
+    """The models to try, best first, each once."""
+
+    models: Sequence[str]
+    how: str
+    """How the first was chosen, for people: `auto;rule=2;target=small`."""
+
+
+class ModelRoutes:
+    """The routes of a fabric by name."""
+
+    def __init__(self, routes: Sequence[RouteConfig] = ()) -> None:
+        """Raises ConfigError if two routes have one name."""
+        self.by_name: Mapping[str, RouteConfig] = {route.name: route for route in routes}
+        if len(self.by_name) != len(routes):
+            twice = next(name for name in self.by_name if sum(route.name == name for route in routes) > 1)
+            raise ConfigError(f"routes: two have the name {twice!r}")
+        for route in routes:
+            _check_targets(route, self.by_name)
+
+    def is_needed(self, name: str, more: Sequence[str] | None, served: Container[str]) -> bool:
+        """Whether `name` is a route, or there are fallbacks."""
+        return bool(more) or name in self.by_name or (name == AUTO and name not in served)
+
+    def choose(self, name: str, more: Sequence[str], facts: RouteFacts, served: Iterable[str]) -> ChosenRoute:
+        """The models for a request that names `name` and, as fallbacks, `more`: models or routes. `served` are all
+        models, which "auto" stands for if it is neither a route nor a model."""
+        models: dict[str, None] = {}
+        how: list[str] = []
+        for wanted in (name, *more):
+            route = self.by_name.get(wanted)
+            if route is None and wanted == AUTO and AUTO not in (names := sorted(served)):
+                models.update(dict.fromkeys(names))
+                how.append(AUTO)
+            elif route is None:
+                models.setdefault(wanted)
+                how.append(wanted)
+            else:
+                number, targets = _targets(route, facts)
+                first = _drawn(route.name, targets, facts.share_key)
+                how.append(f"{wanted};{f'rule={number};' * bool(number)}target={first}")
+                models.update(dict.fromkeys((first, *route.fallback)))
+        return ChosenRoute(list(models)[:MAX_CANDIDATES], how[0])
+
+
+NO_ROUTES: Final = ModelRoutes()
+
+
+def models_of(route: RouteConfig) -> Sequence[str]:
+    """All models that the route may choose, each once."""
+    targets = [*route.targets, *(target for rule in route.rules for target in rule.targets)]
+    return list(dict.fromkeys([_target(target).model for target in targets] + route.fallback))
+
+
+def _check_targets(route: RouteConfig, routes: Mapping[str, RouteConfig]) -> None:
+    """A target that is another route could lead in a circle. One of the route's own name is the model of that name."""
+    for model in models_of(route):
+        if model in routes and model != route.name:
+            raise ConfigError(f"routes: {route.name!r} has the target {model!r}, which is a route: name a model")
+
+
+def _target(target: str | RouteTarget) -> RouteTarget:
+    return RouteTarget(model=target) if isinstance(target, str) else target
+
+
+def _targets(route: RouteConfig, facts: RouteFacts) -> tuple[int, Sequence[RouteTarget]]:
+    """The number of the rule that decides (from 1; 0: none), and its targets."""
+    for number, rule in enumerate(route.rules, 1):
+        if _holds(rule, facts):
+            return number, [_target(target) for target in rule.targets]
+    return 0, [_target(target) for target in route.targets]
+
+
+def _holds(rule: RouteRule, facts: RouteFacts) -> bool:
+    return (
+        facts.features.issuperset(rule.features)
+        and (not rule.tiers or ("batch" if facts.is_batch else "interactive") in rule.tiers)
+        and facts.num_prompt_tokens >= rule.min_prompt_tokens
+        and (not rule.max_prompt_tokens or facts.num_prompt_tokens <= rule.max_prompt_tokens)
+    )
+
+
+def _drawn(route: str, targets: Sequence[RouteTarget], key: str) -> str:
+    """The target in whose part of [0, 1) the key's hash lies. If the last one's weight grows, keys only move to it."""
+    if len(targets) == 1:
+        return targets[0].model
+    position = xxhash.xxh3_64_intdigest(f"{route}\0{key}".encode()) / 2**64 * sum(target.weight for target in targets)
+    for target in targets[:-1]:
+        position -= target.weight
+        if position < 0:
+            return target.model
+    return targets[-1].model

@@ -1,0 +1,57 @@
+"""Which model takes a `Generate` that names a route, or several models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from kvloom.errors import invalid_argument
+from kvloom.models.model_routes import MAX_CANDIDATES, Feature, ModelRoutes, RouteFacts
+from kvloom.models.served_model import ServedModel
+from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
+
+BYTES_PER_TOKEN: Final = 4
+"""The usual size of a token. Before a model is chosen, there is no tokenizer to count with."""
+
+
+class ModelChoice(NamedTuple):
+    model: ServedModel | None
+    """None: the name stands for none."""
+    how: str = ""
+    """How it was chosen; "" if it was named."""
+
+
+def choose_model(
+    wanted: GenerateRequest,
+    models: Mapping[str, ServedModel],
+    routes: ModelRoutes,
+    is_ready: Callable[[str], bool],
+    caller: str,
+) -> ModelChoice:
+    """Of several models it is the first with a ready shard. Raises KvloomError (INVALID_ARGUMENT)."""
+    named = models.get(wanted.model)
+    # A part of the answer came from this very model.
+    is_continued = bool(wanted.partial_choices) and named is not None
+    if is_continued or not routes.is_needed(wanted.model, wanted.models, models):
+        return ModelChoice(named)
+    if len(wanted.models) > MAX_CANDIDATES:
+        raise invalid_argument(f"models may have at most {MAX_CANDIDATES} names.", "models")
+    chosen = routes.choose(
+        wanted.model, wanted.models, _facts(wanted, caller), {model.name for model in models.values()}
+    )
+    known = [model for name in chosen.models if (model := models.get(name)) is not None]
+    ready = next((model for model in known if is_ready(model.name)), None)
+    return ModelChoice(ready or next(iter(known), None), chosen.how)
+
+
+def _facts(wanted: GenerateRequest, caller: str) -> RouteFacts:
+    features: set[Feature] = set()
+    if wanted.tools:
+        features.add("tools")
+    if wanted.sampling.HasField("guide"):
+        features.add("schema")
+    if wanted.sampling.HasField("logprobs"):
+        features.add("logprobs")
+    is_tokens = wanted.WhichOneof("input") == "token_ids"
+    size = len(wanted.token_ids.ids) if is_tokens else wanted.ByteSize() // BYTES_PER_TOKEN
+    return RouteFacts(size, frozenset(features), wanted.tier == TIER_BATCH, wanted.session_key or caller)
