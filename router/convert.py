@@ -97,6 +97,7 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         error=None if finish.error is None else finish.error.to_proto(),
         num_predicted_tokens=finish.num_predicted_tokens,
         num_accepted_predicted_tokens=finish.num_accepted_predicted_tokens,
+        embedding=finish.embedding,
     )
 
 
@@ -111,6 +112,7 @@ def _finish_from_proto(finish: generation_pb2.SequenceFinish) -> Finish:
         KvloomError.from_proto(finish.error) if finish.HasField("error") else None,
         finish.num_predicted_tokens,
         finish.num_accepted_predicted_tokens,
+        finish.embedding,
     )
 
 
@@ -130,6 +132,7 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         traceparent=request.traceparent,
         client_request_id=request.client_request_id,
         num_expected_cached_tokens=attempt.num_expected_cached_tokens,
+        pooling=request.pooling,  # pyright: ignore[reportArgumentType]  (opaque to the core: a Pooling or None)
         **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )
     submit.stop.max_tokens = attempt.max_tokens
@@ -157,6 +160,7 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         model_version=info.model_version,
         model_checksum=info.model_checksum,
         card_checksum=info.card_checksum,
+        embedding_size=info.embedding_size,
     )
 
 
@@ -275,6 +279,7 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
         version=model.identity.version,
         checksum=model.identity.checksum,
         card_checksum=model.identity.card_checksum,
+        embedding_size=model.embedding_size,
     )
 
 

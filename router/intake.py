@@ -33,7 +33,7 @@ from kvloom.sampling import (
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
 from router import convert
 from router.caller_scope import TRUSTED, CallerScope
@@ -116,12 +116,16 @@ class Intake:
         """Returns a request that arrived over a client's stream. Raises KvloomError."""
         _check_choices(submit)
         choices = convert.choices_from_proto(list(submit.choices))
-        return self._request(submit, _prompt_of(submit), choices, client_id, scope)
+        pooling = _checked_pooling(submit.pooling, choices) if submit.HasField("pooling") else None
+        return self._request(submit, _prompt_of(submit), choices, client_id, scope, pooling)
 
     def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
         """Returns a request that was made in this process. Raises KvloomError."""
         check_num_choices(len(choices), "choices")
-        return self._request(wanted, wanted.prompt_token_ids, choices, client_id)
+        pooling = wanted.pooling
+        if pooling is not None:
+            pooling = _checked_pooling(pooling, choices)
+        return self._request(wanted, wanted.prompt_token_ids, choices, client_id, pooling=pooling)
 
     def _request(
         self,
@@ -130,6 +134,7 @@ class Intake:
         choices: Sequence[ChoiceSpec],
         client_id: str,
         scope: CallerScope = TRUSTED,
+        pooling: Pooling | None = None,
     ) -> Request:
         _check_names(
             request_id=submit.request_id,
@@ -153,9 +158,10 @@ class Intake:
             prompt_token_ids=token_ids,
             prompt_text=text or self._text_for_screening(token_ids, model, submit.model),
             choices=choices,
-            max_tokens=_max_tokens(submit.stop, model),
+            max_tokens=0 if pooling is not None else _max_tokens(submit.stop, model),
             sampling=_with_seed(submit.sampling, model),
             stop=_copied(submit.stop),
+            pooling=pooling,
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
             tenant=sys.intern(scope.tenant(submit.tenant)),
@@ -358,6 +364,15 @@ def _check_choices(submit: Submit) -> None:
         raise invalid_argument("choices must have different indexes.", "choices")
     if max(indexes) >= MAX_CHOICES:
         raise invalid_argument(f"An index of choices must be below {MAX_CHOICES}.", "choices")
+
+
+def _checked_pooling(pooling: Pooling, choices: Sequence[ChoiceSpec]) -> Pooling:
+    """Returns a copy. Raises KvloomError unless the request can have an embedding for its answer."""
+    if len(choices) != 1 or choices[0].output_token_ids:
+        raise invalid_argument("An embedding has one choice, without output tokens.", "choices")
+    if pooling.kind not in PoolingKind.values():  # The enum is open, so any number can arrive.
+        raise invalid_argument(f"pooling.kind has no value {pooling.kind}.", "pooling.kind")
+    return Pooling(kind=pooling.kind, raw_length=pooling.raw_length)
 
 
 def _check_names(**names: str) -> None:

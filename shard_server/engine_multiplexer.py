@@ -269,7 +269,7 @@ class EngineMultiplexer:
             error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:
             self._live.flush(sequence)
-        self._live.finish(sequence, _FINISH_REASONS[end.reason], error)
+        self._live.finish(sequence, _FINISH_REASONS[end.reason], error, end.embedding)
 
 
 def _first_tokens_first(output: StepOutput) -> Iterable[tuple[str, list[int]]]:

@@ -76,6 +76,8 @@ class LiveSequence:
 
     def already_ended(self) -> FinishReason.ValueType | None:
         """The finish reason, if an earlier attempt generated the sequence's last token but did not report the end."""
+        if self.request.pooling is not None:
+            return None  # it ends with its vector
         tokens = self.request.output_token_ids
         if self.detokenizer.stop_string is not None or (tokens and tokens[-1] in self.request.stop_token_ids):
             return FinishReason.FINISH_REASON_STOP
@@ -228,6 +230,7 @@ class LiveSequences:
         sequence: LiveSequence,
         reason: FinishReason.ValueType,
         error: KvloomError | None = None,
+        embedding: bytes = b"",
     ) -> None:
         """End a sequence; its finish goes into its router's next frame."""
         del self.by_request_id[sequence.request.request_id]
@@ -236,6 +239,8 @@ class LiveSequences:
         finish = sequence.finish(reason)
         if error is not None:
             finish.error.CopyFrom(error.to_proto())
+        if embedding:
+            finish.embedding = embedding
         connection.parts.finishes.append(finish)
         duration_seconds = self._clock() - sequence.received_at
         self._metrics.on_finish(reason, duration_seconds)

@@ -144,6 +144,7 @@ class ShardServer:
             version=importlib.metadata.version("kvloom"),
             variant=info.variant,
             description=info.description,
+            embedding_size=info.embedding_size,
             model_version=model.version,
             model_checksum=model.sha256,
             card_checksum="" if card is None else card.checksum,

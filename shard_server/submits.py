@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Final
 
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
@@ -11,11 +12,27 @@ from kvloom.guide import GUIDE_FIELD
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_prompt_logprobs, check_sampling, check_stop
 from kvloom.text.block_hash import root_hash
 from kvloom.text.token_ids import unpack_token_ids
+from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import Choice, SamplingParams, StructuralTags
 from kvloom.v1.shard_service_pb2 import ShardSubmit
-from shard_server.engines.base import Capability, EngineInfo, EngineRequest, Guide, GuideKind, Sampling
+from shard_server.engines.base import (
+    Capability,
+    EngineInfo,
+    EngineRequest,
+    Guide,
+    GuideKind,
+    Pooling,
+    PoolingKind,
+    Sampling,
+)
 
 _MASK_64: Final = 2**64 - 1
+_POOLING_KINDS: Final[Mapping[int, PoolingKind | None]] = {
+    generation_pb2.POOLING_KIND_UNSPECIFIED: None,
+    generation_pb2.POOLING_KIND_MEAN: PoolingKind.MEAN,
+    generation_pb2.POOLING_KIND_LAST: PoolingKind.LAST,
+    generation_pb2.POOLING_KIND_CLS: PoolingKind.CLS,
+}
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -39,6 +56,11 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     if not prompt:
         raise invalid_argument("The prompt is empty.", "prompt_token_ids")
     _check_token_ids(prompt, info, "prompt_token_ids")
+    root = root_hash(info.model, cache_salt=submit.cache_salt)
+    if submit.HasField("pooling"):
+        return [_pooled_request(submit, prompt, info, serial, origin, root)]
+    if Capability.EMBED in info.capabilities and Capability.GENERATE not in info.capabilities:
+        raise unsupported(f"{info.model} generates no text: it gives embeddings only.", "model")
     check_sampling(submit.sampling, "sampling.")
     check_stop(submit.stop, "stop.")
     check_prompt_logprobs(submit.sampling, len(prompt), len(submit.choices))
@@ -56,7 +78,6 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     stop_token_ids = frozenset(submit.stop.stop_token_ids)
     if not submit.stop.ignore_eos:
         stop_token_ids |= info.eos_token_ids
-    root = root_hash(info.model, cache_salt=submit.cache_salt)
     guide = guide_of(submit.sampling) if submit.sampling.HasField("guide") else None
     seed = submit.sampling.seed if submit.sampling.HasField("seed") else secrets.randbits(64)
     return [
@@ -76,6 +97,30 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
         )
         for choice in submit.choices
     ]
+
+
+def _pooled_request(
+    submit: ShardSubmit, prompt: list[int], info: EngineInfo, serial: int, origin: int, root: int
+) -> EngineRequest:
+    """The request for an embedding. Raises KvloomError."""
+    if Capability.EMBED not in info.capabilities:
+        raise unsupported(f"{info.model} gives no embeddings here.", "model")
+    if len(submit.choices) != 1 or submit.choices[0].output_token_ids:
+        raise invalid_argument("An embedding has one choice, without output tokens.", "choices")
+    if len(prompt) > info.max_model_len:
+        raise context_length_exceeded(info.max_model_len, len(prompt), None, "prompt_token_ids", "stop.max_tokens")
+    if submit.pooling.kind not in _POOLING_KINDS:  # The enum is open, so any number can arrive.
+        raise invalid_argument(f"pooling.kind has no value {submit.pooling.kind}.", "pooling.kind")
+    return EngineRequest(
+        request_id=f"{submit.request_id}#{submit.attempt_id}.{submit.choices[0].index}/{serial}",
+        prompt_token_ids=prompt,
+        sampling=Sampling(),
+        max_tokens=0,
+        pooling=Pooling(_POOLING_KINDS[submit.pooling.kind], normalize=not submit.pooling.raw_length),
+        num_expected_cached_tokens=submit.num_expected_cached_tokens,
+        root_hash=root,
+        origin=origin,
+    )
 
 
 def _sampling(

@@ -27,6 +27,7 @@ class Answer:
     reason: FinishReason | None = None
     error: str = ""
     start: SequenceStart | None = None
+    embedding: bytes = b""
 
 
 class StepBench:
@@ -85,6 +86,7 @@ class StepBench:
             assert self.answers[end.request_id].reason is None, "ended twice"
             self.answers[end.request_id].reason = end.reason
             self.answers[end.request_id].error = end.error
+            self.answers[end.request_id].embedding = end.embedding
         for event in output.kv_events:
             if isinstance(event, BlockStored):
                 self.replayed |= set(event.block_hashes)

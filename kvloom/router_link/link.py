@@ -161,6 +161,7 @@ class GrpcRouterLink:
                 client_request_id=request.client_request_id,
                 session_key=request.session_key,
                 tier=request.tier,
+                pooling=request.pooling,
                 **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
             )
         )

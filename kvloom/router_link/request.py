@@ -48,3 +48,5 @@ class LinkRequest:
     n choices from their beginning."""
     client_request_id: str = ""
     """The id that the caller gave the request, for log lines and `Explain`."""
+    pooling: generation_pb2.Pooling | None = None
+    """Asks for the prompt's embedding, which is in the finish, instead of an answer."""

@@ -45,6 +45,8 @@ class Request(msgspec.Struct, frozen=True):
     """The most output tokens of one choice; None: the rest of the window."""
     sampling: object = None
     stop: object = None
+    pooling: object = None
+    """Not None: it asks for the embedding of its prompt, and its max_tokens is 0. Not read by the core, either."""
     timeout_seconds: float = 0.0
     """Time from arrival to the last token; 0: the core's default."""
     tenant: str = ""
@@ -74,6 +76,7 @@ class ShardDescription(msgspec.Struct, frozen=True):
     model_version: str = ""
     model_checksum: str = ""
     card_checksum: str = ""
+    embedding_size: int = 0
 
 
 class ShardLoad(msgspec.Struct):

@@ -37,6 +37,7 @@ class Finish(msgspec.Struct):
     error: KvloomError | None = None
     num_predicted_tokens: int = 0
     num_accepted_predicted_tokens: int = 0
+    embedding: bytes = b""
 
 
 class Step(msgspec.Struct):

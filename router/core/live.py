@@ -153,6 +153,11 @@ class Choice:
         """Text that was cleared here and that the safety service has not been notified of."""
         self.last_skipped_char = ""
 
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether it has all the tokens that it may have. An embedding has none, and ends with its vector."""
+        return bool(self.max_tokens) and len(self.output_token_ids) >= (self.max_tokens or 0)
+
     def record_forwarded(self, token_ids: Sequence[int], text: str) -> None:
         """Record tokens that the fast path has sent to the client: their text, if it is screened, was cleared here."""
         self.output_token_ids.extend(token_ids)

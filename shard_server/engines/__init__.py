@@ -9,6 +9,7 @@ sim_engine.py    the simulated engine: a timing model and real block accounting,
 sim_sequence.py  one sequence of the simulated engine
 sim_blocks.py    the simulated engine's KV blocks, prefix cache and LRU
 sim_tokens.py    the simulated engine's text, a pure function of (prompt, seed, position)
+sim_embedding.py  the simulated engine's embeddings, a pure function of the prompt
 sim_stamps.py    tokens that encode the time, for benchmarks
 torch_engine/    the engine that computes in this process, on CPUs or one GPU
 tensorrt_llm/    the engine over TensorRT-LLM

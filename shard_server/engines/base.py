@@ -8,7 +8,8 @@ every implementation must pass (tests/conformance/engine_table.py lists them).
 - All times are in seconds, all lengths in tokens. Counters that are "counted from the start" only ever grow.
 - One engine serves one model in one process. The shard server makes every call on one asyncio loop. An engine may
   compute in threads of its own, but its methods must not block that loop.
-- A sequence passes through `submit`, one SequenceStart, outputs with its tokens, and exactly one SequenceEnd.
+- A sequence passes through `submit`, one SequenceStart, outputs with its tokens, and exactly one SequenceEnd. One that
+  asks for an embedding has no tokens: its SequenceStart is in the output with its SequenceEnd, which has the vector.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from typing import Any, Protocol
 class Capability(enum.StrEnum):
     """What an engine can do. Routers place requests by these values, and clients read them from ListModels."""
 
+    GENERATE = "generate"
+    """Requests without `EngineRequest.pooling`. Engines without EMBED need not list it."""
+    EMBED = "embed"
+    """`EngineRequest.pooling`."""
     LOGPROBS = "logprobs"
     """`Sampling.num_logprobs`."""
     PENALTIES = "penalties"
@@ -56,7 +61,7 @@ class FinishReason(enum.Enum):
     """Why a sequence ended."""
 
     STOP = "stop"
-    """Its last token is one of `EngineRequest.stop_token_ids`."""
+    """Its last token is one of `EngineRequest.stop_token_ids`, or its embedding is complete."""
     LENGTH = "length"
     """It has `EngineRequest.max_tokens` output tokens."""
     CANCELLED = "cancelled"
@@ -94,6 +99,8 @@ class EngineInfo:
     it promises no bits."""
     description: str = ""
     """What computes, and how fast, in one line for people."""
+    embedding_size: int = 0
+    """The dimensions of an embedding; 0 without Capability.EMBED."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,16 +155,37 @@ class Guide:
     text: str
 
 
+class PoolingKind(enum.StrEnum):
+    """How the hidden states of a prompt's tokens become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
+    """That of the last token."""
+    CLS = "cls"
+    """That of the first token."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pooling:
+    """What an embedding is made of: hidden states after the model's last layer and its norm."""
+
+    kind: PoolingKind | None = None
+    """None: as the model was trained, or MEAN if nothing says how it was trained."""
+    normalize: bool = True
+    """Whether the vector is scaled to the length 1."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to generate."""
+    """One sequence to generate, or one prompt to embed."""
 
     request_id: str
     """Unique among the sequences that have not ended."""
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     max_tokens: int
-    """The largest number of output tokens, including `output_token_ids`; prompt + max_tokens <= max_model_len."""
+    """The largest number of output tokens, including `output_token_ids`; prompt + max_tokens <= max_model_len. 0 with
+    `pooling`, otherwise at least 1."""
     stop_token_ids: frozenset[int] = frozenset()
     """Includes the end-of-sequence tokens unless the client ignores them. The stop token itself is emitted."""
     min_tokens: int = 0
@@ -176,6 +204,9 @@ class EngineRequest:
     the guided text."""
     predicted_token_ids: Sequence[int] = ()
     """The answer that the client expects. It may be used for drafts, and must not change the answer."""
+    pooling: Pooling | None = None
+    """Set only for an engine with Capability.EMBED: the prompt is computed, and the sequence ends with its embedding,
+    which is the same in every batch if the engine has BATCH_INVARIANT."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 
@@ -220,6 +251,9 @@ class SequenceEnd:
     refusal: str = ""
     """A message for the client: why its guide cannot be applied. Set when reason is ERROR and the request would fail on
     every engine."""
+    embedding: bytes = b""
+    """The vector, if the request had a `pooling` and reason is STOP: `EngineInfo.embedding_size` little-endian
+    float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

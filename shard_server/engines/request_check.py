@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shard_server.engines.base import EngineError, EngineInfo, EngineRequest
+from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest
 
 
 def check_request(request: EngineRequest, info: EngineInfo) -> None:
@@ -14,7 +14,10 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
         raise EngineError(
             f"{num_prompt} prompt tokens + {request.max_tokens} output tokens exceed the window of {info.max_model_len}"
         )
-    if len(request.output_token_ids) >= request.max_tokens:
+    if request.pooling is not None:
+        if Capability.EMBED not in info.capabilities or request.max_tokens or request.output_token_ids:
+            raise EngineError("an embedding needs an engine with that capability, and has no output tokens")
+    elif len(request.output_token_ids) >= request.max_tokens:
         raise EngineError(f"all {request.max_tokens} output tokens have been emitted already")
     for token_ids in (request.prompt_token_ids, request.output_token_ids):
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:

@@ -3,8 +3,8 @@
 For tests, demos and benchmarks of the fabric. A step decodes one token of every running sequence and prefills up to
 `max_prefill_tokens_per_step` prompt tokens; it lasts `step_ms` (if it decodes) + prefilled tokens /
 `prefill_tokens_per_second`. With `decode_every` = N each sequence decodes in every Nth step only. Text is a function of
-(prompt, seed, position): see `expected_token_id`. Temperature and the other sampling parameters change nothing,
-except that the next word that is no stop token replaces one before `min_tokens`.
+(prompt, seed, position): see `expected_token_id`; embeddings are a function of the prompt. Temperature and the other
+sampling parameters change nothing, except that the next word that is no stop token replaces one before `min_tokens`.
 
 The engine advances when its consumer requests the next step, on the event loop and without a thread.
 """
@@ -32,6 +32,7 @@ from shard_server.engines.base import (
 )
 from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.sim_blocks import SimBlockPool
+from shard_server.engines.sim_embedding import EMBEDDING_SIZE, sim_embedding
 from shard_server.engines.sim_sequence import SimSequence
 from shard_server.engines.sim_stamps import stamp_of
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, expected_token_id
@@ -42,6 +43,8 @@ DEFAULT_NUM_BLOCKS: Final = 8192
 DEFAULT_MAX_MODEL_LEN: Final = 8192
 _CAPABILITIES: Final = frozenset(
     {
+        Capability.GENERATE,
+        Capability.EMBED,
         Capability.LOGPROBS,
         Capability.SEEDED_RESUME,
         Capability.BATCH_INVARIANT,
@@ -50,6 +53,8 @@ _CAPABILITIES: Final = frozenset(
         Capability.PROMPT_LOGPROBS,
     }
 )
+_SCRIPTED: Final = frozenset({Capability.GENERATE, Capability.PREFIX_CACHING})
+"""Of an engine whose tokens do not follow from the prompt."""
 MAX_LAG_SECONDS: Final = 1.0
 """Steps catch up when they are late, so that the pace has no drift; when they are later than this, the clock is
 reset."""
@@ -84,7 +89,8 @@ class SimEngine:
             max_model_len=min(config.max_model_len or max_model_len, num_blocks * config.block_size),
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            capabilities=_CAPABILITIES if not (stamps or opening) else frozenset({Capability.PREFIX_CACHING}),
+            capabilities=_CAPABILITIES if not (stamps or opening) else _SCRIPTED,
+            embedding_size=0 if stamps or opening else EMBEDDING_SIZE,
             prefill_tokens_per_second=config.sim.prefill_tokens_per_second,
             decode_step_seconds=step_seconds,
         )
@@ -230,6 +236,8 @@ class SimEngine:
         hashes = sequence.known_hashes()
         # The last token is always computed, because the first new token is drawn from its logits.
         reusable = (len(sequence.token_ids) - 1) // self._info.block_size
+        if sequence.request.pooling is not None:
+            reusable = 0  # the hidden states of cached tokens are not kept
         cached = hashes[: self._pool.count_cached(hashes[:reusable])]
         self._pool.reference(cached)
         num_private = -(-len(sequence.token_ids) // self._info.block_size) - len(cached)
@@ -275,6 +283,15 @@ class SimEngine:
                     sequence.prompt_logprobs(),
                 )
             )
+        if request.pooling is not None:
+            output.ends.append(
+                SequenceEnd(
+                    request.request_id,
+                    FinishReason.STOP,
+                    embedding=sim_embedding(request.prompt_token_ids, request.pooling),
+                )
+            )
+            return
         token_id = sequence.emit(self._chosen_token(sequence))
         sequence.next_decode_step = self._step_number + self._decode_every
         output.request_ids.append(request.request_id)

@@ -46,6 +46,7 @@ class EngineDriver:
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.starts: dict[str, SequenceStart] = {}
         self.ends: dict[str, FinishReason] = {}
+        self.embeddings: dict[str, bytes] = {}
         self.kv_events: list[KvEvent] = []
         self.load = EngineLoad()
         self.max_preemptions = 0
@@ -120,7 +121,9 @@ class EngineDriver:
         assert output.logprobs.keys() <= set(output.request_ids)
         for start in output.starts:
             assert start.request_id not in self.starts, "started twice"
-            assert start.request_id in output.request_ids, "a start comes with the first token"
+            has_token = start.request_id in output.request_ids
+            has_vector = any(end.request_id == start.request_id and end.embedding for end in output.ends)
+            assert has_token or has_vector, "a start comes with the first token, or with the embedding"
             self.starts[start.request_id] = start
         for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
             assert token_ids, "an entry without tokens"
@@ -133,6 +136,8 @@ class EngineDriver:
         for end in output.ends:
             assert end.request_id not in self.ends, "ended twice"
             self.ends[end.request_id] = end.reason
+            if end.embedding:
+                self.embeddings[end.request_id] = end.embedding
         self.kv_events += output.kv_events
         self.load = output.load
         assert 0 <= output.load.num_available_blocks <= self.engine.info.num_blocks

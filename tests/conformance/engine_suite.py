@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from kvloom.text.block_hash import block_hashes, root_hash
-from shard_server.engines.base import BlockStored, Capability, Engine, EngineError, FinishReason, Sampling
-from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
-
-StartEngine = Callable[..., Awaitable[EngineDriver]]
+from shard_server.engines.base import BlockStored, Capability, EngineError, FinishReason, Sampling
+from tests.conformance.embedding_suite import EmbeddingSuite, StartEngine
+from tests.conformance.engine_driver import prompt_of, request_of
 
 MAX_UNREAD_OUTPUTS = 64
 BLOCK_SIZE = 16
 
 
-class EngineSuite:
+class EngineSuite(EmbeddingSuite):
     """A subclass defines `make_engine`, which returns an engine that has not started, with a `block_size` of 16, a
     `max_batch` of 16 and the given ShardConfig fields."""
-
-    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
-        raise NotImplementedError
-
-    @pytest.fixture
-    async def start(self, request: pytest.FixtureRequest) -> AsyncIterator[StartEngine]:
-        """Starts engines and closes them in the end."""
-        async with contextlib.AsyncExitStack() as stack:
-
-            async def start(**shard_fields: int) -> EngineDriver:
-                engine = self.make_engine(request, **shard_fields)
-                stack.push_async_callback(engine.close)
-                await engine.start()
-                return EngineDriver(engine)
-
-            yield start
 
     async def test_info_is_complete_once_started(self, start: StartEngine) -> None:
         """The hello to routers is built from it."""

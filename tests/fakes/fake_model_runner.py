@@ -17,6 +17,7 @@ from kvloom.text.block_hash import token_bytes
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 
 VOCAB_SIZE = 61
+HIDDEN_SIZE = 5
 
 
 class FakeModelRunner:
@@ -36,6 +37,7 @@ class FakeModelRunner:
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.vocab_size = VOCAB_SIZE
+        self.hidden_size = HIDDEN_SIZE
         self.max_model_len = max_model_len or 512
         self.eos_token_ids = frozenset({0})
         self.num_blocks = num_blocks
@@ -66,6 +68,17 @@ class FakeModelRunner:
             ends = range(end - scheduled.num_logits + 1, end + 1)
             rows += [logits_of(self._read(scheduled.block_table, position)) for position in ends]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    def hidden_states(self) -> list[torch.Tensor]:
+        """A function of all tokens up to each, as the logits are."""
+        found: list[torch.Tensor] = []
+        for scheduled in self.batches[-1]:
+            if scheduled.wants_hidden_states:
+                first = scheduled.num_computed_tokens + 1
+                ends = range(first, first + len(scheduled.token_ids))
+                rows = [logits_of(self._read(scheduled.block_table, end))[1 : 1 + HIDDEN_SIZE] for end in ends]
+                found.append(torch.stack(rows))
+        return found
 
     def _read(self, block_table: list[int], num_tokens: int) -> list[int]:
         token_ids = self._kv[block_table].reshape(-1)[:num_tokens].tolist()

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 import xxhash
 
+from kvloom.v1.generation_pb2 import Pooling
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, VariantChanged
 from router.core.dispatch.dispatch_queue import DispatchQueue
@@ -165,17 +166,20 @@ class AttemptSender:
             live.num_prefill_chunks = MAX_PREFILL_CHUNKS
 
     def send_probe(self, shard: Shard, now: float) -> int:
-        """Send a request for one token, which reaches no client. Returns its slot."""
+        """Send a request for one token, or for the embedding of one, which reaches no client. Returns its slot."""
         slot = shard.slots.allocate()
         self._num_dispatches += 1
         number = self._num_dispatches
         request = Request(
             f"{PROBE_CLIENT_ID}-{number}", PROBE_CLIENT_ID, shard.description.model, PROBE_TOKEN_IDS, "", ()
         )
+        max_tokens = 1
+        if not shard.can_generate:
+            request, max_tokens = msgspec.structs.replace(request, pooling=Pooling()), 0
         attempt = Attempt(request.request_id, 1, number, shard.shard_id, 1, now, None)
         shard.open_slot(slot, attempt)
         self._ledger.reserve(attempt.key, Reservation(shard.shard_id, 1, len(PROBE_TOKEN_IDS), 0, 1, now))
-        self._action_buffer.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], 1, 0))
+        self._action_buffer.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], max_tokens, 0))
         return slot
 
     def end_slot(self, shard: Shard, slot: int, now: float) -> bool:

@@ -299,8 +299,7 @@ def _equal_part(num_in_all: int, shard: Shard, tenant: str) -> int:
 
 
 def _may_move(choice: Choice) -> bool:
-    is_at_limit = choice.max_tokens is not None and len(choice.output_token_ids) >= choice.max_tokens
-    return choice.num_moves < MAX_MOVES and not is_at_limit
+    return choice.num_moves < MAX_MOVES and not choice.is_at_limit
 
 
 def _cost_to_move(choice: Choice) -> tuple[bool, float]:

@@ -127,8 +127,8 @@ class _Model:
         return self.interactive_sum * math.exp((self.interactive_at - now) / RATE_SECONDS) / RATE_SECONDS
 
     def learn(self, ended: RequestEnded) -> None:
-        """Learn from an answer that came to its own end."""
-        if ended.ttft_seconds is None:
+        """Learn from an answer that came to its own end. An embedding says nothing about answers."""
+        if ended.ttft_seconds is None or ended.max_tokens == 0:
             return
         self.prefill_seconds = _smoothed(self.prefill_seconds, ended.ttft_seconds - ended.queue_time_seconds)
         num_tokens = ended.num_output_tokens / ended.num_choices

@@ -58,6 +58,8 @@ def next_prefill_chunk(
 ) -> int | None:
     """The number of prompt tokens up to which the next chunk goes: whole blocks. None: the rest goes in one piece,
     because it is short or because the shard does not keep what was computed for it."""
+    if live.request.pooling is not None:
+        return None  # its tokens are computed anew, because their hidden states are not kept
     if settings is None or live.num_attempts or live.num_prefill_chunks >= MAX_PREFILL_CHUNKS:
         return None
     if candidate.num_overlap_tokens < live.num_ready_tokens:

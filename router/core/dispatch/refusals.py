@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, protocol_violation
+from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, protocol_violation, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription
@@ -31,7 +31,12 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
         return no_shard_ready(request.model, request.request_id)
     if not request.prompt_token_ids:
         return invalid_argument("The prompt is empty.", "prompt")
-    if request.max_tokens is not None and request.max_tokens < 1:
+    if request.pooling is not None:
+        if not any(shard.can_embed for shard in shards):
+            return unsupported(f"The model {request.model!r} gives no embeddings.", "model")
+    elif not shards[0].can_generate:
+        return unsupported(f"The model {request.model!r} generates no text: it gives embeddings only.", "model")
+    elif request.max_tokens is not None and request.max_tokens < 1:
         return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
     return _check_window(request, max(shard.description.max_model_len for shard in shards))
 

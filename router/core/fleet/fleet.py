@@ -15,6 +15,9 @@ from router.core.fleet.shard_health import HealthState, ShardHealth
 from router.core.fleet.slot_pool import SlotPool
 from router.core.live import Attempt, Choice
 
+EMBED = "embed"
+GENERATE = "generate"
+"""Capabilities that decide which requests a shard can run; see ShardInfo.capabilities in shard_service.proto."""
 OUTSTANDING_PER_BATCH = 2
 """A shard is sent at most this many times its batch: enough to never run dry, and little enough that requests waiting
 in the router can still go to the shard where room appears first."""
@@ -25,6 +28,8 @@ class Shard:
 
     __slots__ = (
         "attempts",
+        "can_embed",
+        "can_generate",
         "choices",
         "description",
         "fast_path",
@@ -42,6 +47,9 @@ class Shard:
     def __init__(self, description: ShardDescription) -> None:
         self.shard_id = description.shard_id
         self.description = description
+        self.can_embed = EMBED in description.capabilities
+        self.can_generate = GENERATE in description.capabilities or not self.can_embed
+        """Shards that do nothing else need not say so."""
         self.is_draining = False
         self.is_withdrawn = False
         """Whether its model is to end."""
@@ -120,6 +128,8 @@ class ModelState(msgspec.Struct, frozen=True):
     """Of its shards now; see ShardInfo.variant in shard_service.proto."""
     identity: ModelIdentity = ModelIdentity()
     """That of most of its shards."""
+    embedding_size: int = 0
+    """The dimensions of an embedding; 0: it gives none, or has no shard now."""
 
 
 class FleetChanged(msgspec.Struct, frozen=True):
@@ -196,6 +206,7 @@ class Fleet:
                 capabilities=capabilities,
                 variants=frozenset(shard.description.variant for shard in by_model.get(model, ())),
                 identity=identity,
+                embedding_size=max((shard.description.embedding_size for shard in by_model.get(model, ())), default=0),
             )
             for model, (window, capabilities, identity) in sorted(self._windows.items())
         ]

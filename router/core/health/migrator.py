@@ -41,7 +41,7 @@ class Migrator:
         if live.is_queued or any(choice.num_moves >= MAX_MOVES for choice in moved):
             return False
         # At its limit a choice has no more tokens to produce; only its end has not come.
-        open_choices = [c for c in moved if c.max_tokens is None or len(c.output_token_ids) < c.max_tokens]
+        open_choices = [choice for choice in moved if not choice.is_at_limit]
         live.pending = open_choices
         if open_choices and not self._has_place(live, shard):
             live.pending = []

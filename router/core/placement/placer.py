@@ -72,6 +72,8 @@ class Placer:
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
         """Whether that ready shard could run the request."""
         is_wide = shard.description.max_model_len >= live.min_window
+        if live.request.pooling is not None and not shard.can_embed:
+            return False
         return is_wide and shard.shard_id != live.avoid_shard_id and not shard.is_suspected
 
     def eligible(self, live: LiveRequest) -> list[Shard]:
@@ -79,6 +81,8 @@ class Placer:
         where it just failed, if there is another."""
         window = live.min_window
         shards = [s for s in self._fleet.ready(live.request.model) if s.description.max_model_len >= window]
+        if live.request.pooling is not None:
+            shards = [shard for shard in shards if shard.can_embed]
         if len(shards) > 1:
             shards = [shard for shard in shards if not shard.is_suspected] or shards
         if live.avoid_shard_id and len(shards) > 1:
@@ -269,6 +273,8 @@ class Placer:
             return "draining"
         if shard.description.max_model_len < live.min_window:
             return f"window of {shard.description.max_model_len} tokens, {live.min_window} needed"
+        if live.request.pooling is not None and not shard.can_embed:
+            return "gives no embeddings"
         if shard.health is not None and shard.is_suspected:
             return f"suspected: {shard.health.symptom}"
         if not shard.has_room:

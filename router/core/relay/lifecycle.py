@@ -162,7 +162,7 @@ class Lifecycle:
         live = choice.request
         if error.reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
             choice.num_moves += 1  # a shard that stops is no failed attempt
-        if choice.max_tokens is not None and len(choice.output_token_ids) >= choice.max_tokens:
+        if choice.is_at_limit:
             self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
         elif choice.num_attempts - choice.num_moves >= self._max_attempts:
             self.end(choice, FINISH_REASON_ERROR, error, now)

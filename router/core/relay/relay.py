@@ -260,6 +260,7 @@ class Relay:
         client_finish = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
         client_finish.num_predicted_tokens = finish.num_predicted_tokens
         client_finish.num_accepted_predicted_tokens = finish.num_accepted_predicted_tokens
+        client_finish.embedding = finish.embedding
         self._lifecycle.finish(choice, client_finish, now)
 
 

@@ -77,7 +77,7 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
     """BATCH_INVARIANT and SEEDED_RESUME are absent because kernels are chosen by batch size: a resumed answer continues
     after exactly the delivered tokens, but not always with the tokens that it would have had."""
     config = shard.tensorrt_llm
-    found = {Capability.LOGPROBS, Capability.TOP_K}
+    found = {Capability.GENERATE, Capability.LOGPROBS, Capability.TOP_K}
     if config.kv_cache.block_reuse:
         found.add(Capability.PREFIX_CACHING)
     if config.penalties or config.sampler_type == "TRTLLMSampler":

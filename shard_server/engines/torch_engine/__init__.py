@@ -6,6 +6,7 @@ scheduler.py     which sequences a step computes, and how many of their tokens
 drafter.py       which sequences of a step get drafts for speculation
 sequence.py      one request's tokens, KV blocks and progress
 block_pool.py    reference-counted KV blocks with a prefix cache
+pooling.py       the embedding of a prompt, from the hidden states of its tokens
 speed.py         moving averages of prefill and decode speed
 model_runner.py  runs a step's batch on the CPU
 arithmetic.py    what computes on this CPU: number formats and kernels

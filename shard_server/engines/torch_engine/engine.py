@@ -18,8 +18,9 @@ import structlog
 
 from kvloom.config import ShardConfig
 from kvloom.process.freed_memory import return_freed_memory
-from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, StepOutput
+from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, PoolingKind, StepOutput
 from shard_server.engines.torch_engine.block_pool import BlockPool
+from shard_server.engines.torch_engine.checkpoint.sentence_config import load_sentence_config
 from shard_server.engines.torch_engine.core_share import available_cores
 from shard_server.engines.torch_engine.memory import forget_code
 from shard_server.engines.torch_engine.model_runner import ModelRunner
@@ -40,6 +41,8 @@ _COMPILE_THREADS: Final = 2
 """More than one, so that a slow guide does not keep all others waiting."""
 _CAPABILITIES: Final = frozenset(
     {
+        Capability.GENERATE,
+        Capability.EMBED,
         Capability.LOGPROBS,
         Capability.PENALTIES,
         Capability.TOP_K,
@@ -186,7 +189,10 @@ class TorchEngine:
         num_prompt_tokens = len(request.prompt_token_ids)
         if not num_prompt_tokens:
             raise EngineError("the prompt is empty")
-        if request.max_tokens < 1:
+        if request.pooling is not None:
+            if request.max_tokens or request.output_token_ids:
+                raise EngineError("an embedding has no output tokens")
+        elif request.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {request.max_tokens}")
         if num_prompt_tokens + request.max_tokens > info.max_model_len:
             raise EngineError(
@@ -256,7 +262,12 @@ class TorchEngine:
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
             queue_order=config.queue_order,
         )
-        step_loop = StepLoop(runner, scheduler, speculation=config.torch.speculation)
+        step_loop = StepLoop(
+            runner,
+            scheduler,
+            speculation=config.torch.speculation,
+            default_pooling=load_sentence_config(self._model_dir).pooling or PoolingKind.MEAN,
+        )
         speed = step_loop.warm_up(min(config.max_prefill_tokens_per_step, max_model_len - 1))
         self._info = EngineInfo(
             engine="torch",
@@ -272,6 +283,7 @@ class TorchEngine:
             decode_step_seconds=speed.decode_step_seconds,
             variant=runner.variant,
             description=_description(runner, speed),
+            embedding_size=runner.hidden_size,
         )
         self._on_load_progress(f"engine: {self._info.description}")
         return_freed_memory()

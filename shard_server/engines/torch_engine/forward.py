@@ -32,6 +32,10 @@ class Forward(Protocol):
         """float32 [len(logit_rows), vocab_size]. Writes the KV of all rows."""
         ...
 
+    def hidden_states(self, first_row: int, num_rows: int) -> torch.Tensor:
+        """float32 [num_rows, hidden_size]: the hidden states of rows of the latest `logits`, after the last norm."""
+        ...
+
     def is_invariant(self) -> bool:
         """Whether this machine computes a row bit for bit the same in every batch. Measured; called before `logits`."""
         ...
@@ -73,6 +77,8 @@ class TorchForward:
         self._model, self._config, self._cache = model, config, cache
         self._attention = PagedAttention(config, cache, GRAINS[cache.dtype][0])
         self._row_granularity = 1
+        self._x: torch.Tensor | None = None
+        """What the last layer gave, for all rows of the latest step."""
         self.multiplies_single_rows = self._attention.multiplies_single_rows
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
@@ -80,15 +86,19 @@ class TorchForward:
 
     def logits(self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: Any) -> torch.Tensor:
         padding = [0] * (self._rounded(plan.num_rows) - len(token_ids))
-        logits = self._model.forward(
+        self._x = self._model.last_layer(
             torch.tensor(token_ids + padding),
             torch.tensor(positions + padding),
-            torch.tensor(logit_rows + [0] * (self._rounded(len(logit_rows)) - len(logit_rows)), dtype=torch.int64),
             plan.token_rows,
             functools.partial(self._attention.attend, plan),
             self._cache,
         )
-        return logits[: len(logit_rows)]
+        padded_rows = logit_rows + [0] * (self._rounded(len(logit_rows)) - len(logit_rows))
+        return self._model.logits(self._x, torch.tensor(padded_rows, dtype=torch.int64))[: len(logit_rows)]
+
+    def hidden_states(self, first_row: int, num_rows: int) -> torch.Tensor:
+        assert self._x is not None, "a step comes first"
+        return self._model.hidden_states(self._x[first_row : first_row + num_rows])
 
     def is_invariant(self) -> bool:
         config, cache = self._config, self._cache

@@ -89,6 +89,17 @@ class LlamaModel:
 
         Returns float32 logits [len(logit_rows), vocab_size].
         """
+        return self.logits(self.last_layer(token_ids, positions, token_rows, attend, cache), logit_rows)
+
+    def last_layer(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_rows: torch.Tensor,
+        attend: Attend,
+        cache: KvCache,
+    ) -> torch.Tensor:
+        """What the last layer gives, before the last norm: [rows, hidden_size]. The rest is as in `forward`."""
         config = self._config
         x = self._look_up(token_ids)
         cos, sin = self.cos[positions, None], self.sin[positions, None]
@@ -102,7 +113,15 @@ class LlamaModel:
             attended = attend(index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
             x = layer.down.add(layer.gated(self._normalise(x, layer.mlp_norm)), x)
+        return x
+
+    def logits(self, x: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """float32 [len(logit_rows), vocab_size], from what `last_layer` gave."""
         return self.head.floats(self._normalise(x[logit_rows], self.norm))
+
+    def hidden_states(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, hidden_size], from rows of what `last_layer` gave: after the last norm, not rounded again."""
+        return self._normalise(x.float(), self.norm.float())
 
     def _normalise_heads_(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:
         config = self._config

@@ -38,6 +38,8 @@ class ScheduledSequence:
     """The number of drafts at the end of token_ids. Logits are computed after each and after the token before them."""
     wants_all_logits: bool = False
     """Whether logits are computed after every one of token_ids: for the logprobs of a prompt."""
+    wants_hidden_states: bool = False
+    """Whether the hidden states of token_ids are wanted, for an embedding."""
 
     @property
     def num_logits(self) -> int:
@@ -79,6 +81,9 @@ class ModelRunner:
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
+        self.hidden_size = config.hidden_size
+        self._hidden_rows: list[tuple[int, int]] = []
+        """(first row, rows) of the sequences of the latest batch whose hidden states are wanted."""
 
         def check(dtype: torch.dtype, int8_weights: bool) -> None:
             check_memory(
@@ -153,6 +158,7 @@ class ModelRunner:
             num_new, num_past = len(sequence.token_ids), sequence.num_computed_tokens
             for offset in range(num_new - sequence.num_logits, num_new):
                 row_of[index, offset] = len(token_ids) + offset
+            row_of[index, 0] = len(token_ids)
             prefill_extents.append(Extent(len(token_ids), num_new, num_past, sequence.block_table))
             token_ids += sequence.token_ids
             positions += range(num_past, num_past + num_new)
@@ -162,7 +168,18 @@ class ModelRunner:
             for index, sequence in enumerate(batch)
             for offset in range(len(sequence.token_ids) - sequence.num_logits, len(sequence.token_ids))
         ]
+        self._hidden_rows = [
+            (row_of[index, 0], len(sequence.token_ids))
+            for index, sequence in enumerate(batch)
+            if sequence.wants_hidden_states
+        ]
         return self._forward.logits(token_ids, positions, logit_rows, plan)
+
+    @torch.inference_mode()
+    def hidden_states(self) -> list[torch.Tensor]:
+        """Of the sequences of the latest batch that want them, in order: float32 [len(token_ids), hidden_size], after
+        the model's last norm."""
+        return [self._forward.hidden_states(*rows) for rows in self._hidden_rows]
 
 
 def _attends_row_by_row(sequence: ScheduledSequence) -> bool:

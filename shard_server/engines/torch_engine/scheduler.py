@@ -212,7 +212,8 @@ class Scheduler:
         sequence.num_cached_blocks = len(matched)
         sequence.num_computed_tokens = len(matched) * pool.block_size
         sequence.block_table = matched + pool.allocate(num_new)
-        sequence.uncacheable = False
+        # An embedding's blocks would only displace those of prompts that come again.
+        sequence.uncacheable = sequence.pooled is not None
         sequence.shares_with = None
         return True
 

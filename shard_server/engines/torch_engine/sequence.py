@@ -9,6 +9,7 @@ from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_
 from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 
 if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.pooling import PooledPrompt
     from shard_server.engines.torch_engine.sampling.guides import GuideState
     from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
     from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
@@ -32,6 +33,7 @@ class Sequence:
         "num_computed_tokens",
         "num_expected_blocks",
         "num_reused_tokens",
+        "pooled",
         "predicted",
         "prompt_logprobs",
         "queue_time_seconds",
@@ -44,9 +46,16 @@ class Sequence:
     )
 
     def __init__(
-        self, request: EngineRequest, block_size: int, submit_time: float, guide: GuideState | None = None
+        self,
+        request: EngineRequest,
+        block_size: int,
+        submit_time: float,
+        guide: GuideState | None = None,
+        pooled: PooledPrompt | None = None,
     ) -> None:
         self.request = request
+        self.pooled = pooled
+        """What becomes of the prompt's hidden states; None: tokens are wanted, and no embedding."""
         self.guide = guide
         """The sequence's progress in its guide; None if it is unguided."""
         self.lookup: PromptLookup | None = None
@@ -80,7 +89,8 @@ class Sequence:
         """Those of the prompt tokens behind the first, as far as they are known; None: they are not wanted."""
         if request.sampling.num_prompt_logprobs is not None:
             self.prompt_logprobs = []
-        self.extend_block_keys()
+        if pooled is None:
+            self.extend_block_keys()
 
     @property
     def needs_prompt_logits(self) -> bool:
@@ -108,7 +118,10 @@ class Sequence:
 
     @property
     def num_reusable_blocks(self) -> int:
-        """The number of blocks that may come from the cache. The last token is always computed, for its logits."""
+        """The number of blocks that may come from the cache. The last token is always computed, for its logits, and for
+        an embedding all are, for their hidden states."""
+        if self.pooled is not None:
+            return 0
         return (len(self.token_ids) - 1) // self.block_size
 
     def append(self, token_id: int) -> None:

@@ -14,6 +14,7 @@ from shard_server.engines.base import (
     EngineLoad,
     EngineRequest,
     FinishReason,
+    PoolingKind,
     SequenceEnd,
     SequenceStart,
     StepOutput,
@@ -21,6 +22,7 @@ from shard_server.engines.base import (
 )
 from shard_server.engines.torch_engine.drafter import Drafter, Drafts
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
+from shard_server.engines.torch_engine.pooling import PooledPrompt
 from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
@@ -40,6 +42,8 @@ class Runner(Protocol):
 
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor: ...
 
+    def hidden_states(self) -> list[torch.Tensor]: ...
+
 
 class StepLoop:
     """The live sequences, and the steps that compute their tokens."""
@@ -50,11 +54,14 @@ class StepLoop:
         scheduler: Scheduler,
         *,
         speculation: SpeculationConfig | None = None,
+        default_pooling: PoolingKind = PoolingKind.MEAN,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`default_pooling` is that of requests for embeddings that do not say how."""
         self.scheduler = scheduler
         self._drafter = Drafter(scheduler, speculation or SpeculationConfig())
         self._runner = runner
+        self._default_pooling = default_pooling
         self._clock = clock
         self._sequences: dict[str, EngineSequence] = {}
         self._compiling: dict[str, tuple[EngineRequest, float, Future[GuideState]]] = {}
@@ -87,7 +94,8 @@ class StepLoop:
         if guide is not None:
             self._compiling[request.request_id] = (request, submit_time, guide)
         else:
-            self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time))
+            pooled = None if request.pooling is None else PooledPrompt(request, self._default_pooling)
+            self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time, pooled=pooled))
 
     def cancel(self, request_id: str) -> None:
         """End a sequence as CANCELLED in the next output; unknown ids are ignored."""
@@ -140,8 +148,8 @@ class StepLoop:
     def _add(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.request.request_id] = sequence
         self.scheduler.add(sequence)
-        if (reason := _finish_reason(sequence)) is not None:  # resumed with nothing left to generate
-            self._end(sequence, reason)
+        if sequence.pooled is None and (reason := _finish_reason(sequence)) is not None:
+            self._end(sequence, reason)  # resumed with nothing left to generate
 
     def _take_compiled(self) -> None:
         for request_id, (request, submit_time, guide) in list(self._compiling.items()):
@@ -180,7 +188,11 @@ class StepLoop:
 
     def _postprocess(self, batch: list[Chunk], drafts: Drafts, draws: Draws) -> None:
         row = 0
+        if any(sequence.pooled is not None for sequence, _ in batch):
+            self._pool(batch)
         for sequence, num_tokens in batch:
+            if sequence.pooled is not None:
+                continue
             if sequence.needs_prompt_logits:
                 row += _collect_prompt_logprobs(sequence, num_tokens, draws, row)
             self.scheduler.mark_computed(sequence, num_tokens)
@@ -188,6 +200,25 @@ class StepLoop:
                 draft = drafts.get(sequence, ())
                 self._draw(sequence, draws, row, draft)
                 row += 1 + len(draft)
+
+    def _pool(self, batch: list[Chunk]) -> None:
+        """Add the hidden states of this step's tokens to the embeddings that they are wanted for."""
+        states = iter(self._runner.hidden_states())
+        for sequence, num_tokens in batch:
+            pooled = sequence.pooled
+            if pooled is None:
+                continue
+            pooled.add(next(states), sequence.num_computed_tokens)
+            self.scheduler.mark_computed(sequence, num_tokens)
+            if not sequence.num_uncomputed_tokens:
+                self._end_pooled(sequence, pooled.vector())
+
+    def _end_pooled(self, sequence: EngineSequence, vector: bytes | None) -> None:
+        if vector is None:
+            self._end(sequence, FinishReason.ERROR, "the model's hidden states are not finite")
+            return
+        self._output.starts.append(self._start(sequence))
+        self._end(sequence, FinishReason.STOP, embedding=vector)
 
     def _draw(self, sequence: EngineSequence, draws: Draws, row: int, draft: Sequence[int]) -> None:
         """Draw tokens from `row` on, while they equal the drafts that the following rows were computed for."""
@@ -215,16 +246,29 @@ class StepLoop:
         if logprobs:
             output.logprobs[request_id] = logprobs
         if not sequence.started:
-            sequence.started = True
-            queue_time_seconds = sequence.queue_time_seconds or 0.0
-            prompt_logprobs = sequence.prompt_logprobs or ()
-            start = SequenceStart(request_id, sequence.num_reused_tokens, queue_time_seconds, prompt_logprobs)
-            output.starts.append(start)
+            output.starts.append(self._start(sequence))
 
-    def _end(self, sequence: EngineSequence, reason: FinishReason, error: str = "", *, refusal: str = "") -> None:
+    def _start(self, sequence: EngineSequence) -> SequenceStart:
+        sequence.started = True
+        return SequenceStart(
+            sequence.request.request_id,
+            sequence.num_reused_tokens,
+            sequence.queue_time_seconds or 0.0,
+            sequence.prompt_logprobs or (),
+        )
+
+    def _end(
+        self,
+        sequence: EngineSequence,
+        reason: FinishReason,
+        error: str = "",
+        *,
+        refusal: str = "",
+        embedding: bytes = b"",
+    ) -> None:
         self.scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
-        self._output.ends.append(SequenceEnd(sequence.request.request_id, reason, error, refusal))
+        self._output.ends.append(SequenceEnd(sequence.request.request_id, reason, error, refusal, embedding))
 
     def _take_output(self) -> StepOutput | None:
         output = self._output
@@ -259,15 +303,17 @@ def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) 
     start = sequence.num_computed_tokens
     end = start + num_tokens
     complete = end == sequence.num_tokens
+    is_pooled = sequence.pooled is not None
     table = sequence.block_table
     token_ids = sequence.token_ids[start:end]
     return ScheduledSequence(
         token_ids=[*token_ids, *draft] if draft else token_ids,
         num_computed_tokens=start,
         block_table=table if complete else table[: -(-end // sequence.block_size)],
-        wants_logits=complete,
+        wants_logits=complete and not is_pooled,
         num_drafts=len(draft),
         wants_all_logits=sequence.needs_prompt_logits,
+        wants_hidden_states=is_pooled,
     )
 
 
@@ -294,7 +340,7 @@ def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
         is_complete = sequence.num_uncomputed_tokens == num_tokens
         if sequence.needs_prompt_logits:
             first_row += num_tokens - is_complete
-        if not is_complete:  # part of a prompt
+        if not is_complete or sequence.pooled is not None:  # part of a prompt, or a whole one without an answer
             continue
         num_rows = 1 + len(drafts.get(sequence, ()))
         sampling = sequence.request.sampling

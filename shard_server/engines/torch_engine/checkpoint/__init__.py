@@ -1,6 +1,7 @@
 """Reads model files.
 
 weights.py          safetensors files, checked against config.json
+sentence_config.py  how the model's embeddings are meant to be made
 converted_model.py  the cache of converted GGUF files, and the built-in model
 gguf_conversion.py  converts a GGUF file into a model directory
 gguf_header.py      checks that it holds what its header claims

@@ -67,6 +67,9 @@ class DeviceRunner:
         self.description = f"{name}, {dtype} weights"
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
+        self.hidden_size = config.hidden_size
+        self._hidden_states: list[torch.Tensor] = []
+        """Those that the latest batch wants."""
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
             raise EngineError(f"max_model_len is {self.max_model_len}, the model's is {config.max_position_embeddings}")
@@ -118,10 +121,11 @@ class DeviceRunner:
         decodes: list[DecodeRow] = []
         prompts: list[ScheduledSequence] = []
         places: list[tuple[bool, int, int]] = []  # (of a prompt, first row of logits, rows)
+        self._hidden_states = []
         num_prompt_logits = 0
         for sequence in batch:
             num_logits = sequence.num_logits
-            if len(sequence.token_ids) == num_logits and not sequence.wants_all_logits:
+            if len(sequence.token_ids) == num_logits and not sequence.wants_all_logits:  # so it wants no hidden states
                 places.append((False, len(decodes), num_logits))
                 first = sequence.num_computed_tokens
                 table = sequence.block_table
@@ -137,6 +141,10 @@ class DeviceRunner:
             return of_decodes
         parts = [(of_prompts if is_prompt else of_decodes)[row : row + num] for is_prompt, row, num in places]
         return torch.cat(parts)
+
+    def hidden_states(self) -> list[torch.Tensor]:
+        """As ModelRunner.hidden_states, in the memory of the CPU."""
+        return self._hidden_states
 
     def _run_decodes(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
         largest = self._decode_steps.sizes[-1]
@@ -182,13 +190,19 @@ class DeviceRunner:
             lengths=torch.tensor(lengths, dtype=torch.int32, device=self._device),
             prompts=() if self._rows_alone else [self._attention.prompt(extent) for extent in extents],
         )
-        logits = self._forward(
+        x = self._model.last_layer(
             torch.tensor(token_ids, device=self._device),
             torch.tensor(positions, device=self._device),
-            torch.tensor(logit_rows, device=self._device, dtype=torch.int64),
-            plan,
+            plan.token_rows,
+            functools.partial(self._attention.attend, plan),
+            self._cache,
         )
-        return logits[:num_logits]
+        self._hidden_states = [
+            self._model.hidden_states(x[extent.first_row : extent.first_row + extent.num_new]).cpu()
+            for extent, sequence in zip(extents, prompts, strict=True)
+            if sequence.wants_hidden_states
+        ]
+        return self._model.logits(x, torch.tensor(logit_rows, device=self._device, dtype=torch.int64))[:num_logits]
 
     def _tables(self, extents: Sequence[Extent], num_padding: int) -> torch.Tensor:
         """int32 [rows, blocks]: the block table of each token's sequence."""

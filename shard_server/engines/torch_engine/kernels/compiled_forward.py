@@ -142,6 +142,9 @@ class CompiledForward:
             self._cores.end()
         return logits[:, : self._config.vocab_size]
 
+    def hidden_states(self, first_row: int, num_rows: int) -> torch.Tensor:
+        return self._model.hidden_states(self._space.x[first_row : first_row + num_rows])
+
     def _grow(self, num_rows: int) -> None:
         """Make room for `num_rows` rows."""
         model, num_rows = self._model, -(-num_rows // _ROWS_STEP) * _ROWS_STEP
