@@ -32,6 +32,9 @@ from kvloom.router_link.tracked_request import Assignment
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
 
+GENERATE: Final = "generate"
+EMBED: Final = "embed"
+"""Capabilities; see ShardInfo.capabilities in shard_service.proto."""
 BUSY_RETRY_SECONDS: Final = 1.0
 DRAINING_RETRY_SECONDS: Final = 5.0
 
@@ -231,6 +234,14 @@ class Edge:
                 raise unsupported(f"{name!r} is served by an engine without the capability {needed!r}.", "model")
         return model
 
+    def find_embedding_model(self, name: str) -> ServedModel:
+        """Raises KvloomError (MODEL_NOT_FOUND, UNSUPPORTED_PARAMETER) unless the model exists and gives embeddings."""
+        model = self.find_model(name)
+        info = self.model_info(model.name)
+        if info is not None and EMBED not in info.capabilities:
+            raise unsupported(f"The model {model.name!r} gives no embeddings.", "model")
+        return model
+
     def model_info(self, name: str) -> ModelInfo | None:
         """The router's description of a model; None while the router knows of no shard that serves it."""
         for model in self.link.fleet.models:
@@ -242,6 +253,15 @@ class Edge:
         """The maximum length of a model's prompt and answer together, in tokens; 0 while it is not known."""
         info = self.model_info(name)
         return info.max_model_len if info is not None else 0
+
+    def generation_window(self, name: str) -> int:
+        """As `window`. Raises KvloomError (UNSUPPORTED_PARAMETER) for a model that generates no text."""
+        info = self.model_info(name)
+        if info is None:
+            return 0
+        if info.embedding_size and GENERATE not in info.capabilities:
+            raise unsupported(f"The model {name!r} generates no text: it gives embeddings only.", "model")
+        return info.max_model_len
 
     def not_ready_reason(self, model: str = "") -> str:
         """Why no request (for this model) can be served now; "" when one can."""

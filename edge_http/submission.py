@@ -20,6 +20,9 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
 
+MAX_OPEN_REQUESTS: Final = 128
+"""Of one answer at a time: enough for full batches, and few enough that one call does not fill the queues of a router
+and its shards. Only embeddings have more, and those wait until others have ended."""
 ROUTER_GRACE_SECONDS: Final = 5.0
 """The router ends a request at its deadline; this much later the edge ends it by itself."""
 
@@ -61,6 +64,10 @@ async def run_submission(
     try:
         for number, request in enumerate(submission.requests):
             if request is not None:
+                if number >= MAX_OPEN_REQUESTS:
+                    await answer.wait_room()
+                    if answer.ended.done():
+                        break
                 sink = answer if len(submission.requests) == 1 else PromptSink(answer, number * submission.n)
                 handles.append(edge.link.submit(request, sink))
                 on_submitted(number, handles[-1])

@@ -113,6 +113,10 @@ class Answer(abc.ABC):
             self.error = error
             self.ended.set_result(None)
 
+    async def wait_room(self) -> None:
+        """Return when one more request may be submitted. Only embeddings have so many that they must wait."""
+        return
+
     def usage(self) -> Usage:
         n = self.num_choices // len(self._prompt_sizes)
         first_of_prompts = [self.finishes[i] for i in range(0, self.num_choices, n)]

@@ -3,6 +3,9 @@
 answering.py   from a validated request to the end of its answer, for all APIs
 model_choice.py  what routes need of a request, and what its client is told of the choice
 generation.py  POST /v1/chat/completions and POST /v1/completions
+embedding.py   what all endpoints that embed share
+embeddings.py  POST /v1/embeddings
+ranking.py     POST /v1/rerank and POST /v1/score
 responses.py   POST /v1/responses
 messages.py    POST /v1/messages and POST /v1/messages/count_tokens
 resume.py      resumes a stream or cancels its answer

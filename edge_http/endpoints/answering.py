@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -221,19 +222,31 @@ async def _collect(
     name: str,
     key: str,
 ) -> web.StreamResponse:
-    """Deliver an answer in one piece. With an idempotency key it is made by a task of its own, and kept."""
-    caller = edge.callers.caller_of(request)
-    if not key:
-        with edge.collected.lease(caller) as lease:
-            return await send_whole_body(edge, request, await _whole_body(edge, request, job, formatter, name, lease))
+    """Deliver an answer in one piece."""
     response = _response_name(edge, request, job, name, key)
+    make = functools.partial(_whole_body, edge, request, job, formatter, name)
+    return await deliver_whole(edge, request, permit, response, make)
+
+
+async def deliver_whole(
+    edge: Edge,
+    request: web.BaseRequest,
+    permit: AdmissionPermit,
+    response: ResponseName,
+    make: Callable[[ByteLease], Coroutine[Any, Any, WholeBody]],
+) -> web.StreamResponse:
+    """Deliver a body that `make` makes, whose lease is of the memory of all answers. With an idempotency key it is made
+    by a task of its own, and kept."""
+    caller = edge.callers.caller_of(request)
+    if not response.idempotency_key:
+        with edge.collected.lease(caller) as lease:
+            return await send_whole_body(edge, request, await make(lease))
     known = await find_idempotent(edge, request, response)
     if known is not None:
         return await deliver_found(edge, request, known, 0, is_replay=True)
     lease = edge.collected.lease(caller)
     permit.handed_over = True
-    made = _whole_body(edge, request, job, formatter, name, lease)
-    kept = edge.kept_answers.begin(response, lease, made, permit.release)
+    kept = edge.kept_answers.begin(response, lease, make(lease), permit.release)
     return await deliver_kept(edge, request, kept, is_replay=False)
 
 

@@ -55,7 +55,7 @@ async def _chat_job(
     max_tokens, max_tokens_field = chat_max_tokens(body)
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
-    window = edge.window(model.name)
+    window = edge.generation_window(model.name)
     prompt, rendered = await chat_prompt(messages, plan.tools, template_options(body), model.tokenizer, window)
     if body.prediction is not None:
         sampling.predicted_token_ids.extend(await predicted_tokens(body.prediction, model.tokenizer, window))
@@ -88,7 +88,7 @@ async def _completion_job(
     n = num_choices(body)
     guide = guide_of(body)
     sampling, stop = completion_sampling(body, guide), stop_conditions(body, completion_max_tokens(body))
-    prompts = await completion_prompts(body, n, model.tokenizer, edge.window(model.name))
+    prompts = await completion_prompts(body, n, model.tokenizer, edge.generation_window(model.name))
     return GenerationJob(
         operation="text_completion",
         id_prefix="cmpl-",

@@ -124,7 +124,12 @@ async def _prepared(edge: Edge, body: PromptBody, model: ServedModel) -> _Prepar
             )
             raise invalid_argument(message, "messages")
     prompt, rendered = await chat_prompt(
-        chat, plan.tools, template_options(body), model.tokenizer, edge.window(model.name), is_continued=continues
+        chat,
+        plan.tools,
+        template_options(body),
+        model.tokenizer,
+        edge.generation_window(model.name),
+        is_continued=continues,
     )
     parser = None if guide is not None else prompted(plan.parser, rendered)
     if continues and parser is not None:

@@ -41,7 +41,7 @@ async def _job(
     shared = as_chat(body)
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))
     messages = conversation(body.input, body.instructions)
-    options, window = template_options(body), edge.window(model.name)
+    options, window = template_options(body), edge.generation_window(model.name)
     prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, "input")
     parser = prompted(plan.parser, rendered)
     return GenerationJob(

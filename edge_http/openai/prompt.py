@@ -67,7 +67,7 @@ async def completion_prompts(
     ids = [token_id for token_id in given if isinstance(token_id, int)]
     lists = [token_ids for token_ids in given if isinstance(token_ids, list)]
     if len(ids) == len(given):
-        return [_token_prompt(ids, "prompt", tokenizer)]
+        return [token_prompt(ids, "prompt", tokenizer)]
     if len(given) not in (len(texts), len(lists)):
         raise invalid_argument("prompt must not mix strings, token ids and lists of token ids.", "prompt")
     if len(given) > MAX_PROMPTS or len(given) * n > MAX_CHOICES_PER_REQUEST:
@@ -77,7 +77,7 @@ async def completion_prompts(
             "prompt",
         )
     if lists:
-        return [_token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
+        return [token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
     return [await text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len) for i, text in enumerate(texts)]
 
 
@@ -106,6 +106,7 @@ def check_token_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer)
         raise invalid_argument(f"{at} is not a token of this model: ids go from 0 to {tokenizer.vocab_size - 1}.", at)
 
 
-def _token_prompt(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> Prompt:
+def token_prompt(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> Prompt:
+    """The prompt of a client that tokenizes by itself. Raises KvloomError (INVALID_ARGUMENT)."""
     check_token_ids(token_ids, field, tokenizer)
     return Prompt(token_ids, "", field)

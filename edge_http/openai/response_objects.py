@@ -217,6 +217,62 @@ class Moderation(Object):
     """One for each text, in order."""
 
 
+class EmbeddingUsage(Object):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Object):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """A string is the base64 of little-endian float32."""
+
+
+class EmbeddingList(Object):
+    object: Literal["list"]
+    data: list[Embedding]
+    """In the order of the inputs."""
+    model: str
+    usage: EmbeddingUsage
+
+
+class RankedText(Object):
+    text: str
+
+
+class RankedDocument(Object):
+    index: int
+    relevance_score: float
+    """The cosine similarity of query and document, from -1 to 1."""
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class Ranking(Object):
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[RankedDocument]
+    """The best first."""
+    usage: EmbeddingUsage
+
+
+class Score(Object):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Object):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    """In the order of the pairs."""
+    usage: EmbeddingUsage
+
+
 class Response(msgspec.Struct, kw_only=True):
     """Of the Responses API: the fields that every response has."""
 

@@ -10,6 +10,7 @@ import structlog
 from aiohttp import web
 
 from edge_http.edge import Edge
+from edge_http.endpoints.embeddings import embeddings
 from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
 from edge_http.endpoints.messages import count_tokens, messages
@@ -17,6 +18,7 @@ from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.moderations import moderations
 from edge_http.endpoints.not_served import refuse_unserved
 from edge_http.endpoints.page import PAGE_ROUTES
+from edge_http.endpoints.ranking import rerank, score
 from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.endpoints.tokenization import detokenize, tokenize
@@ -49,6 +51,12 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/completions": {"POST": completions},
     "/v1/responses": {"POST": responses},
     "/v1/moderations": {"POST": moderations},
+    "/v1/embeddings": {"POST": embeddings},
+    "/v1/rerank": {"POST": rerank},
+    "/v2/rerank": {"POST": rerank},
+    "/rerank": {"POST": rerank},
+    "/v1/score": {"POST": score},
+    "/score": {"POST": score},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
     "/v1/models": {"GET": list_models, "HEAD": list_models},

@@ -8,14 +8,26 @@ from edge_http.anthropic.requests import MessagesBody, PromptBody
 from edge_http.endpoints.page import DOCS_FILES, PAGE_FILES
 from edge_http.openai import requests
 from edge_http.openai import response_objects as objects
+from edge_http.openai.embeddings import EmbeddingsBody
+from edge_http.openai.ranking import RerankBody, ScoreBody
 from edge_http.openai.responses.requests import ResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
 from edge_http.openapi.parameters import GENERATION
-from edge_http.wire.headers import CACHED_TOKENS, LAST_EVENT_ID, REQUEST_ID, RESPONSE_ID, RESUME, SHARD
+from edge_http.wire.headers import (
+    CACHED_TOKENS,
+    EXPLAIN,
+    IDEMPOTENCY_KEY,
+    LAST_EVENT_ID,
+    REQUEST_ID,
+    RESPONSE_ID,
+    RESUME,
+    SHARD,
+)
 
 _GENERATION_ERRORS: Final = (404, 409, 410, 429, 500, 502, 503, 504)
 _ANTHROPIC_ERRORS: Final = (404, 409, 410, 429, 500, 502, 504, 529)
+_EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN)
 _ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS)
 _STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_ANSWER_HEADERS)
 _MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]
@@ -98,6 +110,30 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         Answer("One result for each text.", objects.Moderation),
         body=requests.ModerationBody, parameters=(REQUEST_ID,), errors=(429, 503),
         examples={"Two texts": {"input": ["Hello!", "How do looms work?"]}},
+    ),
+    _operation(
+        "/v1/embeddings", "POST", "createEmbedding", "Embeddings", "Vectors of texts",
+        Answer("One vector for each input.", objects.EmbeddingList),
+        body=EmbeddingsBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS,
+        examples={"Two texts": {"model": _MODEL, "input": ["Looms weave cloth.", "Cats sleep a lot."]}},
+    ),
+    *(
+        _operation(
+            path, "POST", f"rerank{number}", "Embeddings", "Order documents by their similarity to a query",
+            Answer("The best first.", objects.Ranking),
+            body=RerankBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS,
+            examples={"Two documents": {"model": _MODEL, "query": "weaving", "documents": ["Looms.", "Cats."]}},
+        )
+        for number, path in enumerate(("/v1/rerank", "/v2/rerank", "/rerank"), 1)
+    ),
+    *(
+        _operation(
+            path, "POST", f"score{number}", "Embeddings", "How similar texts are",
+            Answer("One score for each pair.", objects.Scores),
+            body=ScoreBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS,
+            examples={"Two pairs": {"model": _MODEL, "text_1": "weaving", "text_2": ["Looms.", "Cats."]}},
+        )
+        for number, path in enumerate(("/v1/score", "/score"), 1)
     ),
     _operation(
         "/tokenize", "POST", "tokenize", "Text", "The tokens of a text or a conversation",

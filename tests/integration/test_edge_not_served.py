@@ -21,8 +21,7 @@ from tests.fakes.edge_world import edge_world
         ("/v1/fine_tuning/jobs", "Fine-tuning"),
         ("/v1/vector_stores/v/files", "Vector stores"),
         ("/v1/uploads", "Uploads"),
-        ("/v1/embeddings", "Embeddings"),
-        ("/v1/rerank", "Rerank"),
+        ("/v1/edits", "Edits"),
     ],
 )
 async def test_named_refusals(path: str, name: str) -> None:
@@ -49,5 +48,5 @@ async def test_official_client_shows_the_reason() -> None:
         edge_world() as world,
         openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        with pytest.raises(openai.InternalServerError, match="does not have the Embeddings API"):
-            await client.embeddings.create(model="tiny", input="x")
+        with pytest.raises(openai.InternalServerError, match="does not have the Files API"):
+            await client.files.list()

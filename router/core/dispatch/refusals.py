@@ -34,7 +34,7 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if request.pooling is not None:
         if not any(shard.can_embed for shard in shards):
             return unsupported(f"The model {request.model!r} gives no embeddings.", "model")
-    elif not shards[0].can_generate:
+    elif not shards[0].can_generate and not any(shard.can_generate for shard in shards):
         return unsupported(f"The model {request.model!r} generates no text: it gives embeddings only.", "model")
     elif request.max_tokens is not None and request.max_tokens < 1:
         return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")

@@ -1,0 +1,66 @@
+"""The vectors of one call's inputs, as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from edge_http.answers.answer import Answer
+from edge_http.formatting.response_formatter import Finish
+from kvloom.errors import KvloomError
+from kvloom.limits.byte_budget import ByteLease
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import TokenLogprobs
+
+
+class EmbeddedInputs(Answer):
+    """Each input is a request of its own; the choices of the base class are the inputs."""
+
+    __slots__ = ("_has_room", "_lease", "_num_waited", "vectors")
+
+    def __init__(self, input_sizes: Sequence[int], lease: ByteLease) -> None:
+        """`input_sizes` are the numbers of tokens. `lease` is the vectors' part of the memory of all answers."""
+        super().__init__(input_sizes, 1)
+        self._lease = lease
+        self._num_waited = 0
+        """How many inputs had to wait until as many others had ended."""
+        self._has_room = asyncio.Event()
+        self.vectors: list[bytes] = [b""] * len(input_sizes)
+        """For each input, packed little-endian float32; complete once the answer has ended without an error."""
+
+    async def wait_room(self) -> None:
+        """Return when as many inputs have ended as have waited, this one included, or when the answer has ended."""
+        self._num_waited += 1
+        while self.num_choices - self.num_open < self._num_waited and not self.ended.done():
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def fail(self, error: KvloomError) -> None:
+        super().fail(error)
+        self._has_room.set()
+
+    @property
+    def _is_visible(self) -> bool:
+        return False
+
+    def _add_start(self, index: int) -> None:
+        pass
+
+    def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        pass
+
+    def _add_finish(self, index: int, finish: Finish) -> None:  # noqa: ARG002
+        vector = self.finishes.pop(index).embedding
+        if not vector:
+            self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The engine gave no embedding."))
+            return
+        try:
+            self._lease.take(len(vector))
+        except KvloomError as error:
+            self.fail(error)
+            return
+        self.vectors[index] = vector
+        self._has_room.set()
+
+    def _complete(self) -> None:
+        pass

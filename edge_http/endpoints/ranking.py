@@ -1,0 +1,83 @@
+"""POST /v1/rerank and POST /v1/score: how similar texts are, by the cosine of their embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+from aiohttp import web
+
+from edge_http.answers.embedded_inputs import EmbeddedInputs
+from edge_http.edge import Edge
+from edge_http.endpoints.embedding import EmbeddingJob, serve_embedding
+from edge_http.formatting.json_bytes import Buffer, encode_json
+from edge_http.openai.embeddings import text_prompts
+from edge_http.openai.ranking import (
+    as_list,
+    cosine,
+    decode_rerank,
+    decode_score,
+    document_fields,
+    document_texts,
+    rerank_response,
+    score_response,
+    text_fields,
+    unit_vector,
+)
+from edge_http.wire.body import digest_of
+from edge_http.wire.fair_yield import LONG_BODY_BYTES
+from kvloom.v1.generation_pb2 import Pooling
+
+PAIRS_IN_A_ROW: Final = 8
+"""How many scores are computed before other streams have their turn: about half a millisecond."""
+
+
+async def rerank(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/rerank."""
+    return await serve_embedding(edge, request, _rerank_job)
+
+
+async def score(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/score."""
+    return await serve_embedding(edge, request, _score_job)
+
+
+async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+    """Validate and tokenize a body. Raises KvloomError."""
+    body = decode_rerank(raw)
+    model = edge.find_embedding_model(body.model)
+    texts, fields = [body.query, *document_texts(body)], ["query", *document_fields(body)]
+    prompts = await text_prompts(texts, fields, model.tokenizer, edge.window(model.name))
+
+    async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
+        query = unit_vector(inputs.vectors[0])
+        scores: list[float] = []
+        for number, vector in enumerate(inputs.vectors[1:], 1):
+            scores.append(cosine(query, unit_vector(vector)))
+            if number % PAIRS_IN_A_ROW == 0:
+                await edge.fair_yield.take(LONG_BODY_BYTES)
+        yield encode_json(rerank_response(body, scores, response_id, model.name, inputs.num_prompt_tokens))
+
+    return EmbeddingJob("rerank", "rerank-", model, prompts, Pooling(), digest_of(raw), pieces)
+
+
+async def _score_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+    """Validate and tokenize a body. Raises KvloomError."""
+    body = decode_score(raw)
+    model = edge.find_embedding_model(body.model)
+    first, second = as_list(body.text_1), as_list(body.text_2)
+    fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]
+    prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.window(model.name))
+
+    async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
+        lefts, rights = inputs.vectors[: len(first)], inputs.vectors[len(first) :]
+        num_pairs = max(len(lefts), len(rights))
+        scores: list[float] = []
+        for index in range(num_pairs):
+            left, right = lefts[index % len(lefts)], rights[index % len(rights)]
+            scores.append(cosine(unit_vector(left), unit_vector(right)))
+            if index % PAIRS_IN_A_ROW == PAIRS_IN_A_ROW - 1:
+                await edge.fair_yield.take(LONG_BODY_BYTES)
+        yield encode_json(score_response(scores, response_id, model.name, inputs.num_prompt_tokens))
+
+    return EmbeddingJob("score", "score-", model, prompts, Pooling(), digest_of(raw), pieces)
