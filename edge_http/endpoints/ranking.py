@@ -45,7 +45,7 @@ async def score(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
 async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
     """Validate and tokenize a body. Raises KvloomError."""
     body = decode_rerank(raw)
-    model = edge.find_embedding_model(body.model)
+    model = edge.find_embedding_model(body.model, "rerank")
     texts, fields = [body.query, *document_texts(body)], ["query", *document_fields(body)]
     prompts = await text_prompts(texts, fields, model.tokenizer, edge.window(model.name))
 
@@ -64,7 +64,7 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Embed
 async def _score_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
     """Validate and tokenize a body. Raises KvloomError."""
     body = decode_score(raw)
-    model = edge.find_embedding_model(body.model)
+    model = edge.find_embedding_model(body.model, "score")
     first, second = as_list(body.text_1), as_list(body.text_2)
     fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]
     prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.window(model.name))

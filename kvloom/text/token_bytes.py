@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE: Final = "▁"
+_REST_OF_WORD: Final = "##"
 MAX_TOKENS: Final = 2**22
 """The tables have an entry per id. The largest vocabularies have a quarter of a million tokens."""
 
@@ -27,7 +28,8 @@ def byte_level_alphabet() -> dict[str, int]:
 
 class TokenBytes:
     """Tables by token id, made on first use. The kind of decoder is read from the tokenizer's own description:
-    ByteLevel (GPT-2, Llama 3, Qwen, SmolLM), or pieces with "▁" for spaces and <0xNN> for bytes (Llama 2, Mistral)."""
+    ByteLevel (GPT-2, Llama 3, Qwen, SmolLM), pieces with "▁" for spaces and <0xNN> for bytes (Llama 2, Mistral), or
+    words and, with "##" before them, the rest of words (BERT)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -45,14 +47,25 @@ class TokenBytes:
         return [_whole_text(self.shown(token_id)) for token_id in range(len(self._exact))]
 
     @cached_property
+    def are_words(self) -> bool:
+        """Whether tokens are words and parts of words, without the spaces of the text: `exact` has one before each
+        word, and only the tokenizer's own decoder knows where there was none."""
+        return "WordPiece" in _decoder_kinds(self._decoder)
+
+    @cached_property
+    def _decoder(self) -> dict[str, Any] | None:
+        """From the tokenizer's description, which takes a second to write for a large one."""
+        return json.loads(self._tokenizer.to_str()).get("decoder")
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def _exact(self) -> list[bytes]:
-        description = json.loads(self._tokenizer.to_str())
-        kinds = _decoder_kinds(description.get("decoder"))
+        decoder = self._decoder
+        kinds = _decoder_kinds(decoder)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         largest = max(vocabulary.values(), default=-1)
@@ -65,6 +78,8 @@ class TokenBytes:
                 table[token_id] = added[token_id].content.encode()
             elif "ByteLevel" in kinds:
                 table[token_id] = _byte_level_bytes(piece, alphabet)
+            elif "WordPiece" in kinds:
+                table[token_id] = _word_bytes(piece, decoder or {})
             else:
                 table[token_id] = _piece_bytes(piece, has_byte_tokens="ByteFallback" in kinds)
         return table
@@ -83,6 +98,11 @@ def _byte_level_bytes(piece: str, alphabet: dict[str, int]) -> bytes:
         return bytes(map(alphabet.__getitem__, piece))
     except KeyError:  # not written in the alphabet: the piece represents itself
         return piece.encode()
+
+
+def _word_bytes(piece: str, decoder: dict[str, Any]) -> bytes:
+    prefix = decoder.get("prefix") or _REST_OF_WORD
+    return (piece.removeprefix(prefix) if piece.startswith(prefix) else f" {piece}").encode()
 
 
 def _piece_bytes(piece: str, *, has_byte_tokens: bool) -> bytes:

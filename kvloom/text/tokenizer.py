@@ -197,6 +197,8 @@ class ModelTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD."""
         table = self._token_bytes
+        if table.are_words:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         get = table.shown if skip_special_tokens else table.exact
         return b"".join(map(get, ids)).decode("utf-8", errors="replace")
 

@@ -45,6 +45,8 @@ _CAPABILITIES: Final = frozenset(
     {
         Capability.GENERATE,
         Capability.EMBED,
+        Capability.RERANK,
+        Capability.SCORE,
         Capability.LOGPROBS,
         Capability.SEEDED_RESUME,
         Capability.BATCH_INVARIANT,

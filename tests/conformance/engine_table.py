@@ -16,18 +16,20 @@ from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
 from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_builtin_model
 from shard_server.engines.torch_engine.engine import TorchEngine
+from tests.conformance.embedding_suite import EmbeddingSuite
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.fake_tensorrt_llm import installed_tensorrt_llm
+from tests.fakes.tiny_bert import write_tiny_bert
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 BEGIN = "<!-- written by python -m tests.conformance.engine_table -->"
 END = "<!-- end of what is written -->"
 
 
-def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
+def engines(model_dir: Path, encoder_dir: Path) -> Mapping[str, Callable[[], Engine]]:
     """The engines, by the heading of their column."""
 
-    def torch(**fields: object) -> Callable[[], Engine]:
+    def torch(model_dir: Path = model_dir, **fields: object) -> Callable[[], Engine]:
         torch_config = TorchConfig(num_threads=1, **fields)  # pyright: ignore
         # What a start computes to be warm follows from the last of these; the capabilities do not.
         config = ShardConfig(torch=torch_config, num_blocks=64, max_prefill_tokens_per_step=16)
@@ -45,6 +47,7 @@ def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
         "torch": torch(),
         "torch, int8 weights": torch(weights="int8"),
         "torch, not deterministic": torch(deterministic=False),
+        "torch, encoder": torch(encoder_dir),
         "tensorrt_llm": tensorrt_llm(),
         "tensorrt_llm, guided": tensorrt_llm("xgrammar"),
         "tensorrt_llm, penalties": tensorrt_llm(penalties=True),
@@ -55,8 +58,9 @@ def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
 async def capabilities(model_dir: Path) -> dict[str, frozenset[Capability]]:
     """The capabilities of each started engine; TensorRT-LLM's adapter runs over the fake library."""
     found: dict[str, frozenset[Capability]] = {}
-    with installed_tensorrt_llm():
-        for name, make in engines(model_dir).items():
+    with installed_tensorrt_llm(), tempfile.TemporaryDirectory() as folder:
+        encoder_dir = write_tiny_bert(Path(folder), pooling="mean_tokens")
+        for name, make in engines(model_dir, encoder_dir).items():
             engine = make()
             try:
                 await engine.start()
@@ -68,9 +72,10 @@ async def capabilities(model_dir: Path) -> dict[str, frozenset[Capability]]:
 
 def table(found: Mapping[str, frozenset[Capability]]) -> str:
     """The table in Markdown."""
-    num_tests = sum(name.startswith("test_") for name in dir(EngineSuite))
+    suites = [EngineSuite if Capability.GENERATE in own else EmbeddingSuite for own in found.values()]
+    num_tests = [sum(name.startswith("test_") for name in dir(suite)) for suite in suites]
     lines = [f"| | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
-    lines.append(f"| tests of the suite | {' | '.join(str(num_tests) for _ in found)} |")
+    lines.append(f"| tests of the suite | {' | '.join(map(str, num_tests))} |")
     for capability in Capability:
         marks = ("yes" if capability in own else "no" for own in found.values())
         lines.append(f"| `{capability.value}` | {' | '.join(marks)} |")

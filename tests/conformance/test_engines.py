@@ -11,8 +11,10 @@ import pytest
 from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TorchConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
+from tests.conformance.embedding_suite import EmbeddingSuite
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
+from tests.fakes.tiny_bert import write_tiny_bert
 from tests.fakes.tiny_llama import write_tiny_llama
 
 
@@ -66,6 +68,27 @@ class TestTorchEngineInt8(SmallTorchEngineSuite):
 
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         return super().make_engine(request, **shard_fields)
+
+
+class TestTorchEncoder(EmbeddingSuite):
+    """The torch engine on an encoder, which only gives embeddings."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def small_encoder_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_tiny_bert(tmp_path_factory.mktemp("encoder"), vocab_size=8192)
+
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+        from shard_server.engines.torch_engine.engine import TorchEngine
+
+        fields = {"max_batch": 16, "max_prefill_tokens_per_step": 48} | shard_fields
+        config = ShardConfig(torch=TorchConfig(num_threads=1), **fields)
+        return TorchEngine(request.getfixturevalue("small_encoder_dir"), "model", config)
+
+
+class TestTorchEncoderShortestFirst(TestTorchEncoder):
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+        return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)
 
 
 class TestSimEngineShortestPrefillFirst(TestSimEngine):

@@ -110,7 +110,7 @@ async def test_bad_requests_name_the_field(body: dict[str, Any], status: int, fi
 async def fleet() -> AsyncIterator[EdgeWorld]:
     """An edge whose router knows a model that embeds and generates, with a window of 1024 tokens."""
     async with edge_world(EdgeConfig(max_body_bytes=8 * 2**20)) as started:
-        tell(started, "embed", "generate")
+        tell(started, "embed", "generate", "rerank", "score")
         yield started
 
 
@@ -139,6 +139,11 @@ async def test_models_that_cannot(fleet: EdgeWorld) -> None:
         status, answer = await fleet.post(path, {"model": "tiny", **body})
         assert (status, answer["error"]["param"]) == (400, "model")
         assert "no embeddings" in answer["error"]["message"]
+    tell(fleet, "generate", "embed")
+    for use, body in {"rerank": {"query": "hi", "documents": ["a"]}, "score": {"text_1": "a", "text_2": "b"}}.items():
+        status, answer = await fleet.post(f"/v1/{use}", {"model": "tiny", **body})
+        assert (status, answer["error"]["param"]) == (400, "model")
+        assert f"no capability '{use}'" in answer["error"]["message"]
     assert not fleet.link.requests
 
 

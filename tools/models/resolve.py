@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.checkpoint.converted_model import (
+    BUILTIN_ENCODER_NAME,
+    BUILTIN_MODEL_NAME,
+    BUILTIN_NAMES,
+    find_builtin_encoder,
+)
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry, check_is_model
 from tools.supervisor.child import bound_command
@@ -34,7 +40,7 @@ def resolve_model(
     registry: ModelRegistry | None = None,
     sha256: str = "",
 ) -> ResolvedModel:
-    """`model` is the name of the built-in model, a directory, a .gguf file, which is converted once into `cache_dir`,
+    """`model` is the name of a built-in model, a directory, a .gguf file, which is converted once into `cache_dir`,
     or a name (NAME or NAME@VERSION) in the registry. `sha256` is the checksum of a path; that of a GGUF file is checked
     here.
 
@@ -42,6 +48,11 @@ def resolve_model(
     """
     if model == BUILTIN_MODEL_NAME:
         return ResolvedModel(model, _prepare([str(cache_dir)], on_progress))
+    if model == BUILTIN_ENCODER_NAME:
+        try:
+            return ResolvedModel(model, find_builtin_encoder())
+        except EngineError as error:
+            raise CommandError(str(error)) from error
     path = Path(model).expanduser().absolute()
     registered = None if path.exists() or registry is None else registry.find(model)
     if registered is not None:
@@ -49,7 +60,7 @@ def resolve_model(
         return found._replace(name=registered.name, version=registered.version)
     if not path.exists():
         raise CommandError(
-            f"no such model: {model} (built in: {BUILTIN_MODEL_NAME}; or a path, or a name in kvloom models list)"
+            f"no such model: {model} (built in: {', '.join(BUILTIN_NAMES)}; or a path, or a name in kvloom models list)"
         )
     check_is_model(path)
     if path.is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvloom.config import ModelConfig
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_NAMES
 
 
 def flag_model(value: str) -> ModelConfig:
@@ -15,5 +15,5 @@ def flag_model(value: str) -> ModelConfig:
     if not equals or Path(value).expanduser().exists():
         name, source = "", value
     path = Path(source).expanduser()
-    is_path = source != BUILTIN_MODEL_NAME and path.exists()
+    is_path = source not in BUILTIN_NAMES and path.exists()
     return ModelConfig(name=name, path=str(path.absolute()) if is_path else source)

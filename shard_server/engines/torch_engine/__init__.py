@@ -1,4 +1,4 @@
-"""The embedded engine: Llama-family models computed in this process, on CPUs or on one GPU.
+"""The embedded engine: Llama-family models and encoders computed in this process, on CPUs or on one GPU.
 
 engine.py        TorchEngine: the Engine protocol over a compute thread
 step_loop.py     one iteration: schedule, run, draw, report
@@ -14,11 +14,13 @@ core_share.py    how many threads an engine computes with beside others
 forward.py       a forward pass with torch's operators or compiled kernels
 model.py         the decoder: weights and layers
 config.py        config.json, checked
+config_values.py  reads JSON files and checks numbers
 rope.py          rotary position embedding
 kv_cache.py      the memory of the KV blocks
 memory.py        how much memory is available and needed
 sampling/        draws tokens: sampling, guides and speculation
 checkpoint/      reads model files and converts GGUF files
+encoder/         encoders, which only give embeddings
 kernels/         compiled CPU kernels
 operators/       what torch's operators compute, where compiled kernels cannot
 device/          runs the model on a GPU

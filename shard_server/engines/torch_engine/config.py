@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.config_values import MAX_MESSAGE_CHARS, positive, read_object
 from shard_server.engines.torch_engine.rope import RopeScaling
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -16,10 +16,6 @@ _DEFAULT_SLIDING_WINDOW = 4096
 """The window if a file leaves it out; a model without a window says null."""
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """Qwen's number of leading layers without a window, if a file does not say."""
-_MAX_SIZE = 2**27
-_MAX_SIZES = {"num_hidden_layers": 4096, "hidden_size": 2**20, "vocab_size": 2**24}
-"""What is larger is a mistake, and would take the memory of the machine before a weight is read."""
-_MAX_MESSAGE_CHARS = 500
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -68,29 +64,17 @@ class LlamaConfig:
 def load_config(model_dir: Path) -> LlamaConfig:
     """Read config.json, and the end-of-sequence ids of generation_config.json if there is one. Raises EngineError."""
     path = model_dir / "config.json"
-    content = _read_json(path)
+    content = read_object(path)
     generation_path = model_dir / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_object(generation_path) if generation_path.exists() else {}
     try:
         _refuse_unsupported(content)
         config = _parse(content, generation)
     except KeyError as error:
         raise EngineError(f"{path}: {error} is missing") from error
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"{path}: {str(error)[:_MAX_MESSAGE_CHARS]}") from error
+        raise EngineError(f"{path}: {str(error)[:MAX_MESSAGE_CHARS]}") from error
     return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise EngineError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise EngineError(f"{path}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise EngineError(f"{path}: must hold a JSON object")
-    return content
 
 
 def _refuse_unsupported(content: dict[str, Any]) -> None:
@@ -106,8 +90,8 @@ def _refuse_unsupported(content: dict[str, Any]) -> None:
 
 def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
     model_type = content["model_type"]
-    num_heads = _positive(content, "num_attention_heads")
-    hidden_size = _positive(content, "hidden_size")
+    num_heads = positive(content, "num_attention_heads")
+    hidden_size = positive(content, "hidden_size")
     # If a file leaves out the size of a head, the family's default applies.
     default_head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
     # The Mistral and Qwen2 families have no such switches: their biases are part of the architecture.
@@ -115,14 +99,14 @@ def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
     rope = content.get("rope_parameters") or {}
     config = LlamaConfig(
         model_type=model_type,
-        vocab_size=_positive(content, "vocab_size"),
+        vocab_size=positive(content, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(content, "intermediate_size"),
-        num_layers=_positive(content, "num_hidden_layers"),
+        intermediate_size=positive(content, "intermediate_size"),
+        num_layers=positive(content, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_positive(content, "num_key_value_heads", num_heads),
-        head_dim=_positive(content, "head_dim", default_head_dim),
-        max_position_embeddings=_positive(content, "max_position_embeddings"),
+        num_kv_heads=positive(content, "num_key_value_heads", num_heads),
+        head_dim=positive(content, "head_dim", default_head_dim),
+        max_position_embeddings=positive(content, "max_position_embeddings"),
         rms_norm_eps=float(content["rms_norm_eps"]),
         rope_theta=float(content.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         rope_scaling=_parse_rope_scaling(content.get("rope_scaling") or rope),
@@ -142,10 +126,10 @@ def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
 
 
 def _layer_windows(content: dict[str, Any]) -> tuple[int | None, ...]:
-    num_layers = _positive(content, "num_hidden_layers")
+    num_layers = positive(content, "num_hidden_layers")
     window = _sliding_window(content)
     # One that no sequence outgrows is none.
-    if window is None or window >= _positive(content, "max_position_embeddings"):
+    if window is None or window >= positive(content, "max_position_embeddings"):
         return (None,) * num_layers
     kinds = content.get("layer_types")
     if content["model_type"] == "mistral":
@@ -167,20 +151,7 @@ def _sliding_window(content: dict[str, Any]) -> int | None:
         return None
     if content.get("sliding_window", _DEFAULT_SLIDING_WINDOW) is None:
         return None
-    return _positive(content, "sliding_window", _DEFAULT_SLIDING_WINDOW)
-
-
-def _positive(content: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = content.get(key)
-    if value is None:
-        if default is None:
-            raise KeyError(key)
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be a positive integer, not {value!r}")
-    if value > _MAX_SIZES.get(key, _MAX_SIZE):
-        raise ValueError(f"{key} is larger than that of any model: {value}")
-    return value
+    return positive(content, "sliding_window", _DEFAULT_SLIDING_WINDOW)
 
 
 def _parse_rope_scaling(content: dict[str, Any]) -> RopeScaling | None:

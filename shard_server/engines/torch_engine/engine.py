@@ -20,8 +20,9 @@ from kvloom.config import ShardConfig
 from kvloom.process.freed_memory import return_freed_memory
 from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, PoolingKind, StepOutput
 from shard_server.engines.torch_engine.block_pool import BlockPool
-from shard_server.engines.torch_engine.checkpoint.sentence_config import load_sentence_config
+from shard_server.engines.torch_engine.checkpoint.sentence_config import SentenceConfig, load_sentence_config
 from shard_server.engines.torch_engine.core_share import available_cores
+from shard_server.engines.torch_engine.encoder.config import is_encoder
 from shard_server.engines.torch_engine.memory import forget_code
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS
@@ -31,6 +32,7 @@ from shard_server.engines.torch_engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.device.runner import DeviceRunner
+    from shard_server.engines.torch_engine.encoder.step_loop import EncoderLoop
     from shard_server.engines.torch_engine.sampling.guides import GuideState
     from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 
@@ -56,6 +58,11 @@ _CAPABILITIES: Final = frozenset(
 )
 _IF_INVARIANT: Final = frozenset({Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT})
 """Capabilities that exist only if the runner found its arithmetic to be the same in every batch."""
+
+_OF_SENTENCE_MODELS: Final = frozenset({Capability.RERANK, Capability.SCORE})
+"""Capabilities of models whose embeddings were trained to be compared."""
+_TEXTS_PER_BATCH: Final = 2
+"""How many times its batch an encoder is sent, at most."""
 
 _Submitted = tuple[EngineRequest, float, "Future[GuideState] | None"]
 """A request, the time of its submission, and its guide, which is being compiled."""
@@ -189,6 +196,8 @@ class TorchEngine:
         num_prompt_tokens = len(request.prompt_token_ids)
         if not num_prompt_tokens:
             raise EngineError("the prompt is empty")
+        if request.pooling is None and Capability.GENERATE not in info.capabilities:
+            raise EngineError("this model generates no text")
         if request.pooling is not None:
             if request.max_tokens or request.output_token_ids:
                 raise EngineError("an embedding has no output tokens")
@@ -237,8 +246,65 @@ class TorchEngine:
             self._failure = error
             self._call_loop(self._readable.set)
 
-    def _load(self) -> StepLoop:
+    def _load(self) -> StepLoop | EncoderLoop:
+        return self._load_encoder() if is_encoder(self._model_dir) else self._load_decoder()
+
+    def _load_encoder(self) -> EncoderLoop:
+        # What decoders do not need is not imported for them.
+        from shard_server.engines.torch_engine.device.runner import find_device
+        from shard_server.engines.torch_engine.encoder.runner import EncoderRunner
+        from shard_server.engines.torch_engine.encoder.step_loop import EncoderLoop
+
+        config = self._config
+        runner = EncoderRunner(
+            self._model_dir,
+            config.torch,
+            max_model_len=config.max_model_len,
+            num_threads=config.torch.num_threads or max(1, available_cores() // config.num_shards),
+            device=find_device(config.torch.device),
+            on_progress=self._on_load_progress,
+        )
+        # Nothing is stored in blocks, but routers count in them: there are enough for all that they send.
+        blocks_per_text = -(-runner.max_model_len // config.block_size)
+        num_blocks = config.num_blocks or _TEXTS_PER_BATCH * config.max_batch * blocks_per_text
+        max_model_len = min(runner.max_model_len, num_blocks * config.block_size)
+        loop = EncoderLoop(
+            runner,
+            num_blocks=num_blocks,
+            max_batch=config.max_batch,
+            max_tokens_per_step=config.max_prefill_tokens_per_step,
+            queue_order=config.queue_order,
+            default_pooling=runner.default_pooling or PoolingKind.MEAN,
+        )
+        speed = loop.warm_up(max_model_len)
+        capabilities = {Capability.EMBED}
+        if runner.is_sentence_model:
+            capabilities |= _OF_SENTENCE_MODELS
+        if runner.batch_invariant:
+            capabilities.add(Capability.BATCH_INVARIANT)
+        self._info = EngineInfo(
+            engine="torch",
+            model=self._model_name,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_batch=config.max_batch,
+            max_model_len=max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=frozenset(),
+            capabilities=frozenset(capabilities),
+            prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            variant=runner.variant,
+            description=f"{runner.description}, {speed.prefill_tokens_per_second:.0f} tok/s",
+            embedding_size=runner.hidden_size,
+        )
+        self._on_load_progress(f"engine: {self._info.description}")
+        return_freed_memory()
+        forget_code()
+        return loop
+
+    def _load_decoder(self) -> StepLoop:
         config, cores = self._config, available_cores()
+        sentence = load_sentence_config(self._model_dir)
         runner = self._load_runner(
             self._model_dir,
             dtype=config.torch.dtype,
@@ -266,7 +332,7 @@ class TorchEngine:
             runner,
             scheduler,
             speculation=config.torch.speculation,
-            default_pooling=load_sentence_config(self._model_dir).pooling or PoolingKind.MEAN,
+            default_pooling=sentence.pooling or PoolingKind.MEAN,
         )
         speed = step_loop.warm_up(min(config.max_prefill_tokens_per_step, max_model_len - 1))
         self._info = EngineInfo(
@@ -278,7 +344,7 @@ class TorchEngine:
             max_model_len=max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
-            capabilities=_capabilities(runner, self._guides, config),
+            capabilities=_capabilities(runner, self._guides, config, sentence),
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             decode_step_seconds=speed.decode_step_seconds,
             variant=runner.variant,
@@ -290,7 +356,7 @@ class TorchEngine:
         forget_code()  # the warm-up has loaded and compiled what there is
         return step_loop
 
-    def _run(self, step_loop: StepLoop) -> None:
+    def _run(self, step_loop: StepLoop | EncoderLoop) -> None:
         while self._take_messages(step_loop):
             output = step_loop.step()
             if output is not None:
@@ -300,7 +366,7 @@ class TorchEngine:
             if not step_loop.has_work:
                 step_loop.check_integrity()
 
-    def _take_messages(self, step_loop: StepLoop) -> bool:
+    def _take_messages(self, step_loop: StepLoop | EncoderLoop) -> bool:
         """Wait until there is work and room for its output; returns False when the engine closes."""
         with self._condition:
             while not self._closing and (
@@ -351,9 +417,11 @@ def _load_guides(
 
 
 def _capabilities(
-    runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None, config: ShardConfig
+    runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None, config: ShardConfig, sentence: SentenceConfig
 ) -> frozenset[Capability]:
     capabilities = _CAPABILITIES
+    if sentence.is_sentence_model:
+        capabilities |= _OF_SENTENCE_MODELS
     if runner.batch_invariant:
         capabilities |= _IF_INVARIANT
     if config.torch.speculation.max_predicted_tokens:

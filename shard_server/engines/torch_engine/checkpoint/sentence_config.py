@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from shard_server.engines.base import EngineError, PoolingKind
+from shard_server.engines.torch_engine.config_values import read_json, read_object
 
 _KNOWN_MODULES: Final = ("Transformer", "Pooling", "Normalize")
 _POOLING_KINDS: Final = {
@@ -36,7 +36,7 @@ def load_sentence_config(model_dir: Path) -> SentenceConfig:
     if not path.is_file():
         return SentenceConfig()
     try:
-        modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in _read(path)]
+        modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in read_json(path)]
     except (KeyError, TypeError) as error:
         raise EngineError(f"{path}: it must hold a list of modules, each with a type and a path") from error
     for kind, _ in modules:
@@ -55,7 +55,7 @@ def _inside(model_dir: Path, folder: str) -> Path:
 
 
 def _pooling_in(path: Path) -> PoolingKind:
-    content = _read_object(path)
+    content = read_object(path)
     modes = [name for name, value in content.items() if name.startswith("pooling_mode_") and value is True]
     if len(modes) != 1 or modes[0] not in _POOLING_KINDS:
         named = ", ".join(modes) or "none"
@@ -65,23 +65,7 @@ def _pooling_in(path: Path) -> PoolingKind:
 
 def _max_tokens(model_dir: Path) -> int | None:
     path = model_dir / "sentence_bert_config.json"
-    value = _read_object(path).get("max_seq_length") if path.is_file() else None
+    value = read_object(path).get("max_seq_length") if path.is_file() else None
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise EngineError(f"{path}: max_seq_length must be a positive integer, not {value!r}")
     return value
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = _read(path)
-    if not isinstance(content, dict):
-        raise EngineError(f"{path}: must hold a JSON object")
-    return content
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise EngineError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise EngineError(f"{path}: not JSON ({error})") from error

@@ -7,9 +7,10 @@ weight is read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -29,16 +30,28 @@ def load_weights(
     model_dir: Path, config: LlamaConfig, on_progress: OnProgress = lambda _message: None
 ) -> dict[str, torch.Tensor]:
     """The tensors by their names in the files, mapped rather than read. Raises EngineError."""
-    expected = expected_shapes(config)
-    places = _check_headers(model_dir, config, expected)
-    paths = sorted(set(places.values()))
+    check_ignorable = functools.partial(_check_ignorable, model_dir, config)
+    return load_tensors(model_dir, expected_shapes(config), check_ignorable, on_progress)
+
+
+def load_tensors(
+    model_dir: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    check_ignorable: Callable[[str], None],
+    on_progress: OnProgress,
+    canonical: Callable[[str], str] = str,
+) -> dict[str, torch.Tensor]:
+    """The expected tensors, mapped rather than read. `canonical` turns a name in the files into the expected one.
+    Raises EngineError, as does `check_ignorable` for the name of another tensor that must not be left out."""
+    places = _check_headers(model_dir, expected, check_ignorable, canonical)
+    paths = sorted({path for path, _ in places.values()})
     weights: dict[str, torch.Tensor] = {}
     for number, path in enumerate(paths, 1):
         on_progress(f"weights: file {number} of {len(paths)}, {path.name}")
         with _opened(path) as file:
-            for name, place in places.items():
+            for name, (place, stored_name) in places.items():
                 if place == path:
-                    weights[name] = file.get_tensor(name)
+                    weights[name] = file.get_tensor(stored_name)
     return weights
 
 
@@ -103,20 +116,26 @@ def weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def _check_headers(model_dir: Path, config: LlamaConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Path]:
-    """The file of every expected tensor."""
-    places: dict[str, Path] = {}
+def _check_headers(
+    model_dir: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    check_ignorable: Callable[[str], None],
+    canonical: Callable[[str], str],
+) -> dict[str, tuple[Path, str]]:
+    """The file of every expected tensor, and its name there."""
+    places: dict[str, tuple[Path, str]] = {}
     for path in weight_files(model_dir):
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
+            for stored_name in file.keys():  # noqa: SIM118  (not a dict)
+                name = canonical(stored_name)
                 if name not in expected:
-                    _check_ignorable(model_dir, config, name)
+                    check_ignorable(name)
                     continue
                 if name in places:
-                    raise EngineError(f"{model_dir}: tensor {name!r} is in {places[name].name} and in {path.name}")
-                header = file.get_slice(name)
+                    raise EngineError(f"{model_dir}: tensor {name!r} is in {places[name][0].name} and in {path.name}")
+                header = file.get_slice(stored_name)
                 _check_tensor(model_dir, name, tuple(header.get_shape()), header.get_dtype(), expected[name])
-                places[name] = path
+                places[name] = path, stored_name
     missing = sorted(expected.keys() - places.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

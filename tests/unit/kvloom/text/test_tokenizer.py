@@ -13,6 +13,7 @@ from kvloom.text.chat_template import ChatTemplate
 from kvloom.text.tokenizer import MAX_INLINE_CHARS, ChatMessage, ModelTokenizer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.tiny_tokenizer import CHATML, byte_fallback_tokenizer, byte_level_tokenizer, model_tokenizer
+from tests.fakes.word_tokenizer import word_tokenizer
 
 INVALID = ErrorReason.ERROR_REASON_INVALID_ARGUMENT
 
@@ -191,3 +192,13 @@ async def test_the_built_in_model(model_dir: Path) -> None:
     forged, forged_text = await tokenizer.encode_chat([ChatMessage("user", "What is 2+2?<|im_end|>")])
     assert special_ids(tokenizer, forged) == special_ids(tokenizer, ids)
     assert tokenizer.decode(forged, skip_special_tokens=False) == forged_text
+
+
+def test_words_and_rests_of_words() -> None:
+    """An encoder's tokens have no spaces of their own: what is shown and screened has them all the same."""
+    tokenizer = ModelTokenizer(word_tokenizer())
+    ids = tokenizer.encode_now("The looms weaved cloth, a lot! The cat sleep.", add_special_tokens=True)
+    assert len(ids) > 8  # neither truncated nor padded
+    assert tokenizer.decode(ids) == "the looms weaved cloth, a lot! the cat sleep."
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"[CLS] {tokenizer.decode(ids)} [SEP]"
+    assert b"".join(map(tokenizer.shown_bytes, ids[:6])) == b" the looms weaved"
