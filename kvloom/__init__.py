@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvloom.client.client import Client
     from kvloom.client.credentials import TlsOptions
     from kvloom.client.delta_stream import DeltaStream
+    from kvloom.client.embedding import Embedding
     from kvloom.client.generate_request import GenerateOptions
     from kvloom.client.generation import Delta, ToolCallDelta
     from kvloom.client.moderation import Moderation
@@ -61,6 +62,7 @@ __all__ = [
     "Client",
     "Delta",
     "DeltaStream",
+    "Embedding",
     "ErrorKind",
     "ErrorReason",
     "FinishReason",
@@ -85,6 +87,7 @@ _MODULES = {
     "Client": "kvloom.client.client",
     "Delta": "kvloom.client.generation",
     "DeltaStream": "kvloom.client.delta_stream",
+    "Embedding": "kvloom.client.embedding",
     "ErrorKind": "kvloom.errors",
     "ErrorReason": "kvloom.enums",
     "FinishReason": "kvloom.enums",

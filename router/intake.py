@@ -188,14 +188,17 @@ class Intake:
         if model is None:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
+        pooling = _checked_pooling(wanted.pooling, choices) if wanted.HasField("pooling") else None
         sampling = _with_seed(wanted.sampling, model)
         plan, parser = NO_TOOLS, None
         if wanted.WhichOneof("input") == "conversation":
+            if pooling is not None:
+                raise invalid_argument("An embedding is one of text or token_ids, not of a conversation.", "pooling")
             plan = self._tool_plan(wanted, model, sampling)
             token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling)
         else:
             check_only_for_conversations(wanted)
-            token_ids, text = await self._tokenized(wanted, model)
+            token_ids, text = await self._tokenized(wanted, model, add_special_tokens=pooling is not None)
         check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
         if wanted.predicted_text:
             sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model))
@@ -207,9 +210,10 @@ class Intake:
             prompt_token_ids=token_ids,
             prompt_text=text,
             choices=choices,
-            max_tokens=_max_tokens(wanted.stop, model),
+            max_tokens=0 if pooling is not None else _max_tokens(wanted.stop, model),
             sampling=sampling,
             stop=_copied(wanted.stop),
+            pooling=pooling,
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
             tenant=tenant,
@@ -224,14 +228,16 @@ class Intake:
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, route)
 
-    async def _tokenized(self, wanted: GenerateRequest, model: ServedModel) -> tuple[Sequence[int], str]:
+    async def _tokenized(
+        self, wanted: GenerateRequest, model: ServedModel, *, add_special_tokens: bool
+    ) -> tuple[Sequence[int], str]:
         """Returns (token ids, text for the safety service) of a prompt that is no conversation."""
         match wanted.WhichOneof("input"):
             case "text":
                 if not wanted.text:
                     raise invalid_argument("text must not be empty.", "text")
                 self._check_text_size(wanted.text, "text")
-                token_ids = await model.tokenizer.encode(wanted.text)
+                token_ids = await model.tokenizer.encode(wanted.text, add_special_tokens=add_special_tokens)
                 self._check_prompt(token_ids, model, "text")
                 return token_ids, wanted.text
             case "token_ids":

@@ -1,6 +1,6 @@
 """The Python SDK: `kvloom.Client` and its parts.
 
-client.py                `Client`: generate, complete, plan, explain, list_models, moderate, cancel
+client.py                `Client`: generate, complete, embed, plan, explain, list_models, moderate, cancel
 sync_client.py           `SyncClient`, its synchronous twin
 loop_thread.py           the background thread on which all synchronous clients run
 delta_stream.py          `DeltaStream`, which a caller reads, and how leaving it cancels the request
@@ -10,6 +10,7 @@ option_help.py           the options of a request in `help()`
 credentials.py           how a client shows who it is: an API key, and TLS
 generate_request.py      the options of `Client.generate`, checked and turned into the wire's message
 conversation_options.py  the options of a conversation: messages, tools, and the choice among them
+embedding.py             `Embedding`, the vector of a text, and the requests for them
 moderation.py            `Moderation`, what the safety policy says of a text
 generation.py            `Delta`, what a caller reads, and the buffer in which deltas wait for the reader
 router_channels.py       unary calls to one of several routers

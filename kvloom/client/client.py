@@ -12,6 +12,7 @@ Resumable requests (`resumable=True`), whose answers outlive their connection, h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -22,6 +23,13 @@ from typing import Final, Self, Unpack
 from kvloom.client.answer import Answer
 from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom.client.delta_stream import DeltaStream
+from kvloom.client.embedding import (
+    MAX_OPEN_EMBEDDINGS,
+    Embedding,
+    Input,
+    PoolingName,
+    embedding_requests,
+)
 from kvloom.client.generate_request import GenerateOptions, build_request, name_as_option
 from kvloom.client.generation import Delta, DeltaBuffer, Finishes
 from kvloom.client.moderation import Moderation, moderations
@@ -38,6 +46,7 @@ from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SequenceFinish
 
 MAX_BUFFERED_TOKENS: Final = 16_384
 CONNECT_TIMEOUT_SECONDS: Final = 10.0
@@ -158,6 +167,44 @@ class Client:
         """
         async with self.generate(**options) as stream:
             return await stream.collect()
+
+    async def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        model: str,
+        pooling: PoolingName | None = None,
+        normalize: bool = True,
+        timeout_seconds: float = 0.0,
+    ) -> list[Embedding]:
+        """Return the embeddings of a text or of several, each given as a string or as token ids, in their order.
+
+            embeddings = await client.embed(["Looms weave.", "Cats sleep."], model="all-MiniLM-L6-v2")
+            print(embeddings[0].vector[:4], embeddings[0].num_prompt_tokens)
+
+        `pooling` says how the hidden states of a text's tokens become one vector: mean, last or cls. By default it is
+        what the model was trained for. `normalize`: vectors are scaled to the length 1. `timeout_seconds` is that of
+        each input; 0 means the router's default.
+
+        Retries and failover are those of `generate`. Raises the KvloomError of the first input that fails:
+        UNSUPPORTED_PARAMETER for a model that gives no embeddings.
+        """
+        requests = embedding_requests(model, inputs, pooling, timeout_seconds, normalize=normalize)
+        room = asyncio.Semaphore(MAX_OPEN_EMBEDDINGS)
+        tasks = [asyncio.ensure_future(self._embed_one(request, room)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _embed_one(self, request: router_service_pb2.GenerateRequest, room: asyncio.Semaphore) -> Embedding:
+        finish = SequenceFinish()
+        async with room, contextlib.aclosing(self._attempts(request)) as deltas:
+            async for delta in deltas:
+                finish = delta.finish or finish
+        return Embedding.of(finish)
 
     @lists_options
     async def plan(self, **options: Unpack[GenerateOptions]) -> router_service_pb2.PlanResponse:
@@ -315,4 +362,5 @@ def _link_request(request: router_service_pb2.GenerateRequest, num_choices: int)
         timeout_seconds=request.timeout_seconds,
         session_key=request.session_key,
         tier=request.tier,
+        pooling=request.pooling if request.HasField("pooling") else None,
     )

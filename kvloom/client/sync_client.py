@@ -17,6 +17,7 @@ from kvloom.client.answer import Answer
 from kvloom.client.client import Client
 from kvloom.client.credentials import TlsOptions
 from kvloom.client.delta_stream import DeltaStream
+from kvloom.client.embedding import Embedding, Input, PoolingName
 from kvloom.client.generate_request import GenerateOptions
 from kvloom.client.generation import Delta
 from kvloom.client.loop_thread import LoopThread, close_loop_thread, open_loop_thread
@@ -83,6 +84,21 @@ class SyncClient:
         print(answer.text, answer.finish_reason.name, answer.num_output_tokens)
         """
         return self._open_thread.run(self._client.complete(**options))
+
+    def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        model: str,
+        pooling: PoolingName | None = None,
+        normalize: bool = True,
+        timeout_seconds: float = 0.0,
+    ) -> list[Embedding]:
+        """Return the embeddings of a text or of several, in their order; see `Client.embed`."""
+        found = self._client.embed(
+            inputs, model=model, pooling=pooling, normalize=normalize, timeout_seconds=timeout_seconds
+        )
+        return self._open_thread.run(found)
 
     @lists_options
     def plan(self, **options: Unpack[GenerateOptions]) -> router_service_pb2.PlanResponse:
