@@ -262,12 +262,12 @@ class Edge:
 
     def generation_window(self, name: str) -> int:
         """As `window`. Raises KvloomError (UNSUPPORTED_PARAMETER) for a model that generates no text."""
-        info = self.model_info(name)
-        if info is None:
-            return 0
-        if info.embedding_size and GENERATE not in info.capabilities:
-            raise unsupported(f"The model {name!r} generates no text: it gives embeddings only.", "model")
-        return info.max_model_len
+        for info in self.link.fleet.models:
+            if info.name == name:
+                if info.embedding_size and GENERATE not in info.capabilities:
+                    raise unsupported(f"The model {name!r} generates no text: it gives embeddings only.", "model")
+                return info.max_model_len
+        return 0
 
     def not_ready_reason(self, model: str = "") -> str:
         """Why no request (for this model) can be served now; "" when one can."""

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+
 from kvloom.conversation.model_output import prompted, show_markers
 from kvloom.conversation.prompt import conversation_prompt, screened_text
 from kvloom.conversation.tool_plan import ToolPlan, plan_tools
@@ -116,16 +118,14 @@ class Intake:
         """Returns a request that arrived over a client's stream. Raises KvloomError."""
         _check_choices(submit)
         choices = convert.choices_from_proto(list(submit.choices))
-        pooling = _checked_pooling(submit.pooling, choices) if submit.HasField("pooling") else None
-        return self._request(submit, _prompt_of(submit), choices, client_id, scope, pooling)
+        request = self._request(submit, _prompt_of(submit), choices, client_id, scope)
+        return _embedding(request, submit.pooling) if submit.HasField("pooling") else request
 
     def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
         """Returns a request that was made in this process. Raises KvloomError."""
         check_num_choices(len(choices), "choices")
-        pooling = wanted.pooling
-        if pooling is not None:
-            pooling = _checked_pooling(pooling, choices)
-        return self._request(wanted, wanted.prompt_token_ids, choices, client_id, pooling=pooling)
+        request = self._request(wanted, wanted.prompt_token_ids, choices, client_id)
+        return request if wanted.pooling is None else _embedding(request, wanted.pooling)
 
     def _request(
         self,
@@ -134,7 +134,6 @@ class Intake:
         choices: Sequence[ChoiceSpec],
         client_id: str,
         scope: CallerScope = TRUSTED,
-        pooling: Pooling | None = None,
     ) -> Request:
         _check_names(
             request_id=submit.request_id,
@@ -158,10 +157,9 @@ class Intake:
             prompt_token_ids=token_ids,
             prompt_text=text or self._text_for_screening(token_ids, model, submit.model),
             choices=choices,
-            max_tokens=0 if pooling is not None else _max_tokens(submit.stop, model),
+            max_tokens=_max_tokens(submit.stop, model),
             sampling=_with_seed(submit.sampling, model),
             stop=_copied(submit.stop),
-            pooling=pooling,
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
             tenant=sys.intern(scope.tenant(submit.tenant)),
@@ -188,17 +186,17 @@ class Intake:
         if model is None:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
-        pooling = _checked_pooling(wanted.pooling, choices) if wanted.HasField("pooling") else None
+        is_embedding = wanted.HasField("pooling")
         sampling = _with_seed(wanted.sampling, model)
         plan, parser = NO_TOOLS, None
         if wanted.WhichOneof("input") == "conversation":
-            if pooling is not None:
+            if is_embedding:
                 raise invalid_argument("An embedding is one of text or token_ids, not of a conversation.", "pooling")
             plan = self._tool_plan(wanted, model, sampling)
             token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling)
         else:
             check_only_for_conversations(wanted)
-            token_ids, text = await self._tokenized(wanted, model, add_special_tokens=pooling is not None)
+            token_ids, text = await self._tokenized(wanted, model, add_special_tokens=is_embedding)
         check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
         if wanted.predicted_text:
             sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model))
@@ -210,10 +208,9 @@ class Intake:
             prompt_token_ids=token_ids,
             prompt_text=text,
             choices=choices,
-            max_tokens=0 if pooling is not None else _max_tokens(wanted.stop, model),
+            max_tokens=_max_tokens(wanted.stop, model),
             sampling=sampling,
             stop=_copied(wanted.stop),
-            pooling=pooling,
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
             tenant=tenant,
@@ -221,6 +218,8 @@ class Intake:
             session_key=wanted.session_key,
             client_request_id=client_request_id,
         )
+        if is_embedding:
+            request = _embedding(request, wanted.pooling)
         output = None
         if parser is not None:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
@@ -372,13 +371,15 @@ def _check_choices(submit: Submit) -> None:
         raise invalid_argument(f"An index of choices must be below {MAX_CHOICES}.", "choices")
 
 
-def _checked_pooling(pooling: Pooling, choices: Sequence[ChoiceSpec]) -> Pooling:
-    """Returns a copy. Raises KvloomError unless the request can have an embedding for its answer."""
-    if len(choices) != 1 or choices[0].output_token_ids:
+def _embedding(request: Request, pooling: Pooling) -> Request:
+    """The request, for its prompt's embedding and no tokens. Raises KvloomError."""
+    if len(request.choices) != 1 or request.choices[0].output_token_ids:
         raise invalid_argument("An embedding has one choice, without output tokens.", "choices")
     if pooling.kind not in PoolingKind.values():  # The enum is open, so any number can arrive.
         raise invalid_argument(f"pooling.kind has no value {pooling.kind}.", "pooling.kind")
-    return Pooling(kind=pooling.kind, raw_length=pooling.raw_length)
+    # A copy: the original would keep its whole frame in memory.
+    wanted = Pooling(kind=pooling.kind, raw_length=pooling.raw_length)
+    return msgspec.structs.replace(request, max_tokens=0, pooling=wanted)
 
 
 def _check_names(**names: str) -> None:

@@ -223,7 +223,7 @@ async def _collect(
     key: str,
 ) -> web.StreamResponse:
     """Deliver an answer in one piece."""
-    response = _response_name(edge, request, job, name, key)
+    response = _response_name(edge, request, job, name, key) if key else None
     make = functools.partial(_whole_body, edge, request, job, formatter, name)
     return await deliver_whole(edge, request, permit, response, make)
 
@@ -232,13 +232,13 @@ async def deliver_whole(
     edge: Edge,
     request: web.BaseRequest,
     permit: AdmissionPermit,
-    response: ResponseName,
+    response: ResponseName | None,
     make: Callable[[ByteLease], Coroutine[Any, Any, WholeBody]],
 ) -> web.StreamResponse:
-    """Deliver a body that `make` makes, whose lease is of the memory of all answers. With an idempotency key it is made
-    by a task of its own, and kept."""
+    """Deliver a body that `make` makes, whose lease is of the memory of all answers. With an idempotency key, which is
+    part of the `response`'s name, it is made by a task of its own, and kept. None: there is no key."""
     caller = edge.callers.caller_of(request)
-    if not response.idempotency_key:
+    if response is None:
         with edge.collected.lease(caller) as lease:
             return await send_whole_body(edge, request, await make(lease))
     known = await find_idempotent(edge, request, response)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final
 
@@ -65,20 +66,23 @@ async def serve_embedding(edge: Edge, request: web.BaseRequest, read_job: ReadJo
             job = await read_job(edge, request, await read_prompt_body(edge, request, lease))
         response_id = new_response_id(job.id_prefix, edge.tag)
         key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
-        name = ResponseName(response_id, credential_digest(request), caller, key, job.api + job.body_digest)
-        return await deliver_whole(edge, request, permit, name, lambda lease: _body(edge, request, job, name, lease))
+        name = None
+        if key:
+            name = ResponseName(response_id, credential_digest(request), caller, key, job.api + job.body_digest)
+        make = functools.partial(_body, edge, request, job, response_id)
+        return await deliver_whole(edge, request, permit, name, make)
 
 
 async def _body(
-    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, name: ResponseName, lease: ByteLease
+    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str, lease: ByteLease
 ) -> WholeBody:
     """Raises KvloomError."""
     inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
-    begin_answer(name.id, job.model.name, inputs)
-    await run_submission(edge, _submission(edge, request, job, name), inputs)
+    begin_answer(response_id, job.model.name, inputs)
+    await run_submission(edge, _submission(edge, request, job, response_id), inputs)
     pieces: list[Buffer] = []
     num_bytes = 0
-    async for piece in job.pieces(inputs, name.id):
+    async for piece in job.pieces(inputs, response_id):
         lease.take(len(piece))
         num_bytes += len(piece)
         pieces.append(piece)
@@ -87,13 +91,13 @@ async def _body(
     return WholeBody(pieces, num_bytes, headers)
 
 
-def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, name: ResponseName) -> Submission:
+def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str) -> Submission:
     return Submission(
         operation=OPERATION,
         model=job.model.name,
         num_prompt_tokens=job.num_prompt_tokens,
         n=1,
-        requests=[_link_request(edge, request, job, number, name) for number in range(len(job.prompts))],
+        requests=[_link_request(edge, request, job, number, response_id) for number in range(len(job.prompts))],
         guide_field="",
         timeout_seconds=edge.config.request_timeout_seconds,
         prompt_field=job.prompts[0].field.partition("[")[0],
@@ -101,11 +105,11 @@ def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, name: R
 
 
 def _link_request(
-    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, number: int, name: ResponseName
+    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, number: int, response_id: str
 ) -> LinkRequest:
     prompt = job.prompts[number]
     return LinkRequest(
-        request_id=name.id if len(job.prompts) == 1 else f"{name.id}.{number}",
+        request_id=response_id if len(job.prompts) == 1 else f"{response_id}.{number}",
         model=job.model.name,
         prompt_token_ids=prompt.token_ids,
         prompt_text=prompt.text,

@@ -75,6 +75,27 @@ def test_every_step_gives_the_logits_of_the_cpu_engine(tmp_path: Path, shape: st
         torch.testing.assert_close(runner.run(batch), reference.run(batch), rtol=1e-4, atol=1e-4)
 
 
+def test_hidden_states_are_those_of_the_cpu_engine(tmp_path: Path):
+    """In chunks, of a single token, and beside decoding sequences: embeddings are made of them."""
+    model_dir = write_tiny_llama(tmp_path)
+    runner, reference = device_runner(model_dir), cpu_runner(model_dir)
+    ids = random.Random(3).choices(range(320), k=60)
+    tables = [list(range(4 * i, 4 * i + 4)) for i in range(3)]
+    for begin, end in ((0, 33), (33, 34), (34, 60)):
+        batch = [
+            ScheduledSequence(ids[begin:end], begin, tables[0], False, wants_hidden_states=True),
+            ScheduledSequence(ids[:1] if not begin else ids[begin:end], begin if begin else 0, tables[1], True),
+            ScheduledSequence(ids[begin:end], begin, tables[2], False, wants_hidden_states=True),
+        ]
+        torch.testing.assert_close(runner.run(batch), reference.run(batch), rtol=1e-4, atol=1e-4)
+        found, expected = runner.hidden_states(), reference.hidden_states()
+        assert [len(states) for states in found] == [end - begin] * 2
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    runner.run([ScheduledSequence(ids[:2], 0, tables[0], True)])
+    assert runner.hidden_states() == []
+
+
 def test_more_rows_than_the_largest_step_are_split(tmp_path: Path):
     """Sequences and their drafts together may have more rows than the largest step."""
     model_dir = write_tiny_llama(tmp_path)

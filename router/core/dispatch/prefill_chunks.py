@@ -58,8 +58,6 @@ def next_prefill_chunk(
 ) -> int | None:
     """The number of prompt tokens up to which the next chunk goes: whole blocks. None: the rest goes in one piece,
     because it is short or because the shard does not keep what was computed for it."""
-    if live.request.pooling is not None:
-        return None  # its tokens are computed anew, because their hidden states are not kept
     if settings is None or live.num_attempts or live.num_prefill_chunks >= MAX_PREFILL_CHUNKS:
         return None
     if candidate.num_overlap_tokens < live.num_ready_tokens:
@@ -69,6 +67,8 @@ def next_prefill_chunk(
     seconds = settings.prefill_chunk_seconds(candidate.bound_arrival_rate)
     if candidate.own_seconds < MIN_PREFILL_CHUNKS * seconds:
         return None
+    if live.request.pooling is not None:
+        return None  # its tokens are computed anew, because their hidden states are not kept
     num_cached = candidate.num_overlap_tokens
     num_tokens = max(settings.min_tokens, view.speed.num_tokens_within(seconds, num_cached, view.num_context_tokens))
     end = (num_cached + num_tokens) // candidate.block_size * candidate.block_size

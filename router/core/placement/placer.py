@@ -72,7 +72,7 @@ class Placer:
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
         """Whether that ready shard could run the request."""
         is_wide = shard.description.max_model_len >= live.min_window
-        if live.request.pooling is not None and not shard.can_embed:
+        if not (shard.can_generate if live.request.pooling is None else shard.can_embed):
             return False
         return is_wide and shard.shard_id != live.avoid_shard_id and not shard.is_suspected
 
@@ -80,9 +80,11 @@ class Placer:
         """Ready shards that could run the request, with or without room: without suspected ones, and without the one
         where it just failed, if there is another."""
         window = live.min_window
-        shards = [s for s in self._fleet.ready(live.request.model) if s.description.max_model_len >= window]
-        if live.request.pooling is not None:
-            shards = [shard for shard in shards if shard.can_embed]
+        ready = self._fleet.ready(live.request.model)
+        if live.request.pooling is None:
+            shards = [s for s in ready if s.description.max_model_len >= window and s.can_generate]
+        else:
+            shards = [s for s in ready if s.description.max_model_len >= window and s.can_embed]
         if len(shards) > 1:
             shards = [shard for shard in shards if not shard.is_suspected] or shards
         if live.avoid_shard_id and len(shards) > 1:
@@ -275,6 +277,8 @@ class Placer:
             return f"window of {shard.description.max_model_len} tokens, {live.min_window} needed"
         if live.request.pooling is not None and not shard.can_embed:
             return "gives no embeddings"
+        if live.request.pooling is None and not shard.can_generate:
+            return "gives embeddings only"
         if shard.health is not None and shard.is_suspected:
             return f"suspected: {shard.health.symptom}"
         if not shard.has_room:
