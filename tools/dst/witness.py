@@ -85,9 +85,12 @@ class Witness:
     def refuses(self, observed: ObservedRequest) -> bool:
         """Whether the model of a request that arrives now does not exist, or takes no new requests."""
         model = observed.request.model
+        return not self.knows(model) or (self.is_withdrawn(model) and not observed.is_continued)
+
+    def is_withdrawn(self, model: str) -> bool:
+        """Whether all shards of the model are."""
         shards = [shard for shard in self.shards.values() if shard.description.model == model]
-        is_withdrawn = bool(shards) and all(shard.is_withdrawn for shard in shards)
-        return not self.knows(model) or (is_withdrawn and not observed.is_continued)
+        return bool(shards) and all(shard.is_withdrawn for shard in shards)
 
     def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool:
         """Whether the shard certainly has room for that request's tenant."""
@@ -305,7 +308,8 @@ class Witness:
 
     def _drop_prefill_chunk(self, shard: ObservedShard, slot: int) -> None:
         """Record that the prefill chunk in a slot has ended or is about to."""
-        for observed in self.live.values():
+        former = () if self._former is None else (self._former,)
+        for observed in (*self.live.values(), *former):
             if observed.prefill_chunk == (shard.description.shard_id, slot):
                 observed.prefill_chunk = None
 

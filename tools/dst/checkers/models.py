@@ -86,7 +86,8 @@ class WithdrawalsKept(Checker):
 
 class UnloadsHarmless(Checker):
     """A withdrawal ends and cancels nothing. While nothing else happens to the shards, no admitted request ends for
-    want of one: neither those of a model that is unloaded nor those of another."""
+    want of one: neither those of a model that is unloaded nor those of another. Only an answer that some other router
+    began, and that arrives when the model has been withdrawn, may come as its shards stop."""
 
     invariant = "unloads_harmless"
 
@@ -94,6 +95,8 @@ class UnloadsHarmless(Checker):
         self._is_withdrawal = False
         self._hopeless: set[str] = set()
         """Ids of the requests for which there was no shard when the withdrawal was reported."""
+        self._late: set[ObservedRequest] = set()
+        """Those that arrived when their model had been withdrawn."""
 
     def before_event(self, node: RouterView, event: Event) -> None:
         self._is_withdrawal = False
@@ -106,6 +109,9 @@ class UnloadsHarmless(Checker):
             self._hopeless = {one.request.request_id for one in waiting if not eligible(shards, one)}
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        arriving = node.witness.arriving
+        if node.is_harmless and arriving is not None and node.witness.is_withdrawn(arriving.request.model):
+            self._late.add(arriving)
         if not self._is_withdrawal or any(isinstance(action, ShardHealthChanged) for action in actions):
             return
         ended = {action.request_id: action.error_reason for action in actions if isinstance(action, RequestEnded)}
@@ -125,6 +131,7 @@ class UnloadsHarmless(Checker):
 
     def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
         reason = 0 if finish.error is None else finish.error.reason
-        if node.is_harmless and choice.request is not node.witness.arriving and reason in _SHARD_AWAY:
+        is_late = choice.request is node.witness.arriving or choice.request in self._late
+        if node.is_harmless and not is_late and reason in _SHARD_AWAY:
             name, model = choice.request.request.request_id, choice.request.request.model
             self.fail(f"{name} for {model} ended with {ErrorReason.Name(reason)}")  # pyright: ignore[reportArgumentType]
