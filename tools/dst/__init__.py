@@ -11,6 +11,7 @@ nodes/          routers, shards, clients and the safety service
 traffic.py      the clients' requests
 faults.py       the faults that strike by themselves
 registry_faults.py  those of the registry
+model_changes.py    models that are loaded and unloaded
 script.py       the answers of simulated sequences
 witness.py      the record of a router, reconstructed from outside
 observed.py     the requests, choices and shards in that record

@@ -119,6 +119,11 @@ class ObservedRequest:
         return not self.is_ending and any(choice.state is State.WAITING for choice in self.choices)
 
     @property
+    def is_continued(self) -> bool:
+        """Whether it brings along the beginning of an answer."""
+        return any(choice.spec.output_token_ids for choice in self.choices)
+
+    @property
     def was_dispatched(self) -> bool:
         return self.num_attempts > 0 or self.num_prefill_chunks > 0
 
@@ -145,6 +150,7 @@ class ObservedShard:
         "hands_over",
         "health",
         "is_draining",
+        "is_withdrawn",
         "limit",
         "load",
         "num_reported_tokens",
@@ -155,6 +161,8 @@ class ObservedShard:
     def __init__(self, description: ShardDescription) -> None:
         self.description = description
         self.is_draining = False
+        self.is_withdrawn = False
+        """Its model is about to be unloaded."""
         self.hands_over = False
         """It drains and its deadline has passed, so that its sequences must move."""
         self.load = ShardLoad(num_available_blocks=description.num_blocks)

@@ -14,7 +14,8 @@ from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.placement import POLICIES
 
-MODELS: Final = ("model-a", "model-b")
+MODELS: Final = ("model-a", "model-b", "model-c", "model-d", "model-e")
+"""The names of all models that shards may serve. The first ones are there from the beginning."""
 
 FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "shard_crash": 0.6,
@@ -47,6 +48,13 @@ FAULTS_PER_SECOND: Final[dict[str, float]] = {
 }
 """The kinds that strike by themselves, and their rates in a seed that has them at all."""
 
+MODEL_CHANGES_PER_SECOND: Final[dict[str, float]] = {
+    "model_loaded": 1.5,
+    "model_unloaded": 1.5,
+    "unload_taken_back": 0.7,
+}
+"""What an operator does while traffic runs, in about a third of the seeds. It is counted when it has been done."""
+
 REGISTRY_FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "registry_garbage": 1.0,
     "registry_stale": 1.0,
@@ -73,7 +81,15 @@ FAULTS_PER_CHANCE: Final[dict[str, float]] = {
 OWN_DRAWS: Final = frozenset({"shard_hands_over", "router_drain_deadline", "fleet_outage"})
 """Kinds with generators of their own: adding them did not change the rest of a seed's scenario."""
 
-FAULT_KINDS: Final = (*FAULTS_PER_SECOND, *REGISTRY_FAULTS_PER_SECOND, *FAULTS_PER_CHANCE)
+FAULT_KINDS: Final = (
+    *FAULTS_PER_SECOND,
+    *MODEL_CHANGES_PER_SECOND,
+    *REGISTRY_FAULTS_PER_SECOND,
+    *FAULTS_PER_CHANCE,
+)
+
+HARMLESS_KINDS: Final = frozenset({*MODEL_CHANGES_PER_SECOND, "burst", "client_cancels_choice", "resumed_request"})
+"""Kinds that are no reason for an admitted request to end without an answer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +129,15 @@ class Scenario:
     """Kind of fault to rate per second, or to probability. Kinds that this seed does not have are left out."""
 
     @property
+    def has_model_changes(self) -> bool:
+        return not MODEL_CHANGES_PER_SECOND.keys().isdisjoint(self.rates)
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether nothing happens that breaks off an answer."""
+        return self.rates.keys() <= HARMLESS_KINDS
+
+    @property
     def has_registry(self) -> bool:
         return not REGISTRY_FAULTS_PER_SECOND.keys().isdisjoint(self.rates)
 
@@ -132,11 +157,12 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
     rates |= _draw_registry_rates(random.Random(f"{seed} registry rates"))
     num_tenants = rng.choice((1, 2, 2, 3, 4))
     num_epochs = rng.choice((1, 1, 2))
-    return Scenario(
+    model_rng = random.Random(f"{seed} models")
+    scenario = Scenario(
         seed=seed,
         config=_draw_config(seed, rng),
         num_routers=rng.choice((1, 1, 1, 2, 3)),
-        shards=_make_scarce(random.Random(f"{seed} blocks"), _draw_shards(rng)),
+        shards=_make_scarce(random.Random(f"{seed} blocks"), _divide(model_rng, _draw_shards(rng))),
         clients_per_router=rng.choice((1, 2, 3)),
         tenants=tuple(f"tenant-{i}" for i in range(num_tenants)),
         tenant_weights=(rng.choice((1.0, 8.0)), *([1.0] * (num_tenants - 1))),
@@ -149,6 +175,44 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         num_epochs=num_epochs,
         rates=rates,
     )
+    return _with_model_changes(model_rng, scenario)
+
+
+def _divide(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[ShardShape, ...]:
+    """In a quarter of the seeds with several shards they serve two or three models, which have other sizes."""
+    if len(shards) < 2 or rng.random() < 0.75:
+        return shards
+    num_models = min(len(shards), rng.choice((2, 3, 3)))
+    sizes = {model: (rng.choice((4, 8)), rng.choice((64, 96))) for model in MODELS[1:num_models]}
+    divided = list(shards)
+    for i, shard in enumerate(shards):
+        model = MODELS[i % num_models]
+        block_size, max_model_len = sizes.get(model, (shard.block_size, shard.max_model_len))
+        divided[i] = dataclasses.replace(shard, model=model, block_size=block_size, max_model_len=max_model_len)
+    return tuple(divided)
+
+
+def _with_model_changes(rng: random.Random, scenario: Scenario) -> Scenario:
+    """In some seeds models are loaded and unloaded, and in some of these little else happens: what an unload must not
+    break would then have ended well. A model can only be unloaded beside others, and takes a while to."""
+    if rng.random() < 0.65:
+        return scenario
+    changes = {kind: rate * rng.choice((0.5, 1.0)) for kind, rate in MODEL_CHANGES_PER_SECOND.items()}
+    rates = {kind: rate for kind, rate in scenario.rates.items() if kind in HARMLESS_KINDS}
+    if rng.random() < 0.75:
+        rates = dict(scenario.rates)
+    chaos_seconds = scenario.chaos_seconds + 1.5 / scenario.num_epochs
+    return dataclasses.replace(scenario, rates={**rates, **changes}, chaos_seconds=chaos_seconds)
+
+
+def draw_loaded_shards(rng: random.Random, scenario: Scenario, model: str) -> list[ShardShape]:
+    """The shards of a model that is loaded while traffic runs."""
+    block_size, max_model_len, max_batch = rng.choice((4, 8)), rng.choice((64, 96)), rng.choice((1, 2, 4))
+    like = scenario.shards[0]
+    shape = dataclasses.replace(
+        like, model=model, block_size=block_size, max_batch=max_batch, max_model_len=max_model_len
+    )
+    return [shape] * rng.choice((1, 1, 2))
 
 
 def _make_scarce(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[ShardShape, ...]:

@@ -23,6 +23,9 @@ class Traffic:
         """The current incarnations; the list belongs to the world."""
         self._rng: random.Random = env.rng
         self._tier_rng = random.Random(f"{env.scenario.seed} tier of each")
+        self._model_rng = random.Random(f"{env.scenario.seed} model of each")
+        self.models = sorted({shard.model for shard in env.scenario.shards})
+        """Those that are or were served: clients may ask for a model that has been unloaded."""
         self._num_streams = 0
         self.num_requests = 0
         self.prompts: dict[tuple[str, str, tuple[int, ...]], None] = {}
@@ -122,6 +125,8 @@ class Traffic:
         model = MODELS[0]
         if rng.random() < 0.3 and any(shard.model == MODELS[1] for shard in env.scenario.shards):
             model = MODELS[1]
+        if len(self.models) > 2 or env.scenario.has_model_changes:
+            model = self._model_rng.choice(self.models)
         if env.chance("unknown_model"):
             model = "unknown"
         request = Request(

@@ -23,6 +23,7 @@ class WitnessView(Protocol):
     shards: dict[str, ObservedShard]
     live: dict[str, ObservedRequest]
     models: set[str]
+    has_served: bool
     contended: set[str]
     policy: tuple[bool, bool] | None
     safety_waited_for_until: float | None
@@ -30,6 +31,12 @@ class WitnessView(Protocol):
     event: Event | None
 
     def waiting(self) -> list[ObservedRequest]: ...
+
+    def knows(self, model: str) -> bool: ...
+
+    def refuses(self, observed: ObservedRequest) -> bool: ...
+
+    def is_withdrawn(self, model: str) -> bool: ...
 
     def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool: ...
 
@@ -102,6 +109,7 @@ class RouterView(Protocol):
     tenants: tuple[str, ...]
     holds_requests: bool
     is_draining: bool
+    is_harmless: bool
     here_since: float
 
     @property
@@ -122,10 +130,14 @@ class RouterView(Protocol):
 
 class TrafficView(Protocol):
     prompts: dict[tuple[str, str, tuple[int, ...]], None]
+    models: list[str]
 
 
 class WorldView(Protocol):
     """All processes of one simulation."""
+
+    @property
+    def is_harmless(self) -> bool: ...
 
     @property
     def nodes(self) -> Sequence[RouterView]: ...

@@ -50,7 +50,9 @@ class Witness:
         self.contended: set[str] = set()
         """Models for which sequences of a tenant have been preempted."""
         self.models: set[str] = set()
-        """Models that a shard has ever served."""
+        """Models that a shard has served, without those whose last shard left after it was withdrawn."""
+        self.has_served = False
+        """Whether a shard has ever been connected."""
         self.policy: tuple[bool, bool] | None = None
         """Whether the safety service screens prompts and answers. None means that it is down."""
         self.safety_waited_for_until: float | None = None
@@ -75,6 +77,20 @@ class Witness:
         if self._waiting is None:
             self._waiting = [observed for observed in self.live.values() if observed.is_waiting]
         return self._waiting
+
+    def knows(self, model: str) -> bool:
+        """Whether requests for the model may be sent again later if they cannot be served now."""
+        return model in self.models or not self.has_served
+
+    def refuses(self, observed: ObservedRequest) -> bool:
+        """Whether the model of a request that arrives now does not exist, or takes no new requests."""
+        model = observed.request.model
+        return not self.knows(model) or (self.is_withdrawn(model) and not observed.is_continued)
+
+    def is_withdrawn(self, model: str) -> bool:
+        """Whether all shards of the model are."""
+        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        return bool(shards) and all(shard.is_withdrawn for shard in shards)
 
     def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool:
         """Whether the shard certainly has room for that request's tenant."""
@@ -102,10 +118,12 @@ class Witness:
                 if shard is not None:
                     shard.note_load(event.load)
                     shard.is_draining = event.load.draining
+                    shard.is_withdrawn = event.load.withdrawn
                     shard.hands_over = event.load.draining and event.load.hand_over
             case ShardUp():
                 self._lose_shard(event.shard.shard_id)
                 self.models.add(event.shard.model)
+                self.has_served = True
                 self.shards[event.shard.shard_id] = ObservedShard(event.shard)
             case ShardDown():
                 self._lose_shard(event.shard_id)
@@ -158,6 +176,9 @@ class Witness:
     def _lose_shard(self, shard_id: str) -> None:
         shard = self.shards.pop(shard_id, None)
         if shard is not None:
+            model = shard.description.model
+            if shard.is_withdrawn and all(other.description.model != model for other in self.shards.values()):
+                self.models.discard(model)
             for slot in list(shard.open):
                 self._drop_prefill_chunk(shard, slot)
                 choice = shard.current(slot)
@@ -287,7 +308,8 @@ class Witness:
 
     def _drop_prefill_chunk(self, shard: ObservedShard, slot: int) -> None:
         """Record that the prefill chunk in a slot has ended or is about to."""
-        for observed in self.live.values():
+        former = () if self._former is None else (self._former,)
+        for observed in (*self.live.values(), *former):
             if observed.prefill_chunk == (shard.description.shard_id, slot):
                 observed.prefill_chunk = None
 

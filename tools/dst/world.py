@@ -11,6 +11,7 @@ from tools.dst.nodes.registry import SimRegistry
 from tools.dst.nodes.router_node import RouterNode
 from tools.dst.nodes.safety import SimSafety
 from tools.dst.nodes.shard import SimShard
+from tools.dst.scenario import ShardShape
 from tools.dst.traffic import Traffic
 from tools.dst.views import ShardView
 
@@ -21,21 +22,49 @@ class World:
         scenario = self.env.scenario
         self.safety = SimSafety(self.env)
         self.shards = [SimShard(self.env, f"shard-{i}", shape) for i, shape in enumerate(scenario.shards)]
+        self.unloading: dict[str, object] = {}
+        """Models that are being unloaded, each with what tells this unload from another one of the same model."""
+        self._incarnations: dict[str, int] = {}
+        """The last incarnation of each shard id whose process was removed."""
         self.registry = SimRegistry(self.env, self.shards)
         self.nodes = [self._router(i, incarnation=1) for i in range(scenario.num_routers)]
         self.traffic = Traffic(self.env, self.nodes)
 
     def start(self) -> None:
         for shard in self.shards:
-            if self.env.scenario.has_registry:
-                shard.on_start = functools.partial(self.registry.announce, shard)
-            shard.start()
+            self._start(shard)
         if self.env.scenario.has_registry:
             self.registry.start()
         for node in self.nodes:
             node.start()
             for _ in range(self.env.scenario.clients_per_router):
                 self.traffic.add_stream(node.number)
+
+    def _start(self, shard: SimShard) -> None:
+        if self.env.scenario.has_registry:
+            shard.on_start = functools.partial(self.registry.announce, shard)
+        shard.start()
+
+    def add_shard(self, shape: ShardShape) -> None:
+        """Start a further shard. It gets the first name that is free, as those of a supervisor do."""
+        taken = {shard.shard_id for shard in self.shards}
+        shard_id = next(name for i in range(len(taken) + 1) if (name := f"shard-{i}") not in taken)
+        shard = SimShard(self.env, shard_id, shape, self._incarnations.get(shard_id, 0))
+        self.shards.append(shard)
+        self._start(shard)
+        if self.env.scenario.has_registry:
+            self.registry.add(shard)
+        for node in self.nodes:
+            node.connect(shard)
+
+    def remove_shard(self, shard: SimShard) -> None:
+        """Its process has ended, for ever. Routers notice at once, as far as they can be reached."""
+        if shard.is_up:
+            shard.crash(0.0)
+        self.shards.remove(shard)
+        self._incarnations[shard.shard_id] = shard.incarnation
+        if self.env.scenario.has_registry:
+            self.registry.withdraw(shard)
 
     def restart_router(self, number: int) -> None:
         """Kill a router and start a new incarnation at once, with no state. Its clients reconnect."""
@@ -57,7 +86,7 @@ class World:
                 self.replace_drained(node)
         for shard in self.shards:
             shard.restore_speed()
-            if shard.is_up:
+            if shard.is_up and not shard.is_ending:
                 shard.set_draining(False)
             for node in self.nodes:
                 node.connect(shard)
@@ -65,6 +94,10 @@ class World:
 
     def repair_registry(self) -> None:
         self.registry.is_reachable = True
+
+    @property
+    def is_harmless(self) -> bool:
+        return self.env.scenario.is_harmless
 
     def is_announced(self, shard: ShardView) -> bool:
         return self.registry.is_announced(shard)
@@ -76,7 +109,8 @@ class World:
     def is_quiescent(self) -> bool:
         """Whether nothing is in flight and every process is up and connected."""
         return (
-            all(shard.is_up and not shard.is_stuck and not shard.engine.sequences for shard in self.shards)
+            not self.unloading
+            and all(shard.is_up and not shard.is_stuck and not shard.engine.sequences for shard in self.shards)
             and all(len(node.streams) == len(self.shards) and not node.is_paused for node in self.nodes)
             and all(node.core.is_idle and node.safety is not None for node in self.nodes)
             and all(
@@ -92,7 +126,8 @@ class World:
         waiting = sum(len(stream.open) for node in self.nodes for stream in node.clients.values())
         return (
             f"{running} sequences are running, requests {live} are live, clients wait for {waiting} answers, "
-            f"{connected} streams are up, idle cores {[node.core.is_idle for node in self.nodes]}"
+            f"{connected} streams are up, models {list(self.unloading)} are being unloaded, idle cores "
+            f"{[node.core.is_idle for node in self.nodes]}"
         )
 
     def _router(self, number: int, incarnation: int) -> RouterNode:

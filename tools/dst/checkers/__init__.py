@@ -8,6 +8,7 @@ fairness.py    who is preempted for other tenants, and what is left to them
 fleet.py       the fleet reports that clients get
 health.py      hung and draining shards, and the bounds of suspicion
 integrity.py   the core's own consistency check
+models.py      shards of several models, and models that are loaded and unloaded
 overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
 registry.py    shards are found by their records, and no other process is used
@@ -36,6 +37,7 @@ from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
+from tools.dst.checkers.models import ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
 from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
 from tools.dst.checkers.quiescence import IndexExact, LoadExact
@@ -65,6 +67,9 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     DeadlinesKept,
     SafetyKept,
     FleetReported,
+    ModelsKeptApart,
+    WithdrawalsKept,
+    UnloadsHarmless,
     ShardsFound,
     RecordsFollowed,
     HungShardsAbandoned,

@@ -131,9 +131,8 @@ def _is_unscreenable(node: RouterView, choice: ObservedChoice) -> bool:
 
 
 def _no_shard(node: RouterView, choice: ObservedChoice) -> bool:
-    models = node.witness.models
-    is_known = choice.request.request.model in models or not models
-    return is_known and not eligible(node.witness.shards, choice.request)
+    is_refused = choice.request is node.witness.arriving and node.witness.refuses(choice.request)
+    return not is_refused and not eligible(node.witness.shards, choice.request)
 
 
 _CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
@@ -145,7 +144,7 @@ _CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
     ErrorReason.ERROR_REASON_QUEUE_FULL: _queue_was_full,
     ErrorReason.ERROR_REASON_NO_SHARD_READY: _no_shard,
     ErrorReason.ERROR_REASON_MODEL_NOT_FOUND: lambda node, choice: (
-        bool(node.witness.models) and choice.request.request.model not in node.witness.models
+        choice.request is node.witness.arriving and node.witness.refuses(choice.request)
     ),
     ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: _does_not_fit,
     ErrorReason.ERROR_REASON_INVALID_ARGUMENT: lambda _node, choice: (

@@ -67,7 +67,7 @@ class FleetReader:
         if link is None:
             return False
         if not link.target.registered:
-            link.is_over = True
+            link.is_over = not link.connected  # the present connection stays until it breaks
             return False
         if self._registry.process_at(link.target.record.address) is shard:
             return True

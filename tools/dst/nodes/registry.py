@@ -42,10 +42,23 @@ class SimRegistry:
         """The incarnation that each shard announced last."""
 
     def start(self) -> None:
-        for shard_id in self._shards:
-            self._heartbeat(shard_id)
+        for shard in self._shards.values():
+            self._heartbeat(shard)
 
     # -- shards -------------------------------------------------------------------------------------------------------
+
+    def add(self, shard: ShardView) -> None:
+        self._shards[shard.shard_id] = shard
+        self._heartbeat(shard)
+
+    def withdraw(self, shard: ShardView) -> None:
+        """The process ends: what Announcer.withdraw does. While Redis cannot be reached, the record stays."""
+        value = self._value(shard.shard_id)
+        holder = None if value is None else _read(shard.shard_id, value.content)
+        is_another = holder is not None and holder.incarnation_id != self.record_of(shard).incarnation_id
+        if self.is_reachable and not is_another:
+            self.remove(shard.shard_id)
+        del self._shards[shard.shard_id]
 
     def record_of(self, shard: ShardView, incarnation: int | None = None) -> ShardRecord:
         number = shard.incarnation if incarnation is None else incarnation
@@ -64,9 +77,10 @@ class SimRegistry:
         self._announced[shard.shard_id] = record.incarnation_id
         self.put(shard.shard_id, content, TTL_SECONDS, is_true=True)
 
-    def _heartbeat(self, shard_id: str) -> None:
-        self.announce(self._shards[shard_id])
-        self._env.timeline.after(HEARTBEAT_SECONDS * (0.5 + self.rng.random()), self._heartbeat, shard_id)
+    def _heartbeat(self, shard: ShardView) -> None:
+        if self._shards.get(shard.shard_id) is shard:
+            self.announce(shard)
+            self._env.timeline.after(HEARTBEAT_SECONDS * (0.5 + self.rng.random()), self._heartbeat, shard)
 
     # -- values -------------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,8 @@ class RouterNode:
         self.holds_requests = POLICIES[self.config.policy]().hold is not None
         """Whether the policy may hold requests back although a shard has room."""
         self.tenants = env.scenario.tenants
+        self.is_harmless = env.scenario.is_harmless
+        """Whether nothing happens that breaks off an answer."""
         self.witness = Witness(self.config)
         self.clients: dict[str, ClientStream] = {}
         self.streams: dict[str, ShardStream] = {}
@@ -140,6 +142,12 @@ class RouterNode:
     def connect(self, shard: SimShard, *, replace: bool = False) -> None:
         """Open a stream unless there is one (that is not to be replaced) or one is being opened."""
         shard_id = shard.shard_id
+        if shard not in self._shards:
+            # Its model has been unloaded, and its name may be that of another shard now.
+            for other in self._shards:
+                if other.shard_id == shard_id:
+                    self.connect(other, replace=replace)
+            return
         if not self.is_alive or shard_id in self.connecting or (shard_id in self.streams and not replace):
             return
         if self._fleet is not None and not self._fleet.may_connect(self, shard):

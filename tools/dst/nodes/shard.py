@@ -27,7 +27,8 @@ ROUTER_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PREFILL_CHUNK_CLIENT_ID)
 
 
 class SimShard:
-    def __init__(self, env: Environment, shard_id: str, shape: ShardShape) -> None:
+    def __init__(self, env: Environment, shard_id: str, shape: ShardShape, incarnation: int = 0) -> None:
+        """`incarnation` is that of the last process which had this id."""
         self._env = env
         self.shard_id = shard_id
         self.shape = shape
@@ -36,9 +37,13 @@ class SimShard:
         self.is_hung = False
         self.has_hung_engine = False
         self.is_draining = False
+        self.is_withdrawn = False
+        """Whether its model is about to be unloaded."""
+        self.is_ending = False
+        """Whether it has been told to stop, for ever."""
         self.hands_over = False
         self.slowness = 1.0
-        self.incarnation = 0
+        self.incarnation = incarnation
         self.cache = BlockCache(shape)
         self.engine = Engine(env, shape, self.cache)
         self._kv_number = 0
@@ -51,6 +56,7 @@ class SimShard:
     def start(self) -> None:
         self.incarnation += 1
         self.is_up, self.is_hung, self.is_draining, self.hands_over = True, False, False, False
+        self.is_withdrawn = False
         self.has_hung_engine = False
         self.slowness = 1.0
         self.cache = BlockCache(self.shape)
@@ -68,7 +74,7 @@ class SimShard:
         self.engine.sequences.clear()
 
     def bring_up(self) -> None:
-        if not self.is_up:
+        if not self.is_up and not self.is_ending:
             self.start()
 
     def restore_speed(self) -> None:
@@ -108,6 +114,18 @@ class SimShard:
         self.hands_over = False
         self.send_load()
 
+    def set_withdrawn(self, withdrawn: bool) -> None:
+        """Routers are notified at once."""
+        self.is_withdrawn = withdrawn
+        self.send_load()
+
+    def begin_to_end(self) -> None:
+        """The model has been withdrawn, and the process is told to stop: it drains."""
+        self.is_ending = True
+        self.is_hung = False
+        if self.is_up:
+            self.set_draining(True)
+
     def hand_over(self) -> None:
         """The drain deadline has passed: ask the routers to move the remaining sequences."""
         self.hands_over = True
@@ -119,7 +137,9 @@ class SimShard:
 
     def _load(self, stream: ShardStream) -> ShardLoad:
         load = self.engine.load(stream, draining=self.is_draining)
-        return msgspec.structs.replace(load, hand_over=True) if self.hands_over else load
+        if self.hands_over or self.is_withdrawn:
+            return msgspec.structs.replace(load, hand_over=self.hands_over, withdrawn=self.is_withdrawn)
+        return load
 
     def clear_cache(self) -> None:
         """The engine forgets its blocks."""

@@ -99,7 +99,9 @@ class ShardStream:
             return []
         if self.shard.has_hung_engine and self.old_load is not None:
             # A hung engine does not update its counts.
-            load = msgspec.structs.replace(self.old_load, draining=load.draining, hand_over=load.hand_over)
+            load = msgspec.structs.replace(
+                self.old_load, draining=load.draining, hand_over=load.hand_over, withdrawn=load.withdrawn
+            )
         old, self.old_load = self.old_load, load
         if old is not None and self._env.chance("load_report_stale"):
             load = old
