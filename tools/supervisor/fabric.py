@@ -23,6 +23,8 @@ from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec
+from tools.supervisor.config_reload import ConfigReload, ConfigSource
+from tools.supervisor.detach import has_terminal
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.logs.files import log_paths
 from tools.supervisor.model_changes import ModelChanges, Resolve
@@ -63,9 +65,10 @@ class Fabric:
         start_timeout_seconds: float,
         trust: FabricTrust,
         resolve: Resolve,
+        source: ConfigSource,
     ) -> None:
         """Without `embed_redis` this machine may be one of several of a fleet. `resolve` finds models that are loaded
-        later."""
+        later, and `source` has what `config` was made from."""
         self._config = config
         self._folder = folder
         self._reporter = reporter
@@ -85,7 +88,9 @@ class Fabric:
         self._trust = trust
         self._registry = FleetRegistry(config.redis, trust.sealer)
         self._changing = asyncio.Lock()
-        """Held while processes are restarted, or models loaded or unloaded."""
+        """Held while processes are restarted, the configuration is reloaded, or models are loaded or unloaded."""
+        self._reloading: asyncio.Task[None] | None = None
+        """A reload that a signal asked for."""
 
         def plan(config: KvloomConfig) -> list[list[ChildSpec]]:
             return plan_stages(
@@ -103,13 +108,19 @@ class Fabric:
             on_change=self._write_state,
             on_event=reporter.step,
         )
-        self._models = ModelChanges(
-            config, folder.config_path, self._supervisor, trust, lambda config: plan(config)[-1], resolve
+
+        def services(config: KvloomConfig) -> Sequence[ChildSpec]:
+            return plan(config)[-1]
+
+        self._models = ModelChanges(config, folder.config_path, self._supervisor, trust, services, resolve)
+        self._config_reload = ConfigReload(
+            config, folder.config_path, self._supervisor, self._models, source, services, self._wait_ready
         )
 
     async def run(self) -> None:
-        """Run until SIGINT, SIGTERM or SIGHUP. A second signal kills all processes. Leaves no process behind. Raises
-        CommandError if the fabric does not start."""
+        """Run until SIGINT or SIGTERM, or until the terminal is closed (without one, SIGHUP reloads the configuration).
+        A second signal kills all processes. Leaves no process behind. Raises CommandError if the fabric does not
+        start."""
         stop = self._stop_on_signals()
         self._write_state()
         work = asyncio.create_task(self._start_and_watch(), name="fabric")
@@ -124,9 +135,10 @@ class Fabric:
             self._enter_phase("stopping")
             if stop.is_set():
                 self._reporter.step("stopping: running requests may finish (again to stop at once)")
-            for task in (work, stopped):
+            tasks = [work, stopped, *filter(None, [self._reloading])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(work, stopped, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._supervisor.stop()
             await self._registry.close()
             self._state_writer.close()
@@ -136,7 +148,12 @@ class Fabric:
     async def _start_and_watch(self) -> None:
         fleet_host = self._config.fabric.host or "127.0.0.1" if self._is_fleet else ""
         servicer = SupervisorServicer(
-            self._current_state, self._restart, self._load_model, self._unload_model, self._log_paths
+            self._current_state,
+            self._restart,
+            self._load_model,
+            self._unload_model,
+            self._log_paths,
+            reload=self._reload,
         )
         async with (
             following(self._trust),
@@ -169,13 +186,40 @@ class Fabric:
     async def _restart(self, wanted: Sequence[str], on_step: Callable[[str], None]) -> None:
         """Restart one process after another, each when the fabric is complete again. Raises CommandError."""
         async with self._one_change():
-            for name in plan_restart(self._supervisor.statuses, wanted):
-                try:
-                    await self._supervisor.replace(name)
-                except ChildFailedError as error:
-                    raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
-                await self._wait_ready()
-                self._reporting(on_step)(f"{name} was restarted")
+            await self._replace(wanted, self._reporting(on_step))
+
+    async def _replace(self, wanted: Sequence[str], report: Callable[[str], None]) -> None:
+        for name in plan_restart(self._supervisor.statuses, wanted):
+            try:
+                await self._supervisor.replace(name)
+            except ChildFailedError as error:
+                raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
+            await self._wait_ready()
+            report(f"{name} was restarted")
+
+    async def _reload(self, file: Path | None, restarts: bool, on_step: Callable[[str], None]) -> None:
+        """Apply the changed configuration. With `restarts`, also by restarting processes one after another. Raises
+        CommandError."""
+        report = self._reporting(on_step)
+        async with self._one_change():
+            pending = await self._config_reload.apply(file, report)
+            if restarts and pending:
+                await self._replace([name for names in pending.values() for name in names], report)
+            for key, names in pending.items():
+                report(f"{key}: {'applied' if restarts else f'needs {self._config_reload.needed_restart(names)}'}")
+            try:
+                await self._config_reload.change_models(report)
+            finally:
+                self._write_state()
+
+    async def _reload_on_signal(self) -> None:
+        self._reporter.step("SIGHUP: reloading the configuration")
+        try:
+            await self._reload(None, False, lambda _: None)
+        except CommandError as error:
+            self._reporter.step(f"the configuration was not reloaded: {error.message}")
+        else:
+            self._reporter.step("the configuration was reloaded")
 
     async def _load_model(self, wanted: ModelConfig, num_shards: int | None, on_step: Callable[[str], None]) -> None:
         """Return when all routers and edges of this machine serve the model. Raises CommandError."""
@@ -196,7 +240,7 @@ class Fabric:
         if self._state.phase != "ready":
             raise CommandError(f"the fabric accepts no commands now: it is {self._state.phase}")
         if self._changing.locked():
-            raise CommandError("another restart, or change of models, is in progress")
+            raise CommandError("another restart, reload or change of models is in progress")
         async with self._changing:
             yield
 
@@ -316,8 +360,14 @@ class Fabric:
             elif loop.time() - first_at > _SAME_SIGNAL_SECONDS:
                 self._supervisor.force_stop()
 
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(signum, on_signal)
+        def on_hang_up() -> None:
+            if self._reloading is None or self._reloading.done():
+                self._reloading = loop.create_task(self._reload_on_signal(), name="reload")
+
+        # Daemons reload at SIGHUP. To a command in a terminal it says that the terminal has gone.
+        hang_up = on_signal if has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else on_hang_up
+        for signum, handler in ((signal.SIGINT, on_signal), (signal.SIGTERM, on_signal), (signal.SIGHUP, hang_up)):
+            loop.add_signal_handler(signum, handler)
         return stop
 
     def _enter_phase(self, phase: str) -> None:

@@ -17,6 +17,7 @@ from kvloom.v1.supervisor_service_pb2 import (
     GetStateRequest,
     LoadModelRequest,
     ReadLogsRequest,
+    ReloadRequest,
     RestartRequest,
     UnloadModelRequest,
 )
@@ -57,6 +58,11 @@ class SupervisorClient:
     async def restart(self, names: Sequence[str], on_step: Callable[[str], None]) -> None:
         """Returns when the restart is complete. Raises CommandError with the reason if it fails."""
         await self._follow(self._stub.Restart(RestartRequest(names=names)), on_step, "the restart was complete")
+
+    async def reload(self, config_file: Path | None, restart: bool, on_step: Callable[[str], None]) -> None:
+        """Returns when all is applied that can be. Raises CommandError with the reason if the file cannot be used."""
+        request = ReloadRequest(config_file=str(config_file or ""), restart=restart)
+        await self._follow(self._stub.Reload(request), on_step, "the reload was complete")
 
     async def load_model(self, model: str, num_shards: int | None, on_step: Callable[[str], None]) -> None:
         """Returns when the model is served. Raises CommandError with the reason if it cannot be."""

@@ -27,6 +27,8 @@ from kvloom.v1.supervisor_service_pb2 import (
     LogEntry,
     ReadLogsRequest,
     ReadLogsResponse,
+    ReloadRequest,
+    ReloadResponse,
     RestartRequest,
     RestartResponse,
     UnloadModelRequest,
@@ -54,6 +56,8 @@ _STOP_GRACE_SECONDS: Final = 0.5
 OnStep = Callable[[str], None]
 Restart = Callable[[Sequence[str], OnStep], Awaitable[None]]
 """Called with names and a callback for each step. Raises CommandError; the following likewise."""
+Reload = Callable[[Path | None, bool, OnStep], Awaitable[None]]
+"""Called with the file, if it is another one, and whether to restart processes."""
 LoadModel = Callable[[ModelConfig, int | None, OnStep], Awaitable[None]]
 UnloadModel = Callable[[str, float, OnStep], Awaitable[None]]
 
@@ -68,9 +72,12 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         load_model: LoadModel,
         unload_model: UnloadModel,
         log_paths: Callable[[], dict[str, Path]],
+        *,
+        reload: Reload,
     ) -> None:
         self._current_state = current_state
         self._restart = restart
+        self._reload = reload
         self._load_model = load_model
         self._unload_model = unload_model
         self._log_paths = log_paths
@@ -85,6 +92,13 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         names = list(request.names)
         async for step in _steps(lambda on_step: self._restart(names, on_step), context):
             yield RestartResponse(step=step)
+
+    async def Reload(self, request: ReloadRequest, context: Any) -> AsyncIterator[ReloadResponse]:
+        file = Path(request.config_file) if request.config_file else None
+        if file is not None and not file.is_absolute():
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "config_file: the path must be absolute")
+        async for step in _steps(lambda on_step: self._reload(file, request.restart, on_step), context):
+            yield ReloadResponse(step=step)
 
     async def LoadModel(self, request: LoadModelRequest, context: Any) -> AsyncIterator[LoadModelResponse]:
         num_shards = request.num_shards if request.HasField("num_shards") else None
