@@ -17,7 +17,7 @@ import redis.exceptions
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.discovery.announcer import announced_process, name_owner, process_record
 from kvloom.discovery.records import NameTakenError
-from kvloom.models.configured import configured_models, num_configured_shards
+from kvloom.models.configured import configured_models
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
@@ -91,6 +91,8 @@ class Fabric:
         """Held while processes are restarted, the configuration is reloaded, or models are loaded or unloaded."""
         self._reloading: asyncio.Task[None] | None = None
         """A reload that a signal asked for."""
+        self._resleeping: asyncio.Task[None] | None = None
+        """Puts restarted shards of sleeping models to sleep."""
 
         def plan(config: KvloomConfig) -> list[list[ChildSpec]]:
             return plan_stages(
@@ -105,7 +107,7 @@ class Fabric:
             plan(config),
             stop_order=STOP_ORDER,
             log_dir=folder.log_dir,
-            on_change=self._write_state,
+            on_change=self._on_change,
             on_event=reporter.step,
         )
 
@@ -135,7 +137,7 @@ class Fabric:
             self._enter_phase("stopping")
             if stop.is_set():
                 self._reporter.step("stopping: running requests may finish (again to stop at once)")
-            tasks = [work, stopped, *filter(None, [self._reloading])]
+            tasks = [work, stopped, *filter(None, [self._reloading, self._resleeping])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -154,6 +156,8 @@ class Fabric:
             self._unload_model,
             self._log_paths,
             reload=self._reload,
+            sleep_model=self._sleep_model,
+            wake_model=self._wake_model,
         )
         async with (
             following(self._trust),
@@ -194,6 +198,7 @@ class Fabric:
                 await self._supervisor.replace(name)
             except ChildFailedError as error:
                 raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
+            await self._models.keep_asleep()
             await self._wait_ready()
             report(f"{name} was restarted")
 
@@ -234,6 +239,25 @@ class Fabric:
             await self._models.unload(name, timeout_seconds, self._reporting(on_step))
             self._write_state()
 
+    async def _sleep_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
+        """Raises CommandError."""
+        async with self._one_change():
+            await self._models.sleep(name, timeout_seconds, self._reporting(on_step))
+
+    async def _wake_model(self, name: str, on_step: Callable[[str], None]) -> None:
+        """Return when all routers and edges of this machine serve the model. Raises CommandError."""
+        async with self._one_change():
+            await self._models.wake(name, self._reporting(on_step))
+            await self._wait_ready(name)
+
+    async def _keep_asleep(self) -> None:
+        """For shards that have crashed while they slept: a restarted process has loaded its weights again."""
+        try:
+            async with self._changing:
+                await self._models.keep_asleep()
+        except CommandError as error:
+            self._reporter.step(error.message)
+
     @contextlib.asynccontextmanager
     async def _one_change(self) -> AsyncIterator[None]:
         """Raises CommandError if the fabric is not ready, or is being changed."""
@@ -262,7 +286,9 @@ class Fabric:
         if not self._supervisor.all_ready:
             away = [f"{status.name} is {status.state}" for status in statuses if status.state != "ready"]
             return away or ["not all processes run"]
-        num_shards = num_configured_shards(self._config) if "shard" in self._roles else 0
+        num_shards = self._models.num_awake_shards if "shard" in self._roles else 0
+        if not num_shards and self._models.asleep:
+            return []  # nothing is served, as it was asked for
         records = await self._records()
         if records is None:
             return await not_ready_reasons(statuses, num_shards, self._trust)
@@ -338,6 +364,8 @@ class Fabric:
         records = await self._records()
         missing = [] if records is None else self._roles_missing(records)
         reasons = [f"the fleet has no {role}" for role in missing]
+        if self._models.asleep and not self._models.num_awake_shards:
+            reasons += [f"{name} sleeps (kvloom models wake {name})" for name in self._models.asleep]
         reasons += await not_ready_reasons(statuses, 0 if missing else 1, self._trust)
         if not reasons and self._is_fleet:
             alone = await shards_without_router(statuses, self._trust)
@@ -373,6 +401,11 @@ class Fabric:
     def _enter_phase(self, phase: str) -> None:
         self._state.phase = phase
         self._write_state()
+
+    def _on_change(self) -> None:
+        self._write_state()
+        if self._models.asleep and (self._resleeping is None or self._resleeping.done()):
+            self._resleeping = asyncio.get_running_loop().create_task(self._keep_asleep(), name="keep models asleep")
 
     def _write_state(self) -> None:
         self._state.processes = self._supervisor.statuses

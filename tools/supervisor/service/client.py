@@ -19,7 +19,9 @@ from kvloom.v1.supervisor_service_pb2 import (
     ReadLogsRequest,
     ReloadRequest,
     RestartRequest,
+    SleepModelRequest,
     UnloadModelRequest,
+    WakeModelRequest,
 )
 from tools.failures import CommandError
 from tools.supervisor.logs.entries import LogEntry
@@ -73,6 +75,15 @@ class SupervisorClient:
         """Returns when the model's shards have stopped. Raises CommandError with the reason if it fails."""
         call = self._stub.UnloadModel(UnloadModelRequest(name=name, timeout_seconds=timeout_seconds))
         await self._follow(call, on_step, "the model was unloaded")
+
+    async def sleep_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
+        """Returns when the model's shards sleep. Raises CommandError with the reason if it fails."""
+        call = self._stub.SleepModel(SleepModelRequest(name=name, timeout_seconds=timeout_seconds))
+        await self._follow(call, on_step, "the model slept")
+
+    async def wake_model(self, name: str, on_step: Callable[[str], None]) -> None:
+        """Returns when the model is served again. Raises CommandError with the reason if it fails."""
+        await self._follow(self._stub.WakeModel(WakeModelRequest(name=name)), on_step, "the model was awake")
 
     async def _follow(self, call: Any, on_step: Callable[[str], None], end: str) -> None:
         """Raises CommandError."""
