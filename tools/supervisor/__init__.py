@@ -3,7 +3,7 @@
 fabric.py              one run of a whole fabric, or of a machine's part of a fleet
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
 flag_model.py          what the flag --model says
-model_changes.py       loads and unloads models while the processes run
+model_changes.py       loads, unloads, puts to sleep and wakes models while the processes run
 config_changes.py      which keys two configurations differ in, and what applies each
 config_reload.py       applies a changed configuration file while the processes run
 embedded_redis.py      the Redis-protocol server that `kvloom up` starts
