@@ -176,6 +176,7 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         draining=load.draining,
         hand_over=load.hand_over,
         withdrawn=load.withdrawn,
+        asleep=load.asleep,
         num_own_running=load.num_own_running,
         num_own_waiting=load.num_own_waiting,
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,

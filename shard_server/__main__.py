@@ -39,12 +39,22 @@ async def serve(
     stop = service.stop_event()
     metrics = open_metrics(config, trust, "shard", name, metrics_port, shares_port=shares_metrics_port)
     engine, tokenizer, card = await asyncio.to_thread(_load, config)
-    server = ShardServer(config, engine, tokenizer, name, advertised_address=advertised_address, trust=trust, card=card)
+    server = ShardServer(
+        config,
+        engine,
+        tokenizer,
+        name,
+        advertised_address=advertised_address,
+        trust=trust,
+        card=card,
+        make_engine=lambda: create_engine(config, tokenizer),
+    )
     try:
         address = await server.start(port)
     except EngineError as error:
         raise service.StartError(f"{name}: {error}") from error
     info = engine.info
+    del engine  # its memory is freed while the shard sleeps
     service.announce_ready(
         service.ReadyLine(address, metrics.address, engine=info.description or info.engine, variant=info.variant)
     )

@@ -27,7 +27,7 @@ from kvloom.v1.shard_service_pb2 import (
     ShardServiceConnectResponse,
 )
 from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
-from shard_server.engines.base import Engine, FinishReason, SequenceEnd, StepOutput
+from shard_server.engines.base import AllBlocksCleared, Engine, FinishReason, SequenceEnd, StepOutput
 from shard_server.intake import Intake, engine_failed, stopping
 from shard_server.kv_mirror import KvMirror
 from shard_server.live_sequences import LiveSequences, logprobs_to_proto
@@ -72,6 +72,8 @@ class EngineMultiplexer:
         max_sequences = engine.info.max_batch + max_waiting
         self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock)
         self._report_timer: asyncio.TimerHandle | None = None
+        self._has_engine = asyncio.Event()
+        self._has_engine.set()
         self._last_token_step_at: float | None = None
 
     # -- routers ------------------------------------------------------------------------------------------------------
@@ -146,6 +148,35 @@ class EngineMultiplexer:
             self._load.withdrawn = withdrawn
             self._report_load()
 
+    def announce_sleep(self, asleep: bool) -> None:
+        """Whether the shard sleeps, or is about to. Routers are notified at once."""
+        if asleep != self._load.asleep:
+            self._load.asleep = asleep
+            self._report_load()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine has been given up."""
+        return not self._has_engine.is_set()
+
+    def give_up_engine(self) -> None:
+        """The engine is about to be closed, and with it its cached blocks go; `use` follows later. No sequence may be
+        live."""
+        self._has_engine.clear()
+        kv_events = self._kv.apply([AllBlocksCleared()])
+        for connection in self._connections:
+            connection.send_step(kv_events)
+
+    def use(self, engine: Engine) -> None:
+        """Continue with an engine that has started and has the sizes of the one that was closed."""
+        self._engine = engine
+        self._live.use(engine)
+        self._intake.use(engine)
+        self._load.restart(engine.info)
+        self._metrics.on_new_engine()
+        self._last_token_step_at = None
+        self._has_engine.set()
+
     def _report_load(self) -> None:
         for connection in self._connections:
             connection.send_step(load=self._load.report(connection.origin))
@@ -174,11 +205,15 @@ class EngineMultiplexer:
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Deliver steps until the engine is closed. When the engine dies, every sequence finishes with ENGINE_FAILED
-        and the engine's error is raised."""
+        """Deliver steps until the engine is closed and none is to take its place. When the engine dies, every sequence
+        finishes with ENGINE_FAILED and the engine's error is raised."""
         try:
-            async for output in self._engine.steps():
-                self._on_step(output)
+            engine = None
+            while engine is not self._engine:  # another one may have taken its place
+                engine = self._engine
+                async for output in engine.steps():
+                    self._on_step(output)
+                await self._has_engine.wait()
         except Exception:
             self._intake.engine_has_failed = True
             for sequence in list(self._live.by_request_id.values()):

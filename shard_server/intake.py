@@ -48,6 +48,10 @@ class Intake:
         self._serials = itertools.count()
         self.engine_has_failed = False
 
+    def use(self, engine: Engine) -> None:
+        """Another engine takes the place of one that was closed."""
+        self._engine, self._engine_info = engine, engine.info
+
     def submit(self, connection: RouterConnection, submit: ShardSubmit) -> None:
         """Raises KvloomError (PROTOCOL_VIOLATION). Every other error rejects the choice in the router's next frame."""
         choices = submit.choices

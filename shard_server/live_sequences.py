@@ -152,6 +152,10 @@ class CancellingSequences:
             names = self._names.pop(request_id, _NO_NAMES)
             log.info("cancelled sequence ended", sequence_id=request_id, num_wasted_tokens=num_wasted, **names)
 
+    def end_all(self) -> None:
+        for request_id in list(self._num_wasted):
+            self.end(request_id)
+
 
 class LiveSequences:
     """The live sequences of one engine, from all routers."""
@@ -172,6 +176,12 @@ class LiveSequences:
         self.cancelling = CancellingSequences(metrics)
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def use(self, engine: Engine) -> None:
+        """Another engine takes the place of one that was closed. No sequence may be live; those that were being
+        cancelled have ended with the old one."""
+        self._engine = engine
+        self.cancelling.end_all()
 
     @property
     def num_in_engine(self) -> int:

@@ -22,13 +22,20 @@ _NO_SHARE: Final = LoadShare()
 
 
 class LoadReporter:
-    """Keeps the newest load. The shard server sets `draining`, `hand_over` and `withdrawn`, which are part of every
-    report."""
+    """Keeps the newest load. The shard server sets `draining`, `hand_over`, `withdrawn` and `asleep`, which are part
+    of every report."""
 
     def __init__(self, info: EngineInfo) -> None:
         self.draining = False
         self.hand_over = False
         self.withdrawn = False
+        self.asleep = False
+        self._reported_at = float("-inf")
+        self._reported_idle = True
+        self.restart(info)
+
+    def restart(self, info: EngineInfo) -> None:
+        """Begin with another engine, which has no sequence."""
         # Routers that knew no speeds could mistake the first prefill of a slow engine for a stall.
         self._load = EngineLoad(
             num_available_blocks=info.num_blocks,
@@ -36,8 +43,6 @@ class LoadReporter:
             decode_step_seconds=info.decode_step_seconds,
         )
         self._num_blocks = info.num_blocks
-        self._reported_at = float("-inf")
-        self._reported_idle = True
         self._num_submitted = 0
         self._in_flight: deque[tuple[int, int]] = deque()
         """(origin, number of prefill tokens) of the sequences that the newest load does not count yet."""
@@ -96,6 +101,7 @@ class LoadReporter:
             draining=self.draining,
             hand_over=self.hand_over,
             withdrawn=self.withdrawn,
+            asleep=self.asleep,
             num_own_running=own.num_running,
             num_own_waiting=own.num_waiting + num_own_in_flight,
             num_own_queued_prefill_tokens=own.num_queued_prefill_tokens + num_own_in_flight_tokens,

@@ -116,6 +116,10 @@ class ShardMetrics:
             "kvloom_shard_connected_routers", "Routers with an open stream to this shard now. Unit: routers."
         )
 
+    def on_new_engine(self) -> None:
+        """The engine's counts begin at 0 again."""
+        self._num_preemptions_seen = self._num_draft_tokens_seen = self._num_accepted_tokens_seen = 0
+
     def on_step(
         self,
         load: EngineLoad,

@@ -4,8 +4,10 @@ stop."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import uuid
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -16,12 +18,13 @@ from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
 from kvloom.discovery.records import NameTakenError, ShardRecord
 from kvloom.discovery.registry import ShardRegistry
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
 from kvloom.models.card_service import ModelCardServicer
 from kvloom.models.model_card import PackedCard
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
+from kvloom.process.freed_memory import return_freed_memory
 from kvloom.text.detokenizer import TokenText
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.local_server import LocalServer
@@ -59,12 +62,16 @@ class ShardServer:
         advertised_address: str = "",
         trust: FabricTrust = NO_SECRET,
         card: PackedCard | None = None,
+        make_engine: Callable[[], Engine] | None = None,
     ) -> None:
         """`advertised_address` is the host:port that is registered for routers; "" registers the listening address.
-        `card` is that of the model; without it, routers need the model's files."""
+        `card` is that of the model; without it, routers need the model's files. `make_engine`
+        makes another engine like `engine`, in a thread; without it, the shard cannot sleep."""
         self._card = card
         self._config = config
         self._engine = engine
+        self._make_engine = make_engine
+        self._changing_engine = asyncio.Lock()
         self._tokenizer = tokenizer
         self._shard_id = shard_id
         self.incarnation_id = uuid.uuid4().hex
@@ -116,7 +123,7 @@ class ShardServer:
             max_pending_frames=self._max_pending_frames,
             access_log=AccessLog(self._config.log),
         )
-        servicer = ShardServicer(self._multiplexer, self._on_drain_call)
+        servicer = ShardServicer(self._multiplexer, self._on_drain_call, self._sleep, self._wake)
         add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))
         add_ModelCardServiceServicer_to_server(ModelCardServicer(self._card_of), CheckedServer(self._server))
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
@@ -205,6 +212,8 @@ class ShardServer:
         self._multiplexer.end_connections()
         await asyncio.gather(self._server.stop(FLUSH_SECONDS), self._local_server.stop(FLUSH_SECONDS))
         await self._engine.close()
+        if self._multiplexer.asleep:
+            self._engine_task.cancel()
         await asyncio.wait({self._engine_task}, timeout=FLUSH_SECONDS)
         self._engine_task.cancel()
 
@@ -217,6 +226,8 @@ class ShardServer:
                 raise EngineError(f"the engine died: {error}") from error
 
     async def _on_drain_call(self, draining: bool, deadline_seconds: float | None) -> None:
+        if self._multiplexer.asleep and not draining:
+            raise KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard sleeps: `kvloom models wake` wakes it.")
         if not self._stopping:
             await self._set_draining(draining, deadline_seconds)
         elif not draining:
@@ -233,7 +244,70 @@ class ShardServer:
         await service.set_serving(self._health, SERVICE_NAMES, not draining)
         log.info("draining" if draining else "accepting requests again")
 
+    async def _sleep(self) -> None:
+        """Close the engine and free its memory. Raises KvloomError."""
+        if self._make_engine is None:
+            raise invalid_argument("This shard cannot sleep.", "")
+        async with self._changing_engine:
+            if self._multiplexer.asleep:
+                return
+            self._multiplexer.announce_sleep(True)
+            await self._set_draining(True)
+            self._multiplexer.return_sequences()
+            self._multiplexer.give_up_engine()
+            await self._engine.close()
+            await asyncio.to_thread(_free_memory)
+            log.info("asleep")
+
+    async def _wake(self) -> None:
+        """Load another engine. Raises KvloomError."""
+        async with self._changing_engine:
+            if self._multiplexer.asleep and not self._stopping:
+                self._engine = await self._another_engine(self._engine.info)
+                self._multiplexer.use(self._engine)
+                await asyncio.to_thread(_free_memory)
+                log.info("awake")
+                await self._set_draining(False)
+            self._multiplexer.announce_sleep(False)
+
+    async def _another_engine(self, before: EngineInfo) -> Engine:
+        """One that has started, and that routers and running metrics can take for the old one. Raises KvloomError."""
+        assert self._make_engine is not None, "it sleeps"
+        try:
+            engine = await asyncio.to_thread(self._make_engine)
+            try:
+                await engine.start()
+                _check_same(before, engine.info)
+            except BaseException:
+                await engine.close()
+                raise
+        except (EngineError, OSError, ValueError) as error:
+            log.warning("the engine could not be loaded", error=str(error))
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_ENGINE_FAILED, f"The engine cannot be loaded: {error}"
+            ) from error
+        return engine
+
     def _hand_over(self) -> None:
         self._hand_over_timer = None
         log.info("handing over the live sequences")
         self._multiplexer.set_draining(True, hand_over=True)
+
+
+def _free_memory() -> None:
+    """Free an engine that was closed. Takes a fraction of a second, in which nobody waits for this process."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the process froze what it had when it was ready (settle_memory), and thus the first engine
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    return_freed_memory()
+
+
+def _check_same(before: EngineInfo, now: EngineInfo) -> None:
+    """Raises EngineError. Speeds, and the description that names them, may differ."""
+    for field in ("block_size", "num_blocks", "max_batch", "max_model_len", "capabilities", "variant"):
+        if getattr(before, field) != getattr(now, field):
+            raise EngineError(
+                f"{field} was {getattr(before, field)} and is {getattr(now, field)} now: restart the shard instead"
+            )

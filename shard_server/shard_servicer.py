@@ -23,6 +23,10 @@ from kvloom.v1.shard_service_pb2 import (
     GetInfoResponse,
     ShardServiceConnectRequest,
     ShardServiceConnectResponse,
+    SleepRequest,
+    SleepResponse,
+    WakeRequest,
+    WakeResponse,
     WithdrawRequest,
     WithdrawResponse,
 )
@@ -42,13 +46,19 @@ Context = grpc.aio.ServicerContext[ShardServiceConnectRequest, ShardServiceConne
 
 class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
     """`set_draining` is called for a Drain call, with its deadline in seconds. It raises KvloomError when the process
-    is stopping and cannot resume."""
+    is stopping and cannot resume. `sleep` and `wake` raise it when the shard cannot."""
 
     def __init__(
-        self, multiplexer: EngineMultiplexer, set_draining: Callable[[bool, float | None], Awaitable[None]]
+        self,
+        multiplexer: EngineMultiplexer,
+        set_draining: Callable[[bool, float | None], Awaitable[None]],
+        sleep: Callable[[], Awaitable[None]],
+        wake: Callable[[], Awaitable[None]],
     ) -> None:
         self._multiplexer = multiplexer
         self._set_draining = set_draining
+        self._sleep = sleep
+        self._wake = wake
 
     async def Connect(self, request_iterator: object, context: Context) -> None:
         try:
@@ -100,6 +110,25 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         self._multiplexer.set_withdrawn(request.withdrawn)
         load = self._multiplexer.load_report()
         return WithdrawResponse(num_running=load.num_running, num_waiting=load.num_waiting)
+
+    async def Sleep(self, request: SleepRequest, context: Any) -> SleepResponse:
+        error = None
+        try:
+            if request.only_announce:
+                self._multiplexer.announce_sleep(True)
+            else:
+                await self._sleep()
+        except KvloomError as refusal:
+            error = refusal.to_proto()
+        load = self._multiplexer.load_report()
+        return SleepResponse(num_running=load.num_running, num_waiting=load.num_waiting, error=error)
+
+    async def Wake(self, request: WakeRequest, context: Any) -> WakeResponse:
+        try:
+            await self._wake()
+        except KvloomError as refusal:
+            return WakeResponse(error=refusal.to_proto())
+        return WakeResponse()
 
     async def _read_frames(self, connection: RouterConnection, context: Context) -> None:
         """Handle frames until the router has closed its side of the stream."""

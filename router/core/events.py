@@ -94,6 +94,8 @@ class ShardLoad(msgspec.Struct):
     """Whether the shard drains and its running sequences are to continue elsewhere."""
     withdrawn: bool = False
     """Whether its model is to end: see ShardService.Withdraw."""
+    asleep: bool = False
+    """Whether it sleeps, or is about to: see ShardService.Sleep."""
     num_own_running: int = 0
     """The part of `num_running` that came over this router's stream; the others belong to other routers."""
     num_own_waiting: int = 0

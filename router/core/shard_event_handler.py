@@ -117,6 +117,7 @@ class ShardEventHandler:
                 self._queue.requeue_all(shard, now)
             self._note_fleet_change()
         shard.is_withdrawn = event.load.withdrawn
+        shard.is_asleep = event.load.asleep
         if shard.health is not None:
             shard.health.note_load(event.load)
         self._health.on_load(shard, hands_over=event.load.hand_over and event.load.draining, now=now)

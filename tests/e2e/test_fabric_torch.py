@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -181,6 +182,29 @@ def test_a_generic_grpc_tool_can_generate_through_reflection(torch_fabric: Runni
         text += "".join(delta.get("text", "") for delta in message["deltas"])
         rest = rest[end:].lstrip()
     assert text == "The capital of France is Paris."
+
+
+def test_a_sleeping_model_gives_its_memory_back_and_answers_with_the_same_bits(
+    client: openai.OpenAI, torch_fabric: RunningFabric
+):
+    """Weights and KV cache are the point of sleeping; also the first engine of a process must go."""
+
+    def resident_bytes() -> list[int]:
+        return [psutil.Process(shard["pid"]).memory_info().rss for shard in torch_fabric.processes("shard")]
+
+    def answer() -> object:
+        sampled = {"max_tokens": 16, "temperature": 0.9, "seed": 3, "logprobs": True, "top_logprobs": 2}
+        return client.chat.completions.create(model=MODEL, messages=messages(CAPITAL), **sampled).choices  # type: ignore[call-overload]
+
+    answered, before = answer(), resident_bytes()
+    done = run_kvloom("models", "sleep", MODEL, env=torch_fabric.env)
+    assert done.returncode == 0, done.stderr
+    asleep = resident_bytes()
+    # 135 million weights of two bytes; the KV cache takes memory only where it was used.
+    assert all(one - other > 2e8 for one, other in zip(before, asleep, strict=True)), (before, asleep)
+    done = run_kvloom("models", "wake", MODEL, env=torch_fabric.env)
+    assert done.returncode == 0, done.stderr
+    assert answer() == answered
 
 
 def test_a_gguf_file_is_converted_and_served(tmp_path: Path, torch_fabric: RunningFabric):

@@ -34,6 +34,10 @@ STATE = FabricState(
 )
 
 
+async def no_change(*_: object) -> None:
+    raise CommandError("this fabric stays as it is")
+
+
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     async def state() -> FabricState:
@@ -46,7 +50,16 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    servicer = SupervisorServicer(state, restart, lambda: log_paths(tmp_path, "a-"))
+    servicer = SupervisorServicer(
+        state,
+        restart,
+        no_change,
+        no_change,
+        lambda: log_paths(tmp_path, "a-"),
+        reload=no_change,
+        sleep_model=no_change,
+        wake_model=no_change,
+    )
     trust = SharedSecret(SECRET, ("supervisor",), "a-kvloom")
     async with asyncio.timeout(30), serving(servicer, run_dir, trust, "127.0.0.1") as address:
         yield address

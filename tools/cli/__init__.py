@@ -6,6 +6,7 @@ up.py             up and down
 launch.py         launches the fabric for up
 status.py         status
 restart.py        restart
+reload.py         reload
 drain.py          drain and undrain
 logs.py           logs
 chat.py           chat

@@ -83,6 +83,7 @@ class LazyGroup(click.Group):
         "down": "tools.cli.up:down",
         "status": "tools.cli.status:status",
         "restart": "tools.cli.restart:restart",
+        "reload": "tools.cli.reload:reload",
         "drain": "tools.cli.drain:drain",
         "undrain": "tools.cli.drain:undrain",
         "logs": "tools.cli.logs:logs",

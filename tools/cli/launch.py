@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import errno
 import re
@@ -20,12 +21,14 @@ from kvloom.callers import configured_callers
 from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom.discovery.announcer import fabric_host
 from kvloom.models.configured import configured_models
+from kvloom.models.model_routes import ModelRoutes
 from kvloom.trust.fabric_trust import FabricTrust
 from shard_server.engines.engine_plugins import ENGINES
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
+from tools.supervisor.config_reload import ConfigSource
 from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.fabric import Fabric
 from tools.supervisor.joining import check_fleet, check_roles, check_secret, complete_addresses
@@ -149,10 +152,15 @@ class Launch:
     """How many shards models have, by name, where it is not as configured."""
     model_cache_dir: Path
     start_timeout_seconds: float
+    config_file: Path | None
+    """What `config` was read from."""
+    read: Callable[[Path], KvloomConfig]
+    """Reads such a file, and applies the same flags. Blocks. Raises CommandError."""
 
     def run(self, reporter: Reporter) -> None:
         """Run the fabric until a signal stops it. Raises CommandError if it cannot start."""
         log_to_stderr()
+        source = ConfigSource(copy.deepcopy(self.config), self.config_file, self._read_again, bool(self.models))
         with self.folder.locked(), contextlib.ExitStack() as stack:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
@@ -170,7 +178,7 @@ class Launch:
                 dump_config(self.config, self.folder.config_path)
                 name = supervisor_name(self.config.fabric.name_prefix)
                 trust = trust_of(self.config, ("supervisor",), name)
-                asyncio.run(self._run(reporter, http_port, trust, embed_redis=embed_redis))
+                asyncio.run(self._run(reporter, http_port, trust, source, embed_redis=embed_redis))
             except CommandError as error:
                 reporter.note(f"error: {error.message}")
                 raise
@@ -184,7 +192,13 @@ class Launch:
         config.safety.discover = True
 
     async def _run(
-        self, reporter: Reporter, http_port: SharedPort | None, trust: FabricTrust, *, embed_redis: bool
+        self,
+        reporter: Reporter,
+        http_port: SharedPort | None,
+        trust: FabricTrust,
+        source: ConfigSource,
+        *,
+        embed_redis: bool,
     ) -> None:
         if not embed_redis:
             await check_fleet(self.config, trust, reporter)
@@ -197,8 +211,22 @@ class Launch:
             start_timeout_seconds=self.start_timeout_seconds,
             trust=trust,
             resolve=self._resolved,
+            source=source,
         )
         await fabric.run()
+
+    def _read_again(self, path: Path) -> KvloomConfig:
+        """For a reload: what a start with this file would be given. Raises CommandError if that would be refused."""
+        config = self.read(path)
+        _check_access(config)
+        check_roles(config)
+        try:
+            ModelRoutes(config.routes)
+            if not self.models:
+                configured_models(config)
+        except ConfigError as error:
+            raise CommandError(f"The configuration file {path} is not valid: {error}") from error
+        return config
 
     @contextlib.contextmanager
     def _claimed_ports(self) -> Iterator[SharedPort | None]:
@@ -261,6 +289,7 @@ class Launch:
         else:
             config.model, config.models = ModelConfig(), found
         try:
+            ModelRoutes(config.routes)
             configured_models(config)
         except ConfigError as error:
             raise CommandError(str(error)) from error

@@ -1,4 +1,5 @@
-"""`kvloom models`: registers the models on this machine, and loads and unloads those of a running fabric."""
+"""`kvloom models`: registers the models on this machine, and loads, unloads, puts to sleep and wakes those of a running
+fabric."""
 
 from __future__ import annotations
 
@@ -116,6 +117,47 @@ def unload_model(name: str, timeout_seconds: float, data_dir: Path | None, confi
 
     asyncio.run(unload())
     click.echo(f"unloaded {name}")
+
+
+@models.command("sleep")
+@click.argument("name")
+@option(
+    "--timeout-seconds",
+    scope="models",
+    type=click.FloatRange(0, MAX_UNLOAD_SECONDS),
+    default=600.0,
+    show_default=True,
+    help="How long running answers may take to end. Those that have not ended by then are broken off.",
+)
+@data_dir_option
+@config_option
+def sleep_model(name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None) -> None:
+    """Free the memory of a model's shards on this machine, once its running answers have ended. `wake` undoes it.
+
+    Requests for the model are refused meanwhile (503). Ctrl-C takes it back as long as answers run.
+    """
+
+    async def sleep() -> None:
+        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+            await supervisor.sleep_model(name, timeout_seconds, lambda text: click.echo(f"  {text}"))
+
+    asyncio.run(sleep())
+    click.echo(f"{name} sleeps")
+
+
+@models.command("wake")
+@click.argument("name")
+@data_dir_option
+@config_option
+def wake_model(name: str, data_dir: Path | None, config_file: Path | None) -> None:
+    """Load the weights of a sleeping model again, and return when it is served."""
+
+    async def wake() -> None:
+        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+            await supervisor.wake_model(name, lambda text: click.echo(f"  {text}"))
+
+    asyncio.run(wake())
+    click.echo(f"{name} is awake")
 
 
 def _run_dir(data_dir: Path | None, config_file: Path | None) -> Path:

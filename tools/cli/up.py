@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from kvloom.config import KvloomConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.cli.launch import Launch, apply_flags
 from tools.failures import CommandError
@@ -160,9 +161,16 @@ def up(
     Prints `ready: URL` when all processes are ready. Ctrl-C stops all of them. With --join, this machine becomes one of
     a fleet, and --role chooses its part.
     """
-    config = load_config_file(config_file)
     models = flags.pop("model")
-    apply_flags(config, **flags)
+    # A daemon reads them again from another directory.
+    flags = {name: value.expanduser().absolute() if isinstance(value, Path) else value for name, value in flags.items()}
+
+    def read(path: Path | None) -> KvloomConfig:
+        config = load_config_file(path)
+        apply_flags(config, **flags)
+        return config
+
+    config = read(config_file)
     folder = RunFolder(choose_data_dir(data_dir, config))
     launch = Launch(
         config=config,
@@ -171,6 +179,8 @@ def up(
         num_shards={name: count for name, count in flags["shards"].items() if name},
         model_cache_dir=(model_cache_dir or folder.data_dir / "models").expanduser().absolute(),
         start_timeout_seconds=start_timeout_seconds,
+        config_file=config_file and config_file.expanduser().absolute(),
+        read=read,
     )
     if detach:
         # Detect another fabric before its files are touched.

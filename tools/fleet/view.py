@@ -16,6 +16,7 @@ from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 
 DRAINING = "draining"
 DRAINED = "drained"
+ASLEEP = "asleep"
 SILENT = "silent"
 """The state of a registered shard that does not answer."""
 REGISTERED = "registered"
@@ -132,6 +133,8 @@ def with_loads(view: FleetView, infos: Mapping[str, GetInfoResponse | None]) -> 
         state = ProcessState.READY.value
         if info.load.draining:
             state = DRAINING if info.load.num_running or info.load.num_waiting else DRAINED
+            if info.load.asleep:
+                state = ASLEEP
         return dataclasses.replace(
             process,
             state=state,

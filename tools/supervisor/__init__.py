@@ -3,7 +3,9 @@
 fabric.py              one run of a whole fabric, or of a machine's part of a fleet
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
 flag_model.py          what the flag --model says
-model_changes.py       loads and unloads models while the processes run
+model_changes.py       loads, unloads, puts to sleep and wakes models while the processes run
+config_changes.py      which keys two configurations differ in, and what applies each
+config_reload.py       applies a changed configuration file while the processes run
 embedded_redis.py      the Redis-protocol server that `kvloom up` starts
 supervisor.py          starts, watches, replaces and stops a set of processes
 supervised_process.py  keeps one process running, with backoff
@@ -18,6 +20,6 @@ state.py               the run folder: lock, state file, logs
 service/               SupervisorService, for commands such as `kvloom restart`, and its client
 logs/                  how the processes' logs are written and read
 reporters.py           where progress is reported
-detach.py              runs a fabric in the background
+detach.py              runs a fabric in the background, and says whether one has a terminal
 child_fabric.py        `kvloom up` as a child process, for measurements
 """

@@ -37,6 +37,15 @@ def run_detached(work: Callable[[Reporter], None], output_path: Path) -> None:
             raise
 
 
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal, which sends it SIGHUP when it closes."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 def _relay(reports: IO[str], reporter: Reporter) -> None:
     for line in reports:
         kind, text = json.loads(line)

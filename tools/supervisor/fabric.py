@@ -17,12 +17,14 @@ import redis.exceptions
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.discovery.announcer import announced_process, name_owner, process_record
 from kvloom.discovery.records import NameTakenError
-from kvloom.models.configured import configured_models, num_configured_shards
+from kvloom.models.configured import configured_models
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec
+from tools.supervisor.config_reload import ConfigReload, ConfigSource
+from tools.supervisor.detach import has_terminal
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.logs.files import log_paths
 from tools.supervisor.model_changes import ModelChanges, Resolve
@@ -63,9 +65,10 @@ class Fabric:
         start_timeout_seconds: float,
         trust: FabricTrust,
         resolve: Resolve,
+        source: ConfigSource,
     ) -> None:
         """Without `embed_redis` this machine may be one of several of a fleet. `resolve` finds models that are loaded
-        later."""
+        later, and `source` has what `config` was made from."""
         self._config = config
         self._folder = folder
         self._reporter = reporter
@@ -85,7 +88,11 @@ class Fabric:
         self._trust = trust
         self._registry = FleetRegistry(config.redis, trust.sealer)
         self._changing = asyncio.Lock()
-        """Held while processes are restarted, or models loaded or unloaded."""
+        """Held while processes are restarted, the configuration is reloaded, or models are loaded or unloaded."""
+        self._reloading: asyncio.Task[None] | None = None
+        """A reload that a signal asked for."""
+        self._resleeping: asyncio.Task[None] | None = None
+        """Puts restarted shards of sleeping models to sleep."""
 
         def plan(config: KvloomConfig) -> list[list[ChildSpec]]:
             return plan_stages(
@@ -100,16 +107,22 @@ class Fabric:
             plan(config),
             stop_order=STOP_ORDER,
             log_dir=folder.log_dir,
-            on_change=self._write_state,
+            on_change=self._on_change,
             on_event=reporter.step,
         )
-        self._models = ModelChanges(
-            config, folder.config_path, self._supervisor, trust, lambda config: plan(config)[-1], resolve
+
+        def services(config: KvloomConfig) -> Sequence[ChildSpec]:
+            return plan(config)[-1]
+
+        self._models = ModelChanges(config, folder.config_path, self._supervisor, trust, services, resolve)
+        self._config_reload = ConfigReload(
+            config, folder.config_path, self._supervisor, self._models, source, services, self._wait_ready
         )
 
     async def run(self) -> None:
-        """Run until SIGINT, SIGTERM or SIGHUP. A second signal kills all processes. Leaves no process behind. Raises
-        CommandError if the fabric does not start."""
+        """Run until SIGINT or SIGTERM, or until the terminal is closed (without one, SIGHUP reloads the configuration).
+        A second signal kills all processes. Leaves no process behind. Raises CommandError if the fabric does not
+        start."""
         stop = self._stop_on_signals()
         self._write_state()
         work = asyncio.create_task(self._start_and_watch(), name="fabric")
@@ -124,9 +137,10 @@ class Fabric:
             self._enter_phase("stopping")
             if stop.is_set():
                 self._reporter.step("stopping: running requests may finish (again to stop at once)")
-            for task in (work, stopped):
+            tasks = [work, stopped, *filter(None, [self._reloading, self._resleeping])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(work, stopped, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._supervisor.stop()
             await self._registry.close()
             self._state_writer.close()
@@ -136,7 +150,14 @@ class Fabric:
     async def _start_and_watch(self) -> None:
         fleet_host = self._config.fabric.host or "127.0.0.1" if self._is_fleet else ""
         servicer = SupervisorServicer(
-            self._current_state, self._restart, self._load_model, self._unload_model, self._log_paths
+            self._current_state,
+            self._restart,
+            self._load_model,
+            self._unload_model,
+            self._log_paths,
+            reload=self._reload,
+            sleep_model=self._sleep_model,
+            wake_model=self._wake_model,
         )
         async with (
             following(self._trust),
@@ -169,13 +190,41 @@ class Fabric:
     async def _restart(self, wanted: Sequence[str], on_step: Callable[[str], None]) -> None:
         """Restart one process after another, each when the fabric is complete again. Raises CommandError."""
         async with self._one_change():
-            for name in plan_restart(self._supervisor.statuses, wanted):
-                try:
-                    await self._supervisor.replace(name)
-                except ChildFailedError as error:
-                    raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
-                await self._wait_ready()
-                self._reporting(on_step)(f"{name} was restarted")
+            await self._replace(wanted, self._reporting(on_step))
+
+    async def _replace(self, wanted: Sequence[str], report: Callable[[str], None]) -> None:
+        for name in plan_restart(self._supervisor.statuses, wanted):
+            try:
+                await self._supervisor.replace(name)
+            except ChildFailedError as error:
+                raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
+            await self._models.keep_asleep()
+            await self._wait_ready()
+            report(f"{name} was restarted")
+
+    async def _reload(self, file: Path | None, restarts: bool, on_step: Callable[[str], None]) -> None:
+        """Apply the changed configuration. With `restarts`, also by restarting processes one after another. Raises
+        CommandError."""
+        report = self._reporting(on_step)
+        async with self._one_change():
+            pending = await self._config_reload.apply(file, report)
+            if restarts and pending:
+                await self._replace([name for names in pending.values() for name in names], report)
+            for key, names in pending.items():
+                report(f"{key}: {'applied' if restarts else f'needs {self._config_reload.needed_restart(names)}'}")
+            try:
+                await self._config_reload.change_models(report)
+            finally:
+                self._write_state()
+
+    async def _reload_on_signal(self) -> None:
+        self._reporter.step("SIGHUP: reloading the configuration")
+        try:
+            await self._reload(None, False, lambda _: None)
+        except CommandError as error:
+            self._reporter.step(f"the configuration was not reloaded: {error.message}")
+        else:
+            self._reporter.step("the configuration was reloaded")
 
     async def _load_model(self, wanted: ModelConfig, num_shards: int | None, on_step: Callable[[str], None]) -> None:
         """Return when all routers and edges of this machine serve the model. Raises CommandError."""
@@ -190,13 +239,32 @@ class Fabric:
             await self._models.unload(name, timeout_seconds, self._reporting(on_step))
             self._write_state()
 
+    async def _sleep_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
+        """Raises CommandError."""
+        async with self._one_change():
+            await self._models.sleep(name, timeout_seconds, self._reporting(on_step))
+
+    async def _wake_model(self, name: str, on_step: Callable[[str], None]) -> None:
+        """Return when all routers and edges of this machine serve the model. Raises CommandError."""
+        async with self._one_change():
+            await self._models.wake(name, self._reporting(on_step))
+            await self._wait_ready(name)
+
+    async def _keep_asleep(self) -> None:
+        """For shards that have crashed while they slept: a restarted process has loaded its weights again."""
+        try:
+            async with self._changing:
+                await self._models.keep_asleep()
+        except CommandError as error:
+            self._reporter.step(error.message)
+
     @contextlib.asynccontextmanager
     async def _one_change(self) -> AsyncIterator[None]:
         """Raises CommandError if the fabric is not ready, or is being changed."""
         if self._state.phase != "ready":
             raise CommandError(f"the fabric accepts no commands now: it is {self._state.phase}")
         if self._changing.locked():
-            raise CommandError("another restart, or change of models, is in progress")
+            raise CommandError("another restart, reload or change of models is in progress")
         async with self._changing:
             yield
 
@@ -218,7 +286,9 @@ class Fabric:
         if not self._supervisor.all_ready:
             away = [f"{status.name} is {status.state}" for status in statuses if status.state != "ready"]
             return away or ["not all processes run"]
-        num_shards = num_configured_shards(self._config) if "shard" in self._roles else 0
+        num_shards = self._models.num_awake_shards if "shard" in self._roles else 0
+        if not num_shards and self._models.asleep:
+            return []  # nothing is served, as it was asked for
         records = await self._records()
         if records is None:
             return await not_ready_reasons(statuses, num_shards, self._trust)
@@ -294,6 +364,8 @@ class Fabric:
         records = await self._records()
         missing = [] if records is None else self._roles_missing(records)
         reasons = [f"the fleet has no {role}" for role in missing]
+        if self._models.asleep and not self._models.num_awake_shards:
+            reasons += [f"{name} sleeps (kvloom models wake {name})" for name in self._models.asleep]
         reasons += await not_ready_reasons(statuses, 0 if missing else 1, self._trust)
         if not reasons and self._is_fleet:
             alone = await shards_without_router(statuses, self._trust)
@@ -316,13 +388,24 @@ class Fabric:
             elif loop.time() - first_at > _SAME_SIGNAL_SECONDS:
                 self._supervisor.force_stop()
 
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(signum, on_signal)
+        def on_hang_up() -> None:
+            if self._reloading is None or self._reloading.done():
+                self._reloading = loop.create_task(self._reload_on_signal(), name="reload")
+
+        # Daemons reload at SIGHUP. To a command in a terminal it says that the terminal has gone.
+        hang_up = on_signal if has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else on_hang_up
+        for signum, handler in ((signal.SIGINT, on_signal), (signal.SIGTERM, on_signal), (signal.SIGHUP, hang_up)):
+            loop.add_signal_handler(signum, handler)
         return stop
 
     def _enter_phase(self, phase: str) -> None:
         self._state.phase = phase
         self._write_state()
+
+    def _on_change(self) -> None:
+        self._write_state()
+        if self._models.asleep and (self._resleeping is None or self._resleeping.done()):
+            self._resleeping = asyncio.get_running_loop().create_task(self._keep_asleep(), name="keep models asleep")
 
     def _write_state(self) -> None:
         self._state.processes = self._supervisor.statuses

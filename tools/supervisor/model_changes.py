@@ -1,22 +1,24 @@
-"""Loads and unloads models while a machine's processes run."""
+"""Loads, unloads, puts to sleep and wakes models while a machine's processes run."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import msgspec
+import psutil
 
 from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
-from kvloom.models.configured import configured_models
+from kvloom.models.configured import configured_models, shard_config
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import shard_service_pb2_grpc
-from kvloom.v1.shard_service_pb2 import DrainRequest, WithdrawRequest
+from kvloom.v1.shard_service_pb2 import DrainRequest, SleepRequest, WakeRequest, WithdrawRequest
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.process_specs import started_roles
@@ -28,10 +30,23 @@ _POLL_SECONDS: Final = 0.1
 _NUM_IDLE_POLLS: Final = 3
 """So often in a row the shards must have nothing to do: routers may be about to send what waited there."""
 _CALL_TIMEOUT_SECONDS: Final = 5.0
+_SLEEP_TIMEOUT_SECONDS: Final = 60.0
+_WAKE_TIMEOUT_SECONDS: Final = 600.0
 
 OnStep = Callable[[str], None]
 Resolve = Callable[[ModelConfig, OnStep], ModelConfig]
 """Finds a model's files. Blocks. Raises CommandError."""
+
+Announce = Callable[[Any], Awaitable[Any]]
+"""Called with the stub of a shard. Returns an answer with `num_running` and `num_waiting`."""
+
+
+async def _withdraw(stub: Any) -> Any:
+    return await stub.Withdraw(WithdrawRequest(withdrawn=True), timeout=_CALL_TIMEOUT_SECONDS)
+
+
+async def _announce_sleep(stub: Any) -> Any:
+    return await stub.Sleep(SleepRequest(only_announce=True), timeout=_CALL_TIMEOUT_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +60,8 @@ class ModelChanges:
     plan: Callable[[KvloomConfig], Sequence[ChildSpec]]
     """The processes of a configuration."""
     resolve: Resolve
+    asleep: dict[str, set[int]] = dataclasses.field(default_factory=dict)
+    """The sleeping models, each with the pids of the shards that have been put to sleep."""
 
     async def load(self, wanted: ModelConfig, num_shards: int | None, on_step: OnStep) -> str:
         """Start the shards of another model, and return its name. Raises CommandError; then everything is as before."""
@@ -82,30 +99,108 @@ class ModelChanges:
     async def unload(self, name: str, timeout_seconds: float, on_step: OnStep) -> None:
         """Let the answers of a model end, and stop its shards. Raises CommandError."""
         models = configured_models(self.config)
-        model = next((model for model in models if model.name == name), None)
-        if model is None:
-            raise CommandError(f"there is no model {name}; there are {', '.join(one.name for one in models)}")
+        model = self._require(name)
         if len(models) == 1:
             raise CommandError(f"{name} is the only model here: `kvloom down` stops the fabric")
         try:
-            await self._withdraw(name, timeout_seconds, on_step)
+            await self._let_end(name, timeout_seconds, on_step, _withdraw)
         except BaseException:
             await self._take_back(name)
             raise
         await self.supervisor.remove([status.name for status in self._statuses(name)])
+        self.asleep.pop(name, None)
         if model is self.config.model:
             self.config.model = ModelConfig()
         self.config.models = [other for other in self.config.models if other is not model]
         dump_config(self.config, self.config_path)
 
-    async def _withdraw(self, name: str, timeout_seconds: float, on_step: OnStep) -> None:
-        """Return when the model's shards have nothing to do any more, or after the timeout."""
+    async def sleep(self, name: str, timeout_seconds: float, on_step: OnStep) -> None:
+        """Let the answers of a model end, and free the memory of its shards. Raises CommandError."""
+        model = self._require(name)
+        if name in self.asleep:
+            raise CommandError(f"{name} sleeps already (kvloom models wake {name})")
+        settings = shard_config(self.config, model)
+        if settings.engine == "sim" and settings.sim.shards_per_process > 1:
+            raise CommandError(f"{name} cannot sleep: its shards share a process (shard.sim.shards_per_process)")
+        if not self._running(name):
+            raise CommandError(f"{name} cannot sleep: none of its shards runs")
+        try:
+            await self._let_end(name, timeout_seconds, on_step, _announce_sleep)
+            self.asleep[name] = set()
+            for text in await asyncio.gather(*(self._put_to_sleep(status) for status in self._running(name))):
+                on_step(text)
+        except BaseException:
+            self.asleep.pop(name, None)
+            await self._take_back(name)
+            raise
+
+    async def wake(self, name: str, on_step: OnStep) -> None:
+        """Load the weights of a sleeping model again. Raises CommandError; then the call may be repeated."""
+        self._require(name)
+        if name not in self.asleep:
+            raise CommandError(f"{name} does not sleep")
+        for text in await asyncio.gather(*(self._wake_one(status) for status in self._running(name))):
+            on_step(text)
+        del self.asleep[name]
+
+    async def keep_asleep(self) -> None:
+        """Put shards of sleeping models to sleep whose processes have been restarted. Raises CommandError."""
+        restarted = [
+            status for name in self.asleep for status in self._running(name) if status.pid not in self.asleep[name]
+        ]
+        await asyncio.gather(*(self._put_to_sleep(status) for status in restarted))
+
+    @property
+    def num_awake_shards(self) -> int:
+        """How many shards are configured, without those of sleeping models."""
+        models = [model for model in configured_models(self.config) if model.name not in self.asleep]
+        return sum(shard_config(self.config, model).num_shards for model in models)
+
+    async def _put_to_sleep(self, status: ProcessStatus) -> str:
+        """Raises CommandError."""
+        before = _resident_bytes(status)
+        async with self._stub(status) as stub:
+            try:
+                answer = await stub.Sleep(SleepRequest(), timeout=_SLEEP_TIMEOUT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                raise CommandError(f"{status.name} does not sleep: {error.details()}") from error
+        if answer.HasField("error"):
+            raise CommandError(f"{status.name} does not sleep: {answer.error.message}")
+        if status.pid is not None:
+            self.asleep.setdefault(status.model, set()).add(status.pid)
+        return f"{status.name} sleeps: {_megabytes(before)} of memory became {_megabytes(_resident_bytes(status))}"
+
+    async def _wake_one(self, status: ProcessStatus) -> str:
+        """Raises CommandError."""
+        began = time.monotonic()
+        async with self._stub(status) as stub:
+            try:
+                answer = await stub.Wake(WakeRequest(), timeout=_WAKE_TIMEOUT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                raise CommandError(f"{status.name} does not wake: {error.details()}") from error
+        if answer.HasField("error"):
+            raise CommandError(f"{status.name} does not wake: {answer.error.message}")
+        return f"{status.name} is awake after {time.monotonic() - began:.1f} s"
+
+    def _require(self, name: str) -> ModelConfig:
+        """Raises CommandError."""
+        models = configured_models(self.config)
+        model = next((model for model in models if model.name == name), None)
+        if model is None:
+            raise CommandError(f"there is no model {name}; there are {', '.join(one.name for one in models)}")
+        return model
+
+    async def _let_end(self, name: str, timeout_seconds: float, on_step: OnStep, announce: Announce) -> None:
+        """Return when the model's shards have nothing to do any more, or after the timeout. `announce` tells a shard
+        that is the only one to end."""
         deadline = time.monotonic() + timeout_seconds
         drains = await self._is_served_elsewhere(name)
         on_step(f"{name} takes no new requests" + (" on this machine" if drains else ""))
         num_idle = 0
         while num_idle < _NUM_IDLE_POLLS:
-            counts = await asyncio.gather(*(self._withdraw_one(status, drains) for status in self._running(name)))
+            counts = await asyncio.gather(
+                *(self._announce(status, None if drains else announce) for status in self._running(name))
+            )
             num_idle = 0 if any(counts) else num_idle + 1
             if time.monotonic() >= deadline:
                 on_step(f"{sum(counts)} answers did not end within {timeout_seconds:g} s and are broken off")
@@ -121,31 +216,47 @@ class ModelChanges:
         num_ready = max((info.num_ready_shards for info in infos), default=0)
         return num_ready > len(self._running(name))
 
-    async def _withdraw_one(self, status: ProcessStatus, drains: bool) -> int:
-        """Returns how many sequences the shard has. Called again and again: the process may have been restarted."""
-        async with self.trust.open_channel(reachable_address(status.address), "shard", status.name) as channel:
-            stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+    async def _announce(self, status: ProcessStatus, announce: Announce | None) -> int:
+        """Returns how many sequences the shard has. Without `announce` it drains, as others serve the model. Called
+        again and again: the process may have been restarted."""
+        async with self._stub(status) as stub:
             try:
-                if drains:
+                if announce is None:
                     load = await stub.Drain(DrainRequest(draining=True), timeout=_CALL_TIMEOUT_SECONDS)
                 else:
-                    load = await stub.Withdraw(WithdrawRequest(withdrawn=True), timeout=_CALL_TIMEOUT_SECONDS)
+                    load = await announce(stub)
             except grpc.aio.AioRpcError:
                 return 0  # it is gone, and its answers with it
         return load.num_running + load.num_waiting
 
     async def _take_back(self, name: str) -> None:
         for status in self._running(name):
-            async with self.trust.open_channel(reachable_address(status.address), "shard", status.name) as channel:
-                stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+            async with self._stub(status) as stub:
                 try:
+                    await stub.Wake(WakeRequest(), timeout=_WAKE_TIMEOUT_SECONDS)
                     await stub.Withdraw(WithdrawRequest(withdrawn=False), timeout=_CALL_TIMEOUT_SECONDS)
                     await stub.Drain(DrainRequest(draining=False), timeout=_CALL_TIMEOUT_SECONDS)
                 except grpc.aio.AioRpcError:
                     continue
+
+    @contextlib.asynccontextmanager
+    async def _stub(self, status: ProcessStatus) -> AsyncIterator[Any]:
+        async with self.trust.open_channel(reachable_address(status.address), "shard", status.name) as channel:
+            yield shard_service_pb2_grpc.ShardServiceStub(channel)
 
     def _statuses(self, model: str) -> list[ProcessStatus]:
         return [status for status in self.supervisor.statuses if status.role == "shard" and status.model == model]
 
     def _running(self, model: str) -> list[ProcessStatus]:
         return [status for status in self._statuses(model) if status.state == ProcessState.READY]
+
+
+def _resident_bytes(status: ProcessStatus) -> int:
+    try:
+        return psutil.Process(status.pid or 0).memory_info().rss if status.pid else 0
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"

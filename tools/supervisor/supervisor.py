@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -93,6 +94,13 @@ class Supervisor:
         await asyncio.gather(*(process.stop(self._force) for process in leaving))
         self._stages = [[process for process in stage if process not in leaving] for stage in self._stages]
         self._on_change()
+
+    def update_stop_timeouts(self, specs: Sequence[ChildSpec]) -> None:
+        """Processes of these names may take as long to stop as these specs say, from their next start on."""
+        timeouts = {spec.name: spec.stop_timeout_seconds for spec in specs}
+        for process in self._processes:
+            timeout_seconds = timeouts.get(process.spec.name, process.spec.stop_timeout_seconds)
+            process.spec = dataclasses.replace(process.spec, stop_timeout_seconds=timeout_seconds)
 
     async def replace(self, name: str) -> None:
         """A planned restart of one process (see SupervisedProcess.replace). Raises ChildFailedError."""

@@ -27,6 +27,8 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     shards = fleet.ready(request.model)
     if (not shards or shards[0].is_withdrawn) and fleet.is_withdrawn(request.model) and not _is_continued(request):
         return _model_not_found(f"The model {request.model!r} is being withdrawn.")
+    if (not shards or shards[0].is_asleep) and fleet.is_asleep(request.model) and not _is_continued(request):
+        return model_asleep(request.model, request.request_id)
     if not shards:
         return no_shard_ready(request.model, request.request_id)
     if not request.prompt_token_ids:
@@ -84,6 +86,14 @@ def no_shard_ready(model: str, request_id: str) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_NO_SHARD_READY,
         f"No shard that serves {model!r} is ready now.",
+        retry_after_seconds=retry_after_seconds(request_id),
+    )
+
+
+def model_asleep(model: str, request_id: str) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_NO_SHARD_READY,
+        f"The model {model!r} sleeps now: its memory was freed until an operator wakes it.",
         retry_after_seconds=retry_after_seconds(request_id),
     )
 

@@ -35,6 +35,7 @@ class Shard:
         "fast_path",
         "hands_over",
         "health",
+        "is_asleep",
         "is_draining",
         "is_withdrawn",
         "limit",
@@ -53,6 +54,8 @@ class Shard:
         self.is_draining = False
         self.is_withdrawn = False
         """Whether its model is to end."""
+        self.is_asleep = False
+        """Whether it sleeps, or is about to."""
         self.hands_over = False
         """Whether it drains and its running sequences are to continue elsewhere."""
         self.health: ShardHealth | None = None
@@ -185,6 +188,11 @@ class Fleet:
         """Whether the model takes no new requests, since all its shards, also those that drain, are withdrawn."""
         shards = [shard for shard in self.shards.values() if shard.description.model == model]
         return bool(shards) and all(shard.is_withdrawn for shard in shards)
+
+    def is_asleep(self, model: str) -> bool:
+        """Whether the model takes no new requests, since all its shards sleep or are about to."""
+        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        return bool(shards) and all(shard.is_asleep for shard in shards)
 
     def ready(self, model: str) -> list[Shard]:
         """Shards that accept new requests for `model`."""

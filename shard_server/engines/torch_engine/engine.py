@@ -179,6 +179,7 @@ class TorchEngine:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._guides = None
         self._live.clear()
         self._cancelled.clear()
         self._inbox.clear()

@@ -157,7 +157,9 @@ async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp
         supervisor_pid=1, supervisor_started=2.5, http_url="", router_address="", model="m", processes=RUNNING
     )
     steps: list[str] = []
-    servicer = SupervisorServicer(state, restart, no_change, no_change, dict)
+    servicer = SupervisorServicer(
+        state, restart, no_change, no_change, dict, reload=no_change, sleep_model=no_change, wake_model=no_change
+    )
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with serving(servicer, run_dir, NO_SECRET), local_supervisor(run_dir) as supervisor:
             await supervisor.restart(["a"], steps.append)

@@ -17,8 +17,11 @@ from kvloom.v1.supervisor_service_pb2 import (
     GetStateRequest,
     LoadModelRequest,
     ReadLogsRequest,
+    ReloadRequest,
     RestartRequest,
+    SleepModelRequest,
     UnloadModelRequest,
+    WakeModelRequest,
 )
 from tools.failures import CommandError
 from tools.supervisor.logs.entries import LogEntry
@@ -58,6 +61,11 @@ class SupervisorClient:
         """Returns when the restart is complete. Raises CommandError with the reason if it fails."""
         await self._follow(self._stub.Restart(RestartRequest(names=names)), on_step, "the restart was complete")
 
+    async def reload(self, config_file: Path | None, restart: bool, on_step: Callable[[str], None]) -> None:
+        """Returns when all is applied that can be. Raises CommandError with the reason if the file cannot be used."""
+        request = ReloadRequest(config_file=str(config_file or ""), restart=restart)
+        await self._follow(self._stub.Reload(request), on_step, "the reload was complete")
+
     async def load_model(self, model: str, num_shards: int | None, on_step: Callable[[str], None]) -> None:
         """Returns when the model is served. Raises CommandError with the reason if it cannot be."""
         call = self._stub.LoadModel(LoadModelRequest(model=model, num_shards=num_shards))
@@ -67,6 +75,15 @@ class SupervisorClient:
         """Returns when the model's shards have stopped. Raises CommandError with the reason if it fails."""
         call = self._stub.UnloadModel(UnloadModelRequest(name=name, timeout_seconds=timeout_seconds))
         await self._follow(call, on_step, "the model was unloaded")
+
+    async def sleep_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
+        """Returns when the model's shards sleep. Raises CommandError with the reason if it fails."""
+        call = self._stub.SleepModel(SleepModelRequest(name=name, timeout_seconds=timeout_seconds))
+        await self._follow(call, on_step, "the model slept")
+
+    async def wake_model(self, name: str, on_step: Callable[[str], None]) -> None:
+        """Returns when the model is served again. Raises CommandError with the reason if it fails."""
+        await self._follow(self._stub.WakeModel(WakeModelRequest(name=name)), on_step, "the model was awake")
 
     async def _follow(self, call: Any, on_step: Callable[[str], None], end: str) -> None:
         """Raises CommandError."""

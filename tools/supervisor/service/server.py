@@ -27,10 +27,16 @@ from kvloom.v1.supervisor_service_pb2 import (
     LogEntry,
     ReadLogsRequest,
     ReadLogsResponse,
+    ReloadRequest,
+    ReloadResponse,
     RestartRequest,
     RestartResponse,
+    SleepModelRequest,
+    SleepModelResponse,
     UnloadModelRequest,
     UnloadModelResponse,
+    WakeModelRequest,
+    WakeModelResponse,
 )
 from tools.failures import CommandError
 from tools.supervisor.flag_model import flag_model
@@ -54,8 +60,12 @@ _STOP_GRACE_SECONDS: Final = 0.5
 OnStep = Callable[[str], None]
 Restart = Callable[[Sequence[str], OnStep], Awaitable[None]]
 """Called with names and a callback for each step. Raises CommandError; the following likewise."""
+Reload = Callable[[Path | None, bool, OnStep], Awaitable[None]]
+"""Called with the file, if it is another one, and whether to restart processes."""
 LoadModel = Callable[[ModelConfig, int | None, OnStep], Awaitable[None]]
 UnloadModel = Callable[[str, float, OnStep], Awaitable[None]]
+SleepModel = Callable[[str, float, OnStep], Awaitable[None]]
+WakeModel = Callable[[str, OnStep], Awaitable[None]]
 
 
 class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
@@ -68,9 +78,16 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         load_model: LoadModel,
         unload_model: UnloadModel,
         log_paths: Callable[[], dict[str, Path]],
+        *,
+        reload: Reload,
+        sleep_model: SleepModel,
+        wake_model: WakeModel,
     ) -> None:
         self._current_state = current_state
         self._restart = restart
+        self._reload = reload
+        self._sleep_model = sleep_model
+        self._wake_model = wake_model
         self._load_model = load_model
         self._unload_model = unload_model
         self._log_paths = log_paths
@@ -86,6 +103,13 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         async for step in _steps(lambda on_step: self._restart(names, on_step), context):
             yield RestartResponse(step=step)
 
+    async def Reload(self, request: ReloadRequest, context: Any) -> AsyncIterator[ReloadResponse]:
+        file = Path(request.config_file) if request.config_file else None
+        if file is not None and not file.is_absolute():
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "config_file: the path must be absolute")
+        async for step in _steps(lambda on_step: self._reload(file, request.restart, on_step), context):
+            yield ReloadResponse(step=step)
+
     async def LoadModel(self, request: LoadModelRequest, context: Any) -> AsyncIterator[LoadModelResponse]:
         num_shards = request.num_shards if request.HasField("num_shards") else None
         if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
@@ -100,6 +124,17 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"timeout_seconds: from 0 to {MAX_UNLOAD_SECONDS:g}")
         async for step in _steps(lambda on_step: self._unload_model(request.name, timeout_seconds, on_step), context):
             yield UnloadModelResponse(step=step)
+
+    async def SleepModel(self, request: SleepModelRequest, context: Any) -> AsyncIterator[SleepModelResponse]:
+        timeout_seconds = request.timeout_seconds
+        if not 0 <= timeout_seconds <= MAX_UNLOAD_SECONDS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"timeout_seconds: from 0 to {MAX_UNLOAD_SECONDS:g}")
+        async for step in _steps(lambda on_step: self._sleep_model(request.name, timeout_seconds, on_step), context):
+            yield SleepModelResponse(step=step)
+
+    async def WakeModel(self, request: WakeModelRequest, context: Any) -> AsyncIterator[WakeModelResponse]:
+        async for step in _steps(lambda on_step: self._wake_model(request.name, on_step), context):
+            yield WakeModelResponse(step=step)
 
     async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:
         query = _query(request)
