@@ -225,8 +225,9 @@ class ModelChanges:
                     load = await stub.Drain(DrainRequest(draining=True), timeout=_CALL_TIMEOUT_SECONDS)
                 else:
                     load = await announce(stub)
-            except grpc.aio.AioRpcError:
-                return 0  # it is gone, and its answers with it
+            except grpc.aio.AioRpcError as error:
+                # One that is gone has taken its answers with it; one that is only slow still has them.
+                return 1 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else 0
         return load.num_running + load.num_waiting
 
     async def _take_back(self, name: str) -> None:

@@ -125,8 +125,10 @@ async def test_info_is_what_the_runner_and_the_configuration_say() -> None:
         assert (info.max_batch, info.max_model_len, info.vocab_size) == (8, 64, VOCAB_SIZE)
         assert info.capabilities == frozenset(Capability) - {
             Capability.GUIDED,
-            Capability.STRUCTURAL_TAGS,
-        }  # there is no vocabulary
+            Capability.STRUCTURAL_TAGS,  # there is no vocabulary
+            Capability.RERANK,  # encoders have these two
+            Capability.SCORE,
+        }
 
 
 @pytest.mark.parametrize(
