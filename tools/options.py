@@ -67,7 +67,7 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     base = Path.cwd() if path is None else path.absolute().parent
     config.data_dir = _absolute(config.data_dir, base)
     for model in (config.model, *config.models):
-        model.path = _absolute(model.path, base)
+        model.path = _model_source(model.path, base)
     config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
     config.callers.api_keys_file = _absolute(config.callers.api_keys_file, base)
     config.tls.certificate_file = _absolute(config.tls.certificate_file, base)
@@ -80,6 +80,12 @@ def load_config_file(path: Path | None) -> KvloomConfig:
 
 def choose_data_dir(flag: Path | None, config: KvloomConfig) -> Path:
     return (flag or Path(config.data_dir or DEFAULT_DATA_DIR)).expanduser().absolute()
+
+
+def _model_source(source: str, base: Path) -> str:
+    """What is no path here may be the name of a model."""
+    found = _absolute(source, base)
+    return found if source and Path(found).exists() else source
 
 
 def _absolute(path: str, base: Path) -> str:
