@@ -13,7 +13,9 @@ from click.testing import CliRunner
 
 from kvloom.config import KvloomConfig
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
-from tools.doctor.checks import CHECKS
+from tests.fakes.tiny_bert import write_tiny_bert
+from tests.fakes.word_tokenizer import word_tokenizer
+from tools.doctor.checks import CHECKS, EMBEDDINGS
 from tools.doctor.command import Result, doctor_engine, examine
 
 
@@ -48,10 +50,22 @@ def test_the_simulated_engine_is_well(model_dir: Path):
     assert status == 0
     assert report["ok"]
     found = outcomes(report)
-    assert [name for name, _ in CHECKS] == list(found)[3:-1]
+    assert [name for name, _ in (*CHECKS, EMBEDDINGS)] == list(found)[3:-1]
     skipped = {name for name, outcome in found.items() if outcome == "skipped"}
     assert {"penalties", "guided decoding"} <= skipped
     assert set(found.values()) == {"ok", "skipped"}
+
+
+def test_an_encoder_is_asked_for_embeddings_only(tmp_path: Path):
+    """It would refuse everything else."""
+    word_tokenizer().save(str(write_tiny_bert(tmp_path) / "tokenizer.json"))
+    status, report = doctor(tmp_path, "--engine", "torch")
+    assert status == 0
+    assert [name for name, outcome in outcomes(report).items() if outcome == "ok"][-3:] == [
+        "start",
+        "embeddings",
+        "close",
+    ]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
+import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.text.detokenizer import IncrementalDetokenizer
-from shard_server.engines.base import Capability, EngineError, FinishReason, Guide, GuideKind, Sampling
+from shard_server.engines.base import (
+    Capability,
+    EngineError,
+    EngineInfo,
+    FinishReason,
+    Guide,
+    GuideKind,
+    Pooling,
+    Sampling,
+)
 from tools.doctor.session import EngineSession, Observed
 
 Check = Callable[[EngineSession], Awaitable[str]]
 """Returns what it found. Raises CheckFailedError, CheckSkippedError, or any exception of the engine."""
 
 CONCURRENT: Final = 32
+MIN_COSINE: Final = 0.999
 TEXT: Final = "Write three sentences about the sea, and one about the sky above it."
 
 
@@ -222,6 +235,37 @@ async def concurrency(session: EngineSession) -> str:
     return f"{CONCURRENT} sequences, {sum(wanted) / seconds:.0f} tokens/s"
 
 
+async def embeddings(session: EngineSession) -> str:
+    """An embedding has the announced size and the length 1, and is the same again beside others."""
+    need_capability(session, Capability.EMBED, "the engine gives no embeddings")
+    size, prompt = session.engine.info.embedding_size, session.tokenizer.encode_now(TEXT, add_special_tokens=True)
+    alone = _vector(await session.run(prompt, 0, pooling=Pooling()))
+    need(len(alone) == size, f"the vector has {len(alone)} numbers instead of {size}")
+    length = math.hypot(*alone)
+    need(math.isclose(length, 1.0, rel_tol=1e-3), f"the vector has the length {length}")
+    others = [session.submit(session.prompt_of(20, seed), 0, pooling=Pooling()) for seed in range(8)]
+    beside = _vector(await session.run(prompt, 0, pooling=Pooling()))
+    await session.until(lambda: all(other.end is not None for other in others), "the end of the other embeddings")
+    cosine = sum(map(operator.mul, alone, beside))
+    need(cosine > MIN_COSINE, f"beside others it is another vector: the cosine is {cosine}")
+    return f"{size} dimensions"
+
+
+def _vector(observed: Observed) -> Sequence[float]:
+    assert observed.end is not None
+    found = observed.end.embedding
+    need(bool(found), f"there is no vector: it ended by {observed.end.reason.value} {observed.end.error}".rstrip())
+    return struct.unpack(f"<{len(found) // 4}f", found)
+
+
+def checks_of(info: EngineInfo) -> Sequence[tuple[str, Check]]:
+    """Those that apply to an engine that only gives embeddings, or to one that generates."""
+    if Capability.EMBED in info.capabilities and Capability.GENERATE not in info.capabilities:
+        return (EMBEDDINGS,)
+    return (*CHECKS, EMBEDDINGS)
+
+
+EMBEDDINGS: Final[tuple[str, Check]] = ("embeddings", embeddings)
 CHECKS: Final[Sequence[tuple[str, Check]]] = (
     ("greedy request", greedy_request),
     ("streaming", streaming_text),

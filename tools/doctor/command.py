@@ -22,7 +22,7 @@ from kvloom.config import KvloomConfig
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
-from tools.doctor.checks import CHECKS, CheckFailedError, CheckSkippedError
+from tools.doctor.checks import CheckFailedError, CheckSkippedError, checks_of
 from tools.doctor.session import EngineSession
 from tools.failures import CommandError
 from tools.interpreter import interpreter_name
@@ -75,7 +75,7 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
         begin,
     )
     async with EngineSession(engine, tokenizer) as session:
-        for name, check in CHECKS:
+        for name, check in checks_of(info):
             begin = time.perf_counter()
             try:
                 async with asyncio.timeout(CHECK_SECONDS):
