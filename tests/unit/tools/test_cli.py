@@ -104,6 +104,14 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path):
     assert config.model.path == "/models/x"
 
 
+def test_a_models_path_may_be_a_known_name(tmp_path: Path):
+    """A second model with the built-in files, in another type, needs no path on this machine."""
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[[models]]\nname = 'a'\npath = 'mine'\n[[models]]\nname = 'b'\npath = 'smollm2-135m-instruct'\n")
+    assert [model.path for model in load_config_file(path).models] == [str(tmp_path / "mine"), "smollm2-135m-instruct"]
+
+
 def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
     """The user must see which key of which file is wrong."""
     path = tmp_path / "kvloom.toml"
