@@ -80,7 +80,7 @@ def test_running_answers_end_first_and_ctrl_c_takes_it_back(fabric: RunningFabri
         with subprocess.Popen(argv, env=fabric.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as sleeping:
             assert sleeping.stdout is not None
             assert b"takes no new requests" in sleeping.stdout.readline()
-            assert ask(fabric, "other")[0] == 503
+            eventually("routers have heard of it", lambda: ask(fabric, "other")[0] == 503)
             sleeping.send_signal(signal.SIGINT)
             assert sleeping.wait(20) != 0
         eventually("it is taken back", lambda: ask(fabric, "other")[0] == 200)

@@ -195,12 +195,14 @@ class ModelChanges:
         that is the only one to end."""
         deadline = time.monotonic() + timeout_seconds
         drains = await self._is_served_elsewhere(name)
-        on_step(f"{name} takes no new requests" + (" on this machine" if drains else ""))
-        num_idle = 0
+        num_idle, is_announced = 0, False
         while num_idle < _NUM_IDLE_POLLS:
             counts = await asyncio.gather(
                 *(self._announce(status, None if drains else announce) for status in self._running(name))
             )
+            if not is_announced:
+                is_announced = True
+                on_step(f"{name} takes no new requests" + (" on this machine" if drains else ""))
             num_idle = 0 if any(counts) else num_idle + 1
             if time.monotonic() >= deadline:
                 on_step(f"{sum(counts)} answers did not end within {timeout_seconds:g} s and are broken off")
