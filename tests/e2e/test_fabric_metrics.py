@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.fabric import RunningFabric, eventually, kvloom_environment, run_kvloom
-from tools.supervisor.process_specs import pick_free_ports
+from tools.supervisor.free_ports import pick_free_ports
 
 ROLES = ["edge", "router", "safety", "shard"]
-
-
-def free_block() -> int:
-    """The first of four ports that are probably free: the one after a port that was free a moment ago."""
-    return pick_free_ports(1)[0] + 1
 
 
 def fetch(url: str) -> str:
@@ -32,7 +27,7 @@ def targets(fabric: RunningFabric) -> list[dict[str, Any]]:
 @pytest.mark.timeout(240)  # it starts a fabric and restarts most of its processes
 def test_every_process_is_scraped_at_its_fixed_port(model_dir: Path, tmp_path: Path) -> None:
     """An operator configures Prometheus once, and a restart of processes must not change what it scrapes."""
-    base = free_block()
+    base = pick_free_ports(len(ROLES))[0]
     flags = ("--engine", "sim", "--shards", "1", "--model", str(model_dir))
     ports = ("--http-port", "0", "--router-port", "0", "--metrics-port", str(base))
     fabric = RunningFabric.start(tmp_path / "data", *flags, *ports)

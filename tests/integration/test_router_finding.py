@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -21,6 +20,7 @@ from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectReques
 from tests.fakes.fake_router import serve_fake_router
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world
+from tools.supervisor.free_ports import pick_free_ports
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -73,9 +73,7 @@ async def test_routers_that_announce_themselves_are_found_at_once(config: Kvloom
 
 async def test_without_redis_the_configured_router_is_used_and_then_what_is_announced(config: KvloomConfig) -> None:
     """An edge starts while Redis is unreachable, and finds the routers when it is back."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = pick_free_ports(1)
     config.redis.url = f"redis://127.0.0.1:{port}/0"
     async with finding(config) as found:
         await eventually(lambda: found == [["127.0.0.1:1"]], "the configured router")

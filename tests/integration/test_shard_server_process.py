@@ -23,6 +23,7 @@ from kvloom.discovery.registry import ShardRegistry
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
+from tools.supervisor.free_ports import pick_free_ports
 
 PROMPT = list(range(100, 140))
 
@@ -61,9 +62,7 @@ async def test_a_shard_announces_itself_and_withdraws(redis_url: str) -> None:
 
 async def test_a_shard_outlives_its_registry() -> None:
     """The shard serves while Redis is unreachable, and announces itself again when Redis is back and empty."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = pick_free_ports(1)
     config = sim_config()
     registry = with_registry(config, f"redis://127.0.0.1:{port}/0")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -164,16 +163,6 @@ def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> li
 def numbered(name: str, count: int) -> list[str]:
     """The names of so many processes. A single one has no number."""
     return [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
-
-
-def pick_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Returns different ports on which no process listens now."""
-    sockets = [socket.create_server((host, 0)) for _ in range(count)]
-    try:
-        return [int(s.getsockname()[1]) for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 RESTART_ORDER: Final = ("safety", "shard", "router", "edge", "redis")

@@ -18,7 +18,8 @@ from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import load_config_file
 from tools.supervisor.flag_model import flag_model
-from tools.supervisor.process_specs import pick_free_ports, plan_stages
+from tools.supervisor.free_ports import pick_free_ports
+from tools.supervisor.process_specs import plan_stages
 from tools.supervisor.shared_port import SharedPort
 
 PAGE = (REPOSITORY / "docs" / "cli.md").read_text()

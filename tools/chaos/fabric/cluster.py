@@ -22,7 +22,8 @@ from tools.fabric_trust import provide_secret, trust_of
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.embedded_redis import embedded_redis_url
-from tools.supervisor.process_specs import STOP_ORDER, pick_free_ports, plan_stages
+from tools.supervisor.free_ports import pick_free_ports
+from tools.supervisor.process_specs import STOP_ORDER, plan_stages
 from tools.supervisor.readiness import is_complete, router_address
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
