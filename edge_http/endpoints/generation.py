@@ -60,13 +60,14 @@ async def _chat_job(
     if body.prediction is not None:
         sampling.predicted_token_ids.extend(await predicted_tokens(body.prediction, model.tokenizer, window))
     parser = prompted(plan.parser, rendered)
+    # Python calls with more than 15 keywords are slow.
     return GenerationJob(
-        operation="chat",
-        id_prefix="chatcmpl-",
-        model=model,
-        prompts=[prompt],
-        prompt_sizes=[len(prompt.token_ids)],
-        n=n,
+        "chat",
+        "chatcmpl-",
+        model,
+        [prompt],
+        [len(prompt.token_ids)],
+        n,
         sampling=sampling,
         stop=stop,
         max_tokens_field=max_tokens_field,

@@ -3,11 +3,12 @@ the decision log's file, if there is one."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
+
+import msgspec
 
 from router.core.actions import PlacementDecided, RequestEnded
 from router.decisions.journal import DecisionJournal
@@ -18,14 +19,13 @@ MAX_REMEMBERED_BYTES: Final = 64 * 2**20
 """The limit for everything that is remembered. It is reached before `max_remembered` only with hundreds of shards."""
 
 
-@dataclasses.dataclass(slots=True)
-class RememberedRequest:
+class RememberedRequest(msgspec.Struct):
     """A request that was placed."""
 
     request_id: str
     num_prompt_tokens: int
     client_request_id: str = ""
-    packed_attempts: list[bytes] = dataclasses.field(default_factory=list)
+    packed_attempts: list[bytes] = []
     ended: RequestEnded | None = None
     """None while it still runs."""
     line: RequestLine | None = None

@@ -14,6 +14,7 @@ exec_bound.py          the wrapper that binds a child to the life of its parent
 shared_port.py         a TCP port on which several processes listen
 readiness.py           checks whether the fabric is ready
 fleet_records.py       what the registry says about the whole fleet
+free_ports.py          finds ports for processes that start a moment later
 joining.py             what a machine checks and completes before it joins a fleet
 bindings.py            what the processes listen on, for people
 state.py               the run folder: lock, state file, logs

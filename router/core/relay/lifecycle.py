@@ -264,12 +264,12 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
     reason, error = live.ended_with
     dispatched_at = now if live.first_dispatched_at is None else live.first_dispatched_at
     return RequestEnded(
-        request_id=request.request_id,
-        tenant=request.tenant,
-        model=request.model,
-        shard_id=live.last_shard_id,
-        num_attempts=live.num_attempts,
-        reason=reason,
+        request.request_id,
+        request.tenant,
+        request.model,
+        live.last_shard_id,
+        live.num_attempts,
+        reason,  # Python calls with more than 15 keywords are slow.
         error_reason=error.reason if error is not None else 0,
         num_prompt_tokens=len(request.prompt_token_ids),
         num_cached_tokens=live.num_cached_tokens,
