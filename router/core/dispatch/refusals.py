@@ -40,7 +40,12 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
         return unsupported(f"The model {request.model!r} generates no text: it gives embeddings only.", "model")
     elif request.max_tokens is not None and request.max_tokens < 1:
         return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
-    return _check_window(request, max(shard.description.max_model_len for shard in shards))
+    # Nearly always the first shard's window is wide enough, or as wide as all others.
+    if _exceeds_window(request, shards[0].description.max_model_len):
+        window = max(shard.description.max_model_len for shard in shards)
+        if _exceeds_window(request, window):
+            return _context_length_exceeded(request, window)
+    return None
 
 
 def _model_not_found(message: str) -> KvloomError:
@@ -77,7 +82,7 @@ def check_names(request: Request, client: Client, live: Container[str]) -> Kvloo
             field="request_id",
         )
     slots = [choice.slot for choice in request.choices]
-    if not slots or len(set(slots)) != len(slots) or any(slot in client.choices for slot in slots):
+    if not slots or len(set(slots)) != len(slots) or not client.choices.keys().isdisjoint(slots):
         return protocol_violation("Each choice needs a slot that is not in use.")
     return None
 
@@ -118,12 +123,15 @@ def safety_unavailable(request_id: str, cause: str = SERVICE_AWAY) -> KvloomErro
     )
 
 
-def _check_window(request: Request, window: int) -> KvloomError | None:
+def _exceeds_window(request: Request, window: int) -> bool:
     num_prompt_tokens = len(request.prompt_token_ids)
+    if request.max_tokens is not None:
+        return num_prompt_tokens + request.max_tokens > window
     num_resumed_tokens = max((len(choice.output_token_ids) for choice in request.choices), default=0)
-    if request.max_tokens is None:
-        if num_prompt_tokens + num_resumed_tokens < window:
-            return None
-    elif num_prompt_tokens + request.max_tokens <= window:
-        return None
-    return context_length_exceeded(window, num_prompt_tokens, request.max_tokens, "prompt_token_ids", "stop.max_tokens")
+    return num_prompt_tokens + num_resumed_tokens >= window
+
+
+def _context_length_exceeded(request: Request, window: int) -> KvloomError:
+    return context_length_exceeded(
+        window, len(request.prompt_token_ids), request.max_tokens, "prompt_token_ids", "stop.max_tokens"
+    )
