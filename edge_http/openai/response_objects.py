@@ -307,6 +307,8 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 class AnthropicErrorObject(Object):
     type: str
     message: str
+    details: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """For clients' own use: that threads are not supported."""
 
 
 class AnthropicError(Object):
