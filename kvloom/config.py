@@ -62,6 +62,9 @@ class ModelConfig(Section):
     not checked."""
     aliases: list[str] = []
     """Further names by which clients may request the model."""
+    succeeds: str = ""
+    """The model that this one is to replace, whose name and aliases it may have as aliases: they stand for it when that
+    one is served no more. `kvloom models rollout` sets it."""
     owned_by: str = "kvloom"
     """The organisation that GET /v1/models names."""
     tool_parser: str = "auto"

@@ -29,6 +29,7 @@ from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
 from kvloom.models.card_service import ModelCardServicer
 from kvloom.models.catalogue import Catalogue
 from kvloom.models.model_routes import ModelRoutes
+from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
@@ -117,11 +118,13 @@ class RouterServer:
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust, catalogue)
         self._catalogue = catalogue
+        routes = ModelRoutes(config.routes)
+        self._rollouts = RolloutFollower(config, trust.sealer, routes)
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
             self._needs_prompt_text,
-            ModelRoutes(config.routes),
+            routes,
             core.has_ready_shard,
         )
         self._intake = intake
@@ -234,7 +237,7 @@ class RouterServer:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
-            watched = filter(None, (self._memory, self._sweep, self._tls, self._callers.watched))
+            watched = filter(None, (self._memory, self._sweep, self._tls, self._callers.watched, self._rollouts))
             async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),

@@ -24,6 +24,7 @@ from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
 from kvloom.models.catalogue import Catalogue, CatalogueFollower
 from kvloom.models.model_routes import ModelRoutes
+from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
@@ -82,7 +83,8 @@ async def serve_edge(
     edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
-    watchers = (None if group is None else CatalogueFollower(catalogue, group), callers.watched)
+    rollouts = RolloutFollower(config, trust.sealer, routes)
+    watchers = (None if group is None else CatalogueFollower(catalogue, group), callers.watched, rollouts)
     async with following(*filter(None, watchers)):
         await _serve(edge, config, listen_options, stop, on_ready, trust, name)
 

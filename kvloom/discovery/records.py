@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from kvloom.trust.seal import Sealer, SealError
 
@@ -113,8 +114,39 @@ class ProcessRecord(msgspec.Struct, frozen=True):
         return self.owner
 
 
-AnyRecord = ShardRecord | RouterRecord | ProcessRecord | MetricsTarget
-Record = TypeVar("Record", ShardRecord, RouterRecord, ProcessRecord, MetricsTarget)
+ModelName = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class RolloutRecord(msgspec.Struct, frozen=True):
+    """How the requests for a model are shared between the version that serves it and a new one. It is announced as long
+    as the supervisor that rolls the new version out watches it."""
+
+    name: ModelName
+    """By which clients request the model."""
+    names: Annotated[tuple[ModelName, ...], Meta(min_length=1, max_length=64)]
+    """All names that stand for the old version now, and for the new one when the old one has gone."""
+    old: ModelName
+    new: ModelName
+    share: Annotated[float, Meta(ge=0, le=1)]
+    """Of the new version, among all sessions."""
+    address: str
+    """The supervisor's name."""
+    incarnation_id: str
+    """Drawn for each rollout."""
+    owner: str = ""
+    """As for a shard."""
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+    @property
+    def key_owner(self) -> str:
+        return self.owner
+
+
+AnyRecord = ShardRecord | RouterRecord | ProcessRecord | MetricsTarget | RolloutRecord
+Record = TypeVar("Record", ShardRecord, RouterRecord, ProcessRecord, MetricsTarget, RolloutRecord)
 
 
 class NameTakenError(Exception):

@@ -1,5 +1,6 @@
 """The registry in Redis: shards announce themselves to routers, routers to edges, safety services to routers, and all
-of them, like the supervisors of `kvloom up`, to those who operate the fleet.
+of them, like the supervisors of `kvloom up`, to those who operate the fleet. Supervisors also announce rollouts of new
+versions of models, to routers and edges.
 
 There is one key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`,
 `<prefix>:process-<role>:<name>`, JSON) that expires unless it is announced again, one set per kind with the ids, and a
@@ -26,6 +27,7 @@ from kvloom.discovery.records import (
     ProcessRecord,
     Record,
     RecordError,
+    RolloutRecord,
     RouterRecord,
     ShardRecord,
     have_one_owner,
@@ -263,6 +265,13 @@ class MetricsRegistry(Registry[MetricsTarget]):
         """Sorted by role and name."""
         found = await self.list_records()
         return sorted(found.values(), key=lambda target: (target.role, target.name, target.address))
+
+
+class RolloutRegistry(Registry[RolloutRecord]):
+    """The rollouts of new versions of models, by the name of the model."""
+
+    def __init__(self, url: str, key_prefix: str, sealer: Sealer | None = None) -> None:
+        super().__init__(url, key_prefix, "rollout", RolloutRecord, sealer)
 
 
 class ProcessRegistry(Registry[ProcessRecord]):

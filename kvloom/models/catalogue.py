@@ -50,9 +50,9 @@ class Catalogue:
             self._index()
 
     def _index(self) -> None:
-        """A name has precedence over an alias."""
+        """A name has precedence over an alias, and a model over the one that succeeds it."""
         self.by_name.clear()
-        for model in self._models.values():
+        for model in sorted(self._models.values(), key=lambda model: model.succeeds not in self._models):
             self.by_name.update(dict.fromkeys(model.aliases, model))
         self.by_name.update(self._models)
 

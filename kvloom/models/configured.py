@@ -17,21 +17,21 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@:-]{0,127}")
 
 def configured_models(config: KvloomConfig) -> Sequence[ModelConfig]:
     """Those in `[model]`, unless it is left as it was while there are others, and `[[models]]`. Raises ConfigError if
-    names are unusable or used twice."""
+    names are unusable or used twice. A model may share names with an earlier one that it succeeds."""
     first = [] if config.models and config.model == ModelConfig() else [config.model]
     models = [*first, *config.models]
     if len(models) > MAX_MODELS:
         raise ConfigError(f"models: there are {len(models)}, and at most {MAX_MODELS} are allowed")
-    taken: set[str] = set()
+    taken: dict[str, ModelConfig] = {}
     for model in models:
         for name in (model.name, *model.aliases):
             if not _NAME.fullmatch(name):
                 raise ConfigError(
                     f"models: {name[:128]!r} is no name: up to 128 letters, digits and any of '._/@:-' are allowed"
                 )
-            if name in taken:
+            holder = taken.setdefault(name, model)
+            if holder is not model and not (name in model.aliases and model.succeeds == holder.name):
                 raise ConfigError(f"models: two have the name or alias {name!r}")
-            taken.add(name)
         shard_config(config, model)
     _check_labels(config.models)
     return models

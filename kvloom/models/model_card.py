@@ -63,6 +63,7 @@ def make_card(config: ModelConfig) -> PackedCard:
         default_sampling=_sampling_of(config.defaults),
         default_max_tokens=config.defaults.max_tokens,
         files=files,
+        succeeds=config.succeeds,
     )
     raw = card.SerializeToString(deterministic=True)
     if len(raw) > MAX_CARD_BYTES:
@@ -115,6 +116,7 @@ def config_of_card(card: ModelCard) -> ModelConfig:
         owned_by=card.owned_by,
         tool_parser=card.tool_parser,
         reasoning_parser=card.reasoning_parser,
+        succeeds=card.succeeds,
     )
 
 

@@ -1,5 +1,6 @@
-"""Which model takes a request: by the route that its `model` names, and by the fallbacks that it lists. It is pure:
-shares are drawn by a stable hash, so that a session stays with its model, on every edge and router."""
+"""Which model takes a request: by the route that its `model` names, by the fallbacks that it lists, and by the
+rollouts of new versions. It is pure: shares are drawn by a stable hash, so that a session stays with its model, on
+every edge and router."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Final, Literal
 import xxhash
 
 from kvloom.config import ConfigError, RouteConfig, RouteRule, RouteTarget
+from kvloom.discovery.records import RolloutRecord
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 AUTO: Final = "auto"
@@ -58,16 +60,31 @@ class ChosenRoute:
 
 
 class ModelRoutes:
-    """The routes of a fabric by name."""
+    """The configured routes of a fabric, and its rollouts, which come and go while the process runs."""
 
     def __init__(self, routes: Sequence[RouteConfig] = ()) -> None:
         """Raises ConfigError if two routes have one name."""
-        self.by_name: Mapping[str, RouteConfig] = {route.name: route for route in routes}
-        if len(self.by_name) != len(routes):
-            twice = next(name for name in self.by_name if sum(route.name == name for route in routes) > 1)
+        self._configured: Mapping[str, RouteConfig] = {route.name: route for route in routes}
+        self._shares: Mapping[str, RouteConfig] = {}
+        """How the requests for a model that is being replaced are shared, by each of its names."""
+        self._new_versions: frozenset[str] = frozenset()
+        self.by_name: Mapping[str, RouteConfig] = self._configured
+        """Both. A configured route leads to models, to whose shares its requests then come as well."""
+        if len(self._configured) != len(routes):
+            twice = next(name for name in self._configured if sum(route.name == name for route in routes) > 1)
             raise ConfigError(f"routes: two have the name {twice!r}")
         for route in routes:
-            _check_targets(route, self.by_name)
+            _check_targets(route, self._configured)
+
+    def follow_rollouts(self, rollouts: Iterable[RolloutRecord]) -> None:
+        """From now on these are all that there are. What was shared by others before is no longer."""
+        shares: dict[str, RouteConfig] = {}
+        new_versions: set[str] = set()
+        for rollout in rollouts:
+            new_versions.add(rollout.new)
+            shares.update(dict.fromkeys(rollout.names, _shares_of(rollout)))
+        self._shares, self._new_versions = shares, frozenset(new_versions)
+        self.by_name = {**shares, **self._configured}
 
     def is_needed(self, name: str, more: Sequence[str] | None, served: Container[str]) -> bool:
         """Whether `name` is a route, or there are fallbacks."""
@@ -79,19 +96,32 @@ class ModelRoutes:
         models: dict[str, None] = {}
         how: list[str] = []
         for wanted in (name, *more):
-            route = self.by_name.get(wanted)
+            route = self._configured.get(wanted)
             if route is None and wanted == AUTO and AUTO not in (names := sorted(served)):
-                models.update(dict.fromkeys(names))
+                found = [name for name in names if name not in self._new_versions]
                 how.append(AUTO)
             elif route is None:
-                models.setdefault(wanted)
+                found = [wanted]
                 how.append(wanted)
             else:
                 number, targets = _targets(route, facts)
                 first = _drawn(route.name, targets, facts.share_key)
                 how.append(f"{wanted};{f'rule={number};' * bool(number)}target={first}")
-                models.update(dict.fromkeys((first, *route.fallback)))
+                found = [first, *route.fallback]
+            if self._shares:
+                versions = [self._versions(model, facts.share_key) for model in found]
+                how[-1] += f";target={versions[0][0]}" * (versions[0][0] != found[0])
+                found = [version for versions_of_one in versions for version in versions_of_one]
+            models.update(dict.fromkeys(found))
         return ChosenRoute(list(models)[:MAX_CANDIDATES], how[0])
+
+    def _versions(self, model: str, share_key: str) -> Sequence[str]:
+        """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one
+        never gets."""
+        route = self._shares.get(model)
+        if route is None:
+            return (model,)
+        return (_drawn(route.name, [_target(target) for target in route.targets], share_key), *route.fallback)
 
 
 NO_ROUTES: Final = ModelRoutes()
@@ -101,6 +131,14 @@ def models_of(route: RouteConfig) -> Sequence[str]:
     """All models that the route may choose, each once."""
     targets = [*route.targets, *(target for rule in route.rules for target in rule.targets)]
     return list(dict.fromkeys([_target(target).model for target in targets] + route.fallback))
+
+
+def _shares_of(rollout: RolloutRecord) -> RouteConfig:
+    """The new version is the last target, so that while its share grows, keys only move to it. Its requests may fall
+    back to the old one until it has all."""
+    old = [RouteTarget(model=rollout.old, weight=1 - rollout.share)] if rollout.share < 1 else []
+    new = [RouteTarget(model=rollout.new, weight=rollout.share)] if rollout.share > 0 else []
+    return RouteConfig(name=rollout.name, targets=[*old, *new], fallback=[rollout.old] if old else [])
 
 
 def _check_targets(route: RouteConfig, routes: Mapping[str, RouteConfig]) -> None:

@@ -35,6 +35,8 @@ class ServedModel:
     """How the model writes tool calls and reasoning; None: all that it writes is text."""
     version: str = ""
     aliases: Sequence[str] = ()
+    succeeds: str = ""
+    """The model that this one is to replace."""
     owned_by: str = "kvloom"
     default_sampling: SamplingParams | None = None
     """How tokens are sampled where a request does not say it; None: as everywhere."""
@@ -68,6 +70,7 @@ def _served(config: ModelConfig, folder: Path, card: ModelCard, packed: PackedCa
         output=model_output(config, folder, tokenizer),
         version=config.version,
         aliases=tuple(config.aliases),
+        succeeds=config.succeeds,
         owned_by=config.owned_by,
         default_sampling=card.default_sampling if card.default_sampling != NO_DEFAULTS else None,
         default_max_tokens=card.default_max_tokens if card.HasField("default_max_tokens") else None,

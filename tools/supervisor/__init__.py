@@ -12,6 +12,7 @@ supervised_process.py  keeps one process running, with backoff
 child.py               one operating-system process
 exec_bound.py          the wrapper that binds a child to the life of its parent
 shared_port.py         a TCP port on which several processes listen
+free_ports.py          picks ports that nothing listens on
 readiness.py           checks whether the fabric is ready
 fleet_records.py       what the registry says about the whole fleet
 free_ports.py          finds ports for processes that start a moment later

@@ -48,7 +48,7 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
 """The roles whose processes read a key, or the keys below it; the longest entry counts. Without a reader, the key is
 about ports, names and numbers of processes, which the supervisor holds, and only a new `kvloom up` applies it."""
 
-_CARD_FIELDS: Final = ("version", "aliases", "owned_by", "tool_parser", "reasoning_parser", "defaults")
+_CARD_FIELDS: Final = ("version", "aliases", "succeeds", "owned_by", "tool_parser", "reasoning_parser", "defaults")
 """What a model's shards read when they start, and give to routers and edges."""
 
 

@@ -149,3 +149,15 @@ async def test_a_card_that_is_not_there_is_named(routers: Routers, folder: Path,
     routers.serve(card(folder, "a"))
     with pytest.raises(KvloomError, match=f"no card of the model '{model}'"):
         await fetch_card(routers.channel, model, checksum)
+
+
+async def test_shared_names_stand_for_a_model_until_its_successor_is_alone() -> None:
+    """During a rollout two versions have the same aliases: no request may come to the new one by its position in a
+    list."""
+    old = dataclasses.replace(tiny_model("m@1"), aliases=("m", "chat"))
+    new = dataclasses.replace(tiny_model("m@2"), aliases=("m", "chat"), succeeds="m@1")
+    for models in ([old, new], [new, old]):
+        catalogue = Catalogue(models)
+        assert {catalogue.by_name[name].name for name in ("m", "chat")} == {"m@1"}
+        catalogue.remove("m@1")
+        assert {catalogue.by_name[name].name for name in ("m", "chat")} == {"m@2"}

@@ -88,3 +88,13 @@ def test_a_shard_must_be_told_one_of_several_models(tmp_path: Path, name: str) -
     """A shard that is started by hand must not serve a model that nobody asked for."""
     with pytest.raises(ConfigError, match="there are large, small"):
         config_of_model(read(tmp_path, TWO), name)
+
+
+def test_only_a_successor_may_have_the_names_of_another_model(tmp_path: Path) -> None:
+    """A typing mistake must not take a model's requests away."""
+    text = TWO + '\n[[models]]\nname = "new"\npath = "/models/new"\naliases = ["large", "default"]\n'
+    with pytest.raises(ConfigError, match="name or alias 'large'"):
+        configured_models(read(tmp_path, text))
+    assert len(configured_models(read(tmp_path, text + 'succeeds = "large"\n'))) == 3
+    with pytest.raises(ConfigError, match="name or alias 'large'"):
+        configured_models(read(tmp_path, text + 'succeeds = "small"\n'))
