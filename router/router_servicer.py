@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
 import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.callers import Callers
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.metrics.exposition import exposition_of
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -22,6 +25,8 @@ from kvloom.v1.router_service_pb2 import (
     ExplainRequest,
     ExplainResponse,
     GenerateRequest,
+    GetMetricsRequest,
+    GetMetricsResponse,
     ListModelsRequest,
     ListModelsResponse,
     ModerateRequest,
@@ -50,6 +55,7 @@ from router.links.moderation import Moderation
 log = structlog.get_logger()
 
 PLAN_CLIENT_ID: Final = "plan"
+MAX_METRICS: Final = 64
 MAX_OTHER_REQUESTS: Final = 64
 """How many further requests with the same id of their caller's an explanation names."""
 
@@ -70,8 +76,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         link_address: Callable[[], str] = lambda: "",
         scopes: CallerScopes | None = None,
         moderation: Moderation | None = None,
+        metrics_registry: CollectorRegistry = REGISTRY,
     ) -> None:
         """`link_address` is where only this router serves those who use this servicer."""
+        self._metrics_registry = metrics_registry
         self._link_address = link_address
         self._scopes = scopes or CallerScopes(Callers(), trusts_all=True)
         self._moderation = moderation or Moderation(None)
@@ -187,6 +195,15 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
         return ListModelsResponse(models=convert.fleet_to_proto(self._core.fleet).models)
+
+    async def GetMetrics(self, request: GetMetricsRequest, context: Context) -> GetMetricsResponse:
+        if self._scopes.of(context).caller is not None:
+            message = "Only processes of the fabric may read its metrics here."
+            await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
+        if len(request.names) > MAX_METRICS:
+            await abort(context, invalid_argument(f"names may have at most {MAX_METRICS} entries.", "names"))
+        text = await asyncio.to_thread(exposition_of, self._metrics_registry, frozenset(request.names))
+        return GetMetricsResponse(text=text, incarnation_id=self._incarnation_id)
 
     def end_streams(self) -> None:
         """Closes every client's stream cleanly because the router stops."""

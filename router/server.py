@@ -174,6 +174,7 @@ class RouterServer:
                 address,
                 CallerScopes(callers, trusts_all=trusts_all),
                 self._moderation,
+                metrics_registry,
             )
             return RouterListener(servicer, ModelCardServicer(catalogue.card), options, [*interceptors, *checks])
 

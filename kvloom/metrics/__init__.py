@@ -5,4 +5,5 @@ label_values.py  bounds the number of values that a label has
 targets.py       which processes serve /metrics, for Prometheus' service discovery
 server.py        the listener of /metrics of processes other than edges
 exporter.py      both of these, for one process
+exposition.py    some of the metrics as text, and read again
 """

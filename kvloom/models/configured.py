@@ -76,7 +76,7 @@ def shard_config(config: KvloomConfig, model: ModelConfig) -> ShardConfig:
     if not model.shard:
         return config.shard
     try:
-        return msgspec.convert(_merged(msgspec.to_builtins(config.shard), model.shard), ShardConfig)
+        return msgspec.convert(merged_settings(msgspec.to_builtins(config.shard), model.shard), ShardConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"model {model.name}: shard: {error}") from error
 
@@ -86,9 +86,12 @@ def num_configured_shards(config: KvloomConfig) -> int:
     return sum(shard_config(config, model).num_shards for model in configured_models(config))
 
 
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the changes, also within tables that both have."""
     merged = dict(base)
     for key, value in changes.items():
         inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = (
+            merged_settings(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        )
     return merged

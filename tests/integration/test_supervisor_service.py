@@ -11,9 +11,11 @@ import pytest
 from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret
+from tests.fakes.no_rollouts import NoRollouts
 from tools.failures import CommandError
 from tools.supervisor.logs.entries import LogEntry
 from tools.supervisor.logs.files import LogQuery, log_paths
+from tools.supervisor.rollout.rollout import RolloutState
 from tools.supervisor.service.client import UnreachableError, remote_supervisor
 from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.state import FabricState
@@ -31,6 +33,7 @@ STATE = FabricState(
     name="a-kvloom",
     owner="o",
     not_ready=["a-edge is restarting"],
+    rollouts=[RolloutState("m", "m@2", "serving", 10.0, 2, 4)],
 )
 
 
@@ -59,6 +62,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
         reload=no_change,
         sleep_model=no_change,
         wake_model=no_change,
+        rollouts=NoRollouts(),
     )
     trust = SharedSecret(SECRET, ("supervisor",), "a-kvloom")
     async with asyncio.timeout(30), serving(servicer, run_dir, trust, "127.0.0.1") as address:

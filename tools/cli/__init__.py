@@ -13,6 +13,7 @@ chat.py           chat
 explain.py        explain
 metrics.py        metrics targets
 models.py         models
+rollouts.py       `kvloom models rollout`, `rollback` and `history`
 secret.py         secret
 keys.py           keys
 router_client.py  finds the router for chat and explain

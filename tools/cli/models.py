@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from kvloom.config import KvloomConfig
+from tools.cli.rollouts import history, roll_back, roll_out
 from tools.models.registry import ModelRegistry
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.flag_model import flag_model
@@ -168,3 +169,7 @@ def _run_dir(data_dir: Path | None, config_file: Path | None) -> Path:
 
 def registry_in(data_dir: Path | None) -> ModelRegistry:
     return ModelRegistry(choose_data_dir(data_dir, KvloomConfig()) / "models.json")
+
+
+for _command in (roll_out, roll_back, history):
+    models.add_command(_command)

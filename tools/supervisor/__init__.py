@@ -4,6 +4,10 @@ fabric.py              one run of a whole fabric, or of a machine's part of a fl
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
 flag_model.py          what the flag --model says
 model_changes.py       loads, unloads, puts to sleep and wakes models while the processes run
+model_versions.py      the two versions of a model that a rollout loads and unloads
+model_history.py       what has happened to the models
+rollout/               a rollout of a new version of a model: steps, figures, judgement
+rollout_commands.py    begins, follows and takes back the rollouts of this machine
 config_changes.py      which keys two configurations differ in, and what applies each
 config_reload.py       applies a changed configuration file while the processes run
 embedded_redis.py      the Redis-protocol server that `kvloom up` starts

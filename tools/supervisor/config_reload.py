@@ -121,7 +121,7 @@ class ConfigReload:
         wanted = models_by_key(self.source.given)
         failures: list[str] = []
         for key, model in wanted.items():
-            if self._name(key) in self._running_models:
+            if self._name(key) in self._running_models | self._replaced_models:
                 continue
             try:
                 await self._load(key, model, on_step)
@@ -239,6 +239,11 @@ class ConfigReload:
     @property
     def _running_models(self) -> set[str]:
         return {model.name for model in configured_models(self.config)}
+
+    @property
+    def _replaced_models(self) -> set[str]:
+        """The names of the file that stand for new versions now, which have been rolled out."""
+        return {name for model in configured_models(self.config) if model.succeeds for name in model.aliases}
 
     @property
     def _statuses(self) -> list[ProcessStatus]:

@@ -28,6 +28,7 @@ from tools.supervisor.detach import has_terminal
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.logs.files import log_paths
 from tools.supervisor.model_changes import ModelChanges, Resolve
+from tools.supervisor.model_history import ModelHistory
 from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages, started_roles, supervisor_name
 from tools.supervisor.readiness import (
     edges_without,
@@ -39,6 +40,8 @@ from tools.supervisor.readiness import (
     shards_without_router,
 )
 from tools.supervisor.reporters import Reporter
+from tools.supervisor.rollout.rollouts import Rollouts
+from tools.supervisor.rollout_commands import MachineRollouts
 from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
@@ -114,7 +117,25 @@ class Fabric:
         def services(config: KvloomConfig) -> Sequence[ChildSpec]:
             return plan(config)[-1]
 
-        self._models = ModelChanges(config, folder.config_path, self._supervisor, trust, services, resolve)
+        self._history = ModelHistory(folder.data_dir, reporter.step)
+        rollouts = Rollouts()
+        self._models = ModelChanges(
+            config, folder.config_path, self._supervisor, trust, services, resolve, rollouts.check_free
+        )
+        self._rollouts = MachineRollouts(
+            config,
+            self._state.name,
+            self._state.owner,
+            trust,
+            self._models,
+            self._changing,
+            self._check_ready,
+            self._wait_ready,
+            self._write_state,
+            reporter.step,
+            self._history,
+            rollouts,
+        )
         self._config_reload = ConfigReload(
             config, folder.config_path, self._supervisor, self._models, source, services, self._wait_ready
         )
@@ -141,6 +162,7 @@ class Fabric:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._rollouts.close()
             await self._supervisor.stop()
             await self._registry.close()
             self._state_writer.close()
@@ -158,6 +180,7 @@ class Fabric:
             reload=self._reload,
             sleep_model=self._sleep_model,
             wake_model=self._wake_model,
+            rollouts=self._rollouts,
         )
         async with (
             following(self._trust),
@@ -228,25 +251,25 @@ class Fabric:
 
     async def _load_model(self, wanted: ModelConfig, num_shards: int | None, on_step: Callable[[str], None]) -> None:
         """Return when all routers and edges of this machine serve the model. Raises CommandError."""
-        async with self._one_change():
+        async with self._one_change(), self._remembered("load", wanted.name or wanted.path):
             name = await self._models.load(wanted, num_shards, self._reporting(on_step))
             await self._wait_ready(name)
             self._write_state()
 
     async def _unload_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
         """Raises CommandError."""
-        async with self._one_change():
+        async with self._one_change(), self._remembered("unload", name):
             await self._models.unload(name, timeout_seconds, self._reporting(on_step))
             self._write_state()
 
     async def _sleep_model(self, name: str, timeout_seconds: float, on_step: Callable[[str], None]) -> None:
         """Raises CommandError."""
-        async with self._one_change():
+        async with self._one_change(), self._remembered("sleep", name):
             await self._models.sleep(name, timeout_seconds, self._reporting(on_step))
 
     async def _wake_model(self, name: str, on_step: Callable[[str], None]) -> None:
         """Return when all routers and edges of this machine serve the model. Raises CommandError."""
-        async with self._one_change():
+        async with self._one_change(), self._remembered("wake", name):
             await self._models.wake(name, self._reporting(on_step))
             await self._wait_ready(name)
 
@@ -261,12 +284,29 @@ class Fabric:
     @contextlib.asynccontextmanager
     async def _one_change(self) -> AsyncIterator[None]:
         """Raises CommandError if the fabric is not ready, or is being changed."""
-        if self._state.phase != "ready":
-            raise CommandError(f"the fabric accepts no commands now: it is {self._state.phase}")
+        self._check_ready()
         if self._changing.locked():
             raise CommandError("another restart, reload or change of models is in progress")
         async with self._changing:
             yield
+
+    def _check_ready(self) -> None:
+        """Raises CommandError."""
+        if self._state.phase != "ready":
+            raise CommandError(f"the fabric accepts no commands now: it is {self._state.phase}")
+
+    @contextlib.asynccontextmanager
+    async def _remembered(self, event: str, model: str) -> AsyncIterator[None]:
+        """Put what is done to a model into the history, and how it ended."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._history.add(event, model, "failed", "it was taken back")
+            raise
+        except CommandError as error:
+            self._history.add(event, model, "failed", error.message)
+            raise
+        self._history.add(event, model, "done")
 
     def _reporting(self, on_step: Callable[[str], None]) -> Callable[[str], None]:
         """Tells a step to the caller of a command, and to the fabric's own log."""
@@ -354,6 +394,7 @@ class Fabric:
         """The state, and whether the fabric serves, as asked for by a command."""
         state = copy.copy(self._state)
         state.processes = self._supervisor.statuses
+        state.rollouts = list(self._rollouts.rollouts.running)
         if state.phase == "ready":
             state.not_ready = await self._not_ready()
         return state

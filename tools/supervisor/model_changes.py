@@ -60,6 +60,8 @@ class ModelChanges:
     plan: Callable[[KvloomConfig], Sequence[ChildSpec]]
     """The processes of a configuration."""
     resolve: Resolve
+    check_free: Callable[[str], None] = lambda _: None
+    """Raises CommandError if a model must stay as it is, because it is being rolled out."""
     asleep: dict[str, set[int]] = dataclasses.field(default_factory=dict)
     """The sleeping models, each with the pids of the shards that have been put to sleep."""
 
@@ -96,10 +98,12 @@ class ModelChanges:
         config = msgspec.structs.replace(config, metrics=msgspec.structs.replace(config.metrics, port=0))
         return [spec for spec in self.plan(config) if spec.role == "shard" and spec.model == model]
 
-    async def unload(self, name: str, timeout_seconds: float, on_step: OnStep) -> None:
+    async def unload(self, name: str, timeout_seconds: float, on_step: OnStep, *, for_rollout: bool = False) -> None:
         """Let the answers of a model end, and stop its shards. Raises CommandError."""
         models = configured_models(self.config)
         model = self._require(name)
+        if not for_rollout:
+            self.check_free(name)
         if len(models) == 1:
             raise CommandError(f"{name} is the only model here: `kvloom down` stops the fabric")
         try:
@@ -107,7 +111,7 @@ class ModelChanges:
         except BaseException:
             await self._take_back(name)
             raise
-        await self.supervisor.remove([status.name for status in self._statuses(name)])
+        await self.supervisor.remove([status.name for status in self.statuses(name)])
         self.asleep.pop(name, None)
         if model is self.config.model:
             self.config.model = ModelConfig()
@@ -117,6 +121,7 @@ class ModelChanges:
     async def sleep(self, name: str, timeout_seconds: float, on_step: OnStep) -> None:
         """Let the answers of a model end, and free the memory of its shards. Raises CommandError."""
         model = self._require(name)
+        self.check_free(name)
         if name in self.asleep:
             raise CommandError(f"{name} sleeps already (kvloom models wake {name})")
         settings = shard_config(self.config, model)
@@ -194,7 +199,7 @@ class ModelChanges:
         """Return when the model's shards have nothing to do any more, or after the timeout. `announce` tells a shard
         that is the only one to end."""
         deadline = time.monotonic() + timeout_seconds
-        drains = await self._is_served_elsewhere(name)
+        drains = await self.is_served_elsewhere(name)
         num_idle, is_announced = 0, False
         while num_idle < _NUM_IDLE_POLLS:
             counts = await asyncio.gather(
@@ -210,7 +215,7 @@ class ModelChanges:
             await asyncio.sleep(_POLL_SECONDS)
         on_step(f"all answers of {name} have ended")
 
-    async def _is_served_elsewhere(self, name: str) -> bool:
+    async def is_served_elsewhere(self, name: str) -> bool:
         """Whether other machines have shards of the model, which then takes requests as before."""
         addresses = [status.internal_address or status.router_address for status in self.supervisor.statuses]
         listed = await asyncio.gather(*(models_of(address, self.trust) for address in addresses if address))
@@ -247,11 +252,17 @@ class ModelChanges:
         async with self.trust.open_channel(reachable_address(status.address), "shard", status.name) as channel:
             yield shard_service_pb2_grpc.ShardServiceStub(channel)
 
-    def _statuses(self, model: str) -> list[ProcessStatus]:
+    def find(self, name: str) -> ModelConfig:
+        """The model that a name or alias stands for. Raises CommandError."""
+        models = configured_models(self.config)
+        by_alias = next((model for model in models if name in model.aliases), None)
+        return next((model for model in models if model.name == name), by_alias) or self._require(name)
+
+    def statuses(self, model: str) -> list[ProcessStatus]:
         return [status for status in self.supervisor.statuses if status.role == "shard" and status.model == model]
 
     def _running(self, model: str) -> list[ProcessStatus]:
-        return [status for status in self._statuses(model) if status.state == ProcessState.READY]
+        return [status for status in self.statuses(model) if status.state == ProcessState.READY]
 
 
 def _resident_bytes(status: ProcessStatus) -> int:

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 
 from tools.failures import EXIT_NOT_RUNNING, CommandError
+from tools.supervisor.rollout.rollout import RolloutState
 from tools.supervisor.supervised_process import ProcessStatus
 
 STATE_RETRY_SECONDS = 1.0
@@ -38,6 +39,8 @@ class FabricState(msgspec.Struct, kw_only=True):
     """As in the records of its processes."""
     not_ready: list[str] = []
     """Why requests that reach this machine are not served; not known from the file."""
+    rollouts: list[RolloutState] = []
+    """Those that have not ended; not known from the file either."""
 
     @property
     def place(self) -> str:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kvloom.trust.fabric_trust import NO_SECRET
+from tests.fakes.no_rollouts import NoRollouts
 from tests.unit.tools.test_supervisor import TIMEOUT_SECONDS, World, assert_gone, breakable, stand_in
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
@@ -158,7 +159,15 @@ async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp
     )
     steps: list[str] = []
     servicer = SupervisorServicer(
-        state, restart, no_change, no_change, dict, reload=no_change, sleep_model=no_change, wake_model=no_change
+        state,
+        restart,
+        no_change,
+        no_change,
+        dict,
+        reload=no_change,
+        sleep_model=no_change,
+        wake_model=no_change,
+        rollouts=NoRollouts(),
     )
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with serving(servicer, run_dir, NO_SECRET), local_supervisor(run_dir) as supervisor:

@@ -14,12 +14,15 @@ from kvloom.process.service import MAX_MESSAGE_BYTES
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
+    FollowRolloutRequest,
     GetStateRequest,
     LoadModelRequest,
     ReadLogsRequest,
     ReloadRequest,
     RestartRequest,
+    RollBackModelRequest,
     SleepModelRequest,
+    StartRolloutRequest,
     UnloadModelRequest,
     WakeModelRequest,
 )
@@ -84,6 +87,27 @@ class SupervisorClient:
     async def wake_model(self, name: str, on_step: Callable[[str], None]) -> None:
         """Returns when the model is served again. Raises CommandError with the reason if it fails."""
         await self._follow(self._stub.WakeModel(WakeModelRequest(name=name)), on_step, "the model was awake")
+
+    async def start_rollout(self, request: StartRolloutRequest) -> None:
+        """Raises CommandError with the reason if the rollout cannot begin."""
+        await self._ask(self._stub.StartRollout(request))
+
+    async def follow_rollout(self, name: str, on_step: Callable[[str], None]) -> None:
+        """Returns when the new version has replaced the old one. Raises CommandError with the reason if not."""
+        await self._follow(self._stub.FollowRollout(FollowRolloutRequest(name=name)), on_step, "the rollout ended")
+
+    async def roll_back(self, name: str) -> None:
+        """Returns at once. Raises CommandError if there is nothing to roll back."""
+        await self._ask(self._stub.RollBackModel(RollBackModelRequest(name=name)))
+
+    async def _ask(self, call: Any) -> None:
+        """Raises CommandError."""
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+                raise CommandError(error.details() or "") from error
+            raise self._unreachable(error) from error
 
     async def _follow(self, call: Any, on_step: Callable[[str], None], end: str) -> None:
         """Raises CommandError."""

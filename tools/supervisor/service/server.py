@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 
@@ -20,6 +20,8 @@ from kvloom.process import service
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
+    FollowRolloutRequest,
+    FollowRolloutResponse,
     GetStateRequest,
     GetStateResponse,
     LoadModelRequest,
@@ -31,8 +33,12 @@ from kvloom.v1.supervisor_service_pb2 import (
     ReloadResponse,
     RestartRequest,
     RestartResponse,
+    RollBackModelRequest,
+    RollBackModelResponse,
     SleepModelRequest,
     SleepModelResponse,
+    StartRolloutRequest,
+    StartRolloutResponse,
     UnloadModelRequest,
     UnloadModelResponse,
     WakeModelRequest,
@@ -43,6 +49,8 @@ from tools.supervisor.flag_model import flag_model
 from tools.supervisor.logs.entries import LEVELS
 from tools.supervisor.logs.entries import LogEntry as Entry
 from tools.supervisor.logs.files import LogQuery, LogReader, chunked
+from tools.supervisor.rollout.judge import Limits
+from tools.supervisor.rollout.plan import RolloutPlan, shard_settings
 from tools.supervisor.service.state_messages import state_to_proto
 from tools.supervisor.state import FabricState
 
@@ -52,6 +60,7 @@ MAX_LOG_READERS: Final = 16
 MAX_CONCURRENT_RPCS: Final = 64
 MAX_SHARDS: Final = 1024
 MAX_UNLOAD_SECONDS: Final = 86_400.0
+MAX_SHARD_SETTINGS: Final = 64
 _MAX_NAMES: Final = 4096
 _MAX_CHUNK_CHARS: Final = 2**18
 _POLL_SECONDS: Final = 0.2
@@ -68,6 +77,20 @@ SleepModel = Callable[[str, float, OnStep], Awaitable[None]]
 WakeModel = Callable[[str, OnStep], Awaitable[None]]
 
 
+class RolloutCommands(Protocol):
+    """All raise CommandError."""
+
+    async def start(self, plan: RolloutPlan) -> None:
+        """Begin a rollout, which continues by itself."""
+        ...
+
+    async def follow(self, name: str, on_step: OnStep) -> None:
+        """Return at the end of a rollout."""
+        ...
+
+    def roll_back(self, name: str) -> None: ...
+
+
 class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
     """Answers with what these functions return; `log_paths` gives the logs by the names of their processes."""
 
@@ -82,7 +105,9 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         reload: Reload,
         sleep_model: SleepModel,
         wake_model: WakeModel,
+        rollouts: RolloutCommands,
     ) -> None:
+        self._rollouts = rollouts
         self._current_state = current_state
         self._restart = restart
         self._reload = reload
@@ -136,6 +161,24 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         async for step in _steps(lambda on_step: self._wake_model(request.name, on_step), context):
             yield WakeModelResponse(step=step)
 
+    async def StartRollout(self, request: StartRolloutRequest, context: Any) -> StartRolloutResponse:
+        try:
+            await self._rollouts.start(_plan(request))
+        except CommandError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        return StartRolloutResponse()
+
+    async def FollowRollout(self, request: FollowRolloutRequest, context: Any) -> AsyncIterator[FollowRolloutResponse]:
+        async for step in _steps(lambda on_step: self._rollouts.follow(request.name, on_step), context):
+            yield FollowRolloutResponse(step=step)
+
+    async def RollBackModel(self, request: RollBackModelRequest, context: Any) -> RollBackModelResponse:
+        try:
+            self._rollouts.roll_back(request.name)
+        except CommandError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        return RollBackModelResponse()
+
     async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:
         query = _query(request)
         if query.level and query.level not in LEVELS:
@@ -173,6 +216,23 @@ async def _steps(start: Callable[[OnStep], Awaitable[None]], context: Any) -> As
     finally:
         # Like the Ctrl-C of the command that asked: a process that is being replaced still completes that.
         work.cancel()
+
+
+def _plan(request: StartRolloutRequest) -> RolloutPlan:
+    """Raises CommandError."""
+    limits = Limits(request.max_error_rate_increase, request.max_ttft_ratio, None, request.min_requests)
+    if request.path.startswith(".") or len(request.shard_settings) > MAX_SHARD_SETTINGS:
+        raise CommandError(f"path must be absolute, and shard_settings has at most {MAX_SHARD_SETTINGS} entries")
+    return RolloutPlan(
+        version=request.version,
+        path=request.path,
+        num_shards=request.num_shards if request.HasField("num_shards") else None,
+        shard=shard_settings(request.shard_settings),
+        steps=tuple(request.steps),
+        hold_seconds=request.hold_seconds,
+        drain_seconds=request.drain_seconds,
+        limits=limits,
+    ).checked()
 
 
 def _query(request: ReadLogsRequest) -> LogQuery:

@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 from kvloom.v1.supervisor_service_pb2 import GetStateResponse, SupervisedProcess
+from kvloom.v1.supervisor_service_pb2 import RolloutState as RolloutMessage
+from tools.supervisor.rollout.rollout import RolloutState
 from tools.supervisor.state import FabricState
 from tools.supervisor.supervised_process import ProcessStatus
 
@@ -22,6 +24,7 @@ def state_to_proto(state: FabricState) -> GetStateResponse:
         model=state.model,
         processes=[SupervisedProcess(**dataclasses.asdict(process)) for process in state.processes],
         not_ready=state.not_ready,
+        rollouts=[RolloutMessage(**dataclasses.asdict(rollout)) for rollout in state.rollouts],
     )
 
 
@@ -37,11 +40,17 @@ def state_from_proto(message: GetStateResponse) -> FabricState:
         model=message.model,
         processes=[_process_from_proto(process) for process in message.processes],
         not_ready=list(message.not_ready),
+        rollouts=[RolloutState(**_values(rollout, RolloutState)) for rollout in message.rollouts],
     )
 
 
 def _process_from_proto(message: SupervisedProcess) -> ProcessStatus:
-    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in dataclasses.fields(ProcessStatus)}
+    values = _values(message, ProcessStatus)
     if not message.HasField("pid"):
         values["pid"] = None
     return ProcessStatus(**values)
+
+
+def _values(message: Any, of: type[Any]) -> dict[str, Any]:
+    """Those of the fields that a dataclass has."""
+    return {field.name: getattr(message, field.name) for field in dataclasses.fields(of)}

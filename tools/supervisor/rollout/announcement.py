@@ -1,0 +1,82 @@
+"""Tells the edges and routers of the fleet how the requests for a model are shared, as long as a rollout is watched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from typing import Protocol
+
+import msgspec
+import redis.exceptions
+
+from kvloom.config import RedisConfig
+from kvloom.discovery.records import NameTakenError, RolloutRecord
+from kvloom.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS, RolloutRegistry
+from kvloom.trust.seal import Sealer
+from tools.failures import CommandError
+
+
+class Shares(Protocol):
+    """How a rollout sets the share of the new version."""
+
+    async def announce(self, share: float) -> None:
+        """From now on the share is this one, until `end`. Raises CommandError if nobody can be told."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody follows the announcement any more, because it could not be renewed."""
+        ...
+
+    async def end(self, *, at_once: bool) -> None:
+        """Announce it no longer. Not `at_once`: it holds until it expires."""
+        ...
+
+
+class RolloutAnnouncement:
+    """The record in the registry, which is renewed until `end`."""
+
+    def __init__(
+        self, redis_config: RedisConfig, sealer: Sealer, names: tuple[str, ...], old: str, new: str, by: str, owner: str
+    ) -> None:
+        """`names`: all that both versions have, first the one by which the rollout is known. `by`: the supervisor."""
+        self._registry = RolloutRegistry(redis_config.url, redis_config.key_prefix, sealer)
+        self._record = RolloutRecord(names[0], names, old, new, 0.0, by, uuid.uuid4().hex, owner)
+        self._renewing: asyncio.Task[None] | None = None
+        self._renewed_at = 0.0
+
+    async def announce(self, share: float) -> None:
+        self._record = msgspec.structs.replace(self._record, share=share)
+        try:
+            await self._registry.announce(self._record)
+        except NameTakenError as error:
+            raise CommandError(f"{self._record.name} is being rolled out by {error.holder.address}") from error
+        except (redis.exceptions.RedisError, OSError) as error:
+            raise CommandError(f"the registry cannot be reached: {error or type(error).__name__}") from error
+        self._renewed_at = time.monotonic()
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(), name=f"rollout of {self._record.new}")
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            with contextlib.suppress(redis.exceptions.RedisError, OSError, NameTakenError):
+                await self._registry.announce(self._record)
+                self._renewed_at = time.monotonic()
+
+    @property
+    def is_lost(self) -> bool:
+        return time.monotonic() - self._renewed_at > TTL_SECONDS
+
+    async def end(self, *, at_once: bool) -> None:
+        if self._renewing is not None:
+            # The Redis client loses a cancellation that comes while its connection breaks.
+            while not self._renewing.done():
+                self._renewing.cancel()
+                await asyncio.wait({self._renewing}, timeout=0.2)
+        if at_once:
+            with contextlib.suppress(redis.exceptions.RedisError, OSError):
+                await self._registry.withdraw(self._record.key, self._record.incarnation_id)
+        await self._registry.close()

@@ -1,0 +1,101 @@
+"""Begins the rollouts of a machine, on its models and in its registry."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+from kvloom.config import KvloomConfig, ModelConfig
+from kvloom.trust.fabric_trust import FabricTrust
+from tools.failures import CommandError
+from tools.supervisor.model_changes import ModelChanges
+from tools.supervisor.model_history import ModelHistory
+from tools.supervisor.model_versions import ModelVersions
+from tools.supervisor.rollout.announcement import RolloutAnnouncement
+from tools.supervisor.rollout.measurements import RouterMetering
+from tools.supervisor.rollout.plan import RolloutPlan
+from tools.supervisor.rollout.rollout import OnStep, Rollout, RolloutState
+from tools.supervisor.rollout.rollouts import Rollouts, RunningRollout
+
+
+@dataclasses.dataclass(slots=True)
+class MachineRollouts:
+    """See RolloutCommands in service/server.py. `close` it before the processes stop."""
+
+    config: KvloomConfig
+    name: str
+    """The supervisor's."""
+    owner: str
+    trust: FabricTrust
+    models: ModelChanges
+    changing: asyncio.Lock
+    check_ready: Callable[[], None]
+    """Raises CommandError if the fabric takes no commands now."""
+    wait_served: Callable[[str], Awaitable[None]]
+    on_change: Callable[[], None]
+    report: OnStep
+    """For the fabric's own log."""
+    history: ModelHistory
+    rollouts: Rollouts = dataclasses.field(default_factory=Rollouts)
+
+    async def start(self, plan: RolloutPlan) -> None:
+        """Raises CommandError."""
+        self.check_ready()
+        old = self.models.find(plan.name)
+        for name in (old.name, plan.version):
+            self.rollouts.check_free(name)
+        if old.name == plan.version:
+            raise CommandError(f"{plan.version} is served already")
+        if old.name in self.models.asleep:
+            raise CommandError(f"{old.name} sleeps (kvloom models wake {old.name})")
+        if await self.models.is_served_elsewhere(old.name):
+            raise CommandError(
+                f"{old.name} is served by other machines too, whose shards this one cannot replace: unload it there"
+            )
+        self.rollouts.start(plan.name, lambda: self._begin(plan, old))
+
+    def _begin(self, plan: RolloutPlan, old: ModelConfig) -> RunningRollout:
+        names = tuple(plan.successor_of(old).aliases)
+        state = RolloutState(old.name, plan.version, num_steps=len(plan.steps))
+
+        def make(on_step: OnStep) -> Rollout:
+            def report(text: str) -> None:
+                on_step(text)
+                self.report(text)
+
+            return Rollout(
+                plan,
+                state,
+                ModelVersions(plan, old, self.models, self.changing, self.wait_served, self.on_change),
+                RolloutAnnouncement(
+                    self.config.redis, self.trust.sealer, names, old.name, plan.version, self.name, self.owner
+                ),
+                RouterMetering(self.config.redis, self.trust, (old.name, plan.version)),
+                report,
+            )
+
+        return RunningRollout(make, self._on_end)
+
+    def _on_end(self, state: RolloutState) -> None:
+        self.report(f"{state.new}: {state.phase}{f' ({state.reason})' if state.reason else ''}")
+        self.history.add(
+            "rollout",
+            state.new,
+            state.phase,
+            state.reason,
+            old=state.old,
+            step=state.step,
+            num_steps=state.num_steps,
+        )
+
+    async def follow(self, name: str, on_step: OnStep) -> None:
+        """Raises CommandError."""
+        await self.rollouts.find(name).follow(on_step)
+
+    def roll_back(self, name: str) -> None:
+        """Raises CommandError."""
+        self.rollouts.roll_back(name, "it was asked for (kvloom models rollback)")
+
+    async def close(self) -> None:
+        await self.rollouts.close()
