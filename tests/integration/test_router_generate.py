@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from kvloom.metrics.exposition import samples_in
 from kvloom.text.tokenizer import ChatMessage
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2
@@ -19,6 +20,7 @@ from kvloom.v1.router_service_pb2 import (
     ContentPart,
     Conversation,
     GenerateRequest,
+    GetMetricsRequest,
     ListModelsRequest,
     Message,
     PlanRequest,
@@ -340,3 +342,18 @@ async def test_a_draining_router_finishes_what_runs_and_takes_nothing_new(world:
     assert answer.token_ids[0] == expected_tokens([1], 0, 60)
     assert world.served is not None
     await asyncio.wait_for(world.served, TIMEOUT_SECONDS)
+
+
+async def test_get_metrics_gives_only_what_was_asked_for(world: RouterWorld) -> None:
+    """Supervisors read them every second during a rollout."""
+    await start(world)
+    await generate(world, token_ids=TokenIds(ids=[1, 2, 3]))
+    stub = await world.stub()
+    answer = await stub.GetMetrics(GetMetricsRequest(names=["kvloom_router_requests"]))
+    samples = [(sample.name, sample.labels["model"], sample.value) for sample in samples_in(answer.text)]
+    assert ("kvloom_router_requests_total", MODEL, 1.0) in samples
+    assert {name for name, *_ in samples} <= {"kvloom_router_requests_total", "kvloom_router_requests_created"}
+    assert answer.incarnation_id
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GetMetrics(GetMetricsRequest(names=["x"] * 65))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
