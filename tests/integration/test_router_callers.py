@@ -219,3 +219,17 @@ async def test_the_sdk_sends_its_key_and_a_removed_key_ends_its_stream(world: Ro
             with pytest.raises(KvloomError) as failure:
                 await client.list_models()
             assert failure.value.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED
+
+
+async def test_the_routers_metrics_are_for_processes_of_the_fabric(world: RouterWorld) -> None:
+    """They name all models and how much each is used. Supervisors need them although /metrics may want a key."""
+    wanted = pb.GetMetricsRequest(names=["kvloom_router_draining"])
+    async with served_router(world) as (server, address):
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await RouterServiceStub(channel).GetMetrics(wanted, metadata=ALICE, timeout=TIMEOUT_SECONDS)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        trust = SharedSecret(SECRET, ("supervisor",), "kvloom")
+        async with trust.open_channel(server.internal_address, "router") as channel:
+            answer = await RouterServiceStub(channel).GetMetrics(wanted, timeout=TIMEOUT_SECONDS)
+        assert "kvloom_router_draining 0.0" in answer.text
