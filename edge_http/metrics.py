@@ -100,6 +100,12 @@ class EdgeMetrics:
             "Events of expired answers that were generated in vain, after their client had left. Unit: events.",
             registry=registry,
         )
+        self._discarded = Counter(
+            "kvloom_edge_cascade_discarded_tokens",
+            "Tokens of answers that did not pass their cascade's tests, so that no client got them. Unit: tokens.",
+            ("model", "reason"),
+            registry=registry,
+        )
         running = Gauge(
             "kvloom_edge_running_requests", "Generation requests under way now. Unit: requests.", registry=registry
         )
@@ -195,6 +201,10 @@ class EdgeMetrics:
         """An answer was cancelled because no client came back; so many events came after the last had left."""
         self._expired.inc()
         self._unclaimed.inc(num_unclaimed_events)
+
+    def on_discarded(self, model: str, reason: str, num_tokens: int) -> None:
+        """A cascade went on to its next model; so many tokens of this one's answer were generated in vain."""
+        self._discarded.labels(model, reason).inc(num_tokens)
 
     def on_evicted(self) -> None:
         self._evicted.inc()

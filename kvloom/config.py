@@ -86,6 +86,31 @@ class RouteTarget(Section):
     """Its share, in relation to the other targets'."""
 
 
+Language = Literal[
+    "ar",
+    "de",
+    "el",
+    "en",
+    "es",
+    "fr",
+    "he",
+    "hi",
+    "it",
+    "ja",
+    "ko",
+    "nl",
+    "pl",
+    "pt",
+    "ru",
+    "sv",
+    "th",
+    "tr",
+    "uk",
+    "zh",
+]
+"""The languages that rules tell apart, by their ISO 639-1 codes."""
+
+
 class RouteRule(Section):
     """Which models take the requests for which all of the conditions hold. A condition that is not set always holds."""
 
@@ -99,6 +124,22 @@ class RouteRule(Section):
     """The least size of the prompt. Before a model is chosen, it is estimated: a quarter of the body's bytes."""
     max_prompt_tokens: NonNegativeInt = 0
     """The largest size. 0: any."""
+    min_context_tokens: NonNegativeInt = 0
+    """The least context that the request needs: the estimated size of its prompt, and the most that its answer may
+    have. An answer without a limit counts as nothing."""
+    max_context_tokens: NonNegativeInt = 0
+    """The largest context. 0: any."""
+    languages: list[Language] = []
+    """One of them is that of the last message of the user. One that is not clear is none of them."""
+
+
+class CascadeConfig(Section):
+    """When the answer of one of a route's models is discarded, so that the next model answers."""
+
+    escalate_on: Annotated[list[Literal["schema", "logprob", "refusal"]], Meta(min_length=1)]
+    """The tests that an answer must pass."""
+    min_mean_logprob: Annotated[float, Meta(le=0, ge=-100)] = -1.0
+    """For "logprob": the least mean log-probability of an answer's tokens."""
 
 
 class RouteConfig(Section):
@@ -112,6 +153,9 @@ class RouteConfig(Section):
     """The first whose conditions hold replaces `targets`."""
     fallback: Annotated[list[str], Meta(max_length=8)] = []
     """The models to try, in this order, when the chosen one cannot take a request."""
+    cascade: CascadeConfig | None = None
+    """The answer of every model but the last must pass these tests before the client gets it. None: answers are not
+    judged."""
 
 
 class ResumeConfig(Section):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
 from edge_http.answers.collected_answer import CollectedAnswer
+from edge_http.answers.held_answer import HeldAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.model_choice import BYTES_PER_TOKEN, outlives_connection, route_headers, share_key
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
@@ -47,11 +47,13 @@ from edge_http.wire.sse import EventStream
 from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
-from kvloom.models.model_routes import FALLBACK_REASONS, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+
+MIN_TIMEOUT_SECONDS: Final = 0.001
+"""0 would mean that there is no limit."""
 
 
 class GenerationJob(msgspec.Struct, frozen=True):
@@ -81,84 +83,13 @@ class GenerationJob(msgspec.Struct, frozen=True):
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
     """What the answer repeats of its prompt."""
+    deadline: float | None = None
+    """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
 
     @property
     def num_choices(self) -> int:
         """Of all prompts together."""
         return len(self.prompts) * self.n
-
-
-class NamesModels(Protocol):
-    """What every body says of the model."""
-
-    model: str
-    models: list[str] | None
-    """Those to fall back to, in order."""
-
-
-Body = TypeVar("Body", bound=NamesModels)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GenerationApi(Generic[Body]):
-    """How the requests of an API are read. All but `features` raise KvloomError."""
-
-    decode: Callable[[Edge, bytes], Body]
-    make_job: Callable[[Edge, web.BaseRequest, bytes, Body, ServedModel], Awaitable[GenerationJob]]
-    """Validates the body and tokenizes it for a model."""
-    features: Callable[[Body], frozenset[Feature]]
-    """By which routes tell requests apart."""
-    is_batch: Callable[[Body], bool]
-
-
-async def serve_generation(edge: Edge, request: web.BaseRequest, api: GenerationApi[Body]) -> web.StreamResponse:
-    """Serve a POST that generates. Raises KvloomError while nothing has been sent."""
-    caller = edge.callers.caller_of(request)
-    with edge.admit(caller) as permit:
-        with edge.bodies.lease(caller) as lease:
-            raw = await read_prompt_body(edge, request, lease)
-            body = api.decode(edge, raw)
-            job, model = None, edge.models.get(body.model)
-            if model is not None and body.models is None and body.model not in edge.routes.by_name:
-                job = await api.make_job(edge, request, raw, body, model)
-        if job is not None:
-            return await _generate(edge, request, permit, job)
-        # The body is needed until a model has taken the request. It is no longer one that is being received.
-        return await _generate_routed(edge, request, permit, api, raw, body)
-
-
-async def _generate_routed(
-    edge: Edge, request: web.BaseRequest, permit: AdmissionPermit, api: GenerationApi[Body], raw: bytes, body: Body
-) -> web.StreamResponse:
-    """Let the first of the route's models that can do so take the request. Raises the first one's KvloomError if none
-    can, or one for which another model would not do better."""
-    features = api.features(body)
-    facts = RouteFacts(len(raw) // BYTES_PER_TOKEN, features, api.is_batch(body), share_key(edge, request, body))
-    chosen = edge.routes.choose(body.model, body.models or (), facts, {model.name for model in edge.models.values()})
-    passed: list[tuple[str, KvloomError]] = []
-    for name in chosen.models:
-        try:
-            model = edge.model_able_to(name, features)
-            job = await api.make_job(edge, request, raw, body, model)
-            job = msgspec.structs.replace(job, headers={**job.headers, **route_headers(chosen, model.name, passed)})
-            may_pass = not outlives_connection(edge, request, is_stream=job.stream)
-        except KvloomError as error:
-            passed.append(_passable(name, error))
-            continue
-        try:
-            return await _generate(edge, request, permit, job)
-        except KvloomError as error:
-            if not may_pass:
-                raise
-            passed.append(_passable(name, error))
-    raise passed[0][1]
-
-
-def _passable(name: str, error: KvloomError) -> tuple[str, KvloomError]:
-    """Raises the error if another model would not do better."""
-    if error.reason not in FALLBACK_REASONS:
-        raise error
-    return name, error
 
 
 async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLease) -> bytes:
@@ -169,22 +100,19 @@ async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLeas
     return raw
 
 
-async def _generate(
-    edge: Edge, request: web.BaseRequest, permit: AdmissionPermit, job: GenerationJob
+async def generate(
+    edge: Edge, request: web.BaseRequest, permit: AdmissionPermit, job: GenerationJob, held: HeldAnswer | None = None
 ) -> web.StreamResponse:
-    """Submit the job and deliver its answer. Raises KvloomError while nothing has been sent."""
-    show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
-    window = edge.window(job.model.name)
-    if window:
-        max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
-        for prompt in job.prompts:
-            check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
+    """Submit the job and deliver its answer; `held`: the answer is there already, and is no longer than the connection.
+    Raises KvloomError while nothing has been sent."""
+    if held is None:
+        check_job_window(edge, job)
     envelope = _envelope(edge, job)
     formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
     name = envelope.id
     key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
     if not job.stream:
-        return await _collect(edge, request, permit, job, formatter, name, key)
+        return await _collect(edge, request, permit, job, formatter, name, key, held)
     is_resumable = edge.resume.is_wanted(wants_resume(request))
     if is_resumable or key:
         return await _stream_resumable(edge, request, permit, job, formatter, name, key, is_resumable=is_resumable)
@@ -194,11 +122,25 @@ async def _generate(
     )
     begin_answer(name, job.model.name, streamed)
     try:
-        await run_submission(edge, _submission(edge, request, job, name), streamed)
+        if held is None:
+            await run_submission(edge, submission_of(edge, request, job, name), streamed)
+        else:
+            await held.deliver(streamed)
     except KvloomError:
         if not events.has_begun:
             raise
     return events.response()
+
+
+def check_job_window(edge: Edge, job: GenerationJob) -> None:
+    """To be called before a job's submission: it also asks for the markers that its parser needs. Raises KvloomError
+    (CONTEXT_LENGTH_EXCEEDED)."""
+    show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
+    window = edge.window(job.model.name)
+    if window:
+        max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
+        for prompt in job.prompts:
+            check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
 
 
 def _envelope(edge: Edge, job: GenerationJob) -> Envelope:
@@ -221,10 +163,11 @@ async def _collect(
     formatter: ResponseFormatter,
     name: str,
     key: str,
+    held: HeldAnswer | None,
 ) -> web.StreamResponse:
     """Deliver an answer in one piece."""
     response = _response_name(edge, request, job, name, key) if key else None
-    make = functools.partial(_whole_body, edge, request, job, formatter, name)
+    make = functools.partial(_whole_body, edge, request, job, formatter, name, held)
     return await deliver_whole(edge, request, permit, response, make)
 
 
@@ -256,13 +199,19 @@ async def _whole_body(
     job: GenerationJob,
     formatter: ResponseFormatter,
     name: str,
+    held: HeldAnswer | None,
     lease: ByteLease,
 ) -> WholeBody:
     """Raises KvloomError."""
     parsed = parsed_outputs(job.shape, job.num_choices)
     collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
     begin_answer(name, job.model.name, collected)
-    await run_submission(edge, _submission(edge, request, job, name), collected)
+    if held is None:
+        await run_submission(edge, submission_of(edge, request, job, name), collected)
+    else:
+        await held.deliver(collected)
+        if collected.error is not None:
+            raise collected.error
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     headers = {**job.headers, **more}
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
@@ -290,7 +239,7 @@ async def _stream_resumable(
     headers = _headers(request, job, name)
     if is_resumable:
         headers[RESUME] = f"{edge.resume.grace_seconds:g}"
-    submission = _submission(edge, request, job, name)
+    submission = submission_of(edge, request, job, name)
     permit.handed_over = True
     if edge.resume.is_published:
         answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
@@ -323,7 +272,7 @@ def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, A
     }
 
 
-def _submission(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
+def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
     return Submission(
         operation=job.operation,
         model=job.model.name,
@@ -331,9 +280,15 @@ def _submission(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: 
         n=job.n,
         requests=[_link_request(edge, request, job, number, prompt, name) for number, prompt in enumerate(job.prompts)],
         guide_field=job.guide_field,
-        timeout_seconds=edge.config.request_timeout_seconds,
+        timeout_seconds=edge.config.request_timeout_seconds if job.deadline is None else _seconds_left(job),
         prompt_field=prompt_field_of(job.shape),
     )
+
+
+def _seconds_left(job: GenerationJob) -> float:
+    """What is left of the time for all attempts."""
+    assert job.deadline is not None
+    return max(job.deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
 
 
 def _response_record(
@@ -374,7 +329,7 @@ def _link_request(
         sampling=job.sampling,
         stop=job.stop,
         n=job.n,
-        timeout_seconds=edge.config.request_timeout_seconds,
+        timeout_seconds=edge.config.request_timeout_seconds if job.deadline is None else _seconds_left(job),
         tenant=edge.callers.caller_of(request),
         traceparent=traceparent(request),
         client_request_id=request_id(request),

@@ -9,13 +9,16 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationApi, GenerationJob, serve_generation
+from edge_http.endpoints.answering import GenerationJob
+from edge_http.endpoints.model_choice import last_user_text
+from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.guide import guide_of, with_calls
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens
 from edge_http.openai.prompt_report import prompt_report
 from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
 from edge_http.openai.sampling import (
+    DEFAULT_COMPLETION_MAX_TOKENS,
     chat_max_tokens,
     chat_sampling,
     completion_max_tokens,
@@ -147,7 +150,14 @@ _CHAT: Final[GenerationApi[ChatBody]] = GenerationApi(
     make_job=_chat_job,
     features=_features,
     is_batch=_is_batch,
+    max_answer_tokens=lambda body: body.max_completion_tokens or body.max_tokens or 0,
+    user_text=lambda body: last_user_text(body.messages),
 )
 _COMPLETION: Final[GenerationApi[CompletionBody]] = GenerationApi(
-    decode=lambda _, raw: decode_completion(raw), make_job=_completion_job, features=_features, is_batch=_is_batch
+    decode=lambda _, raw: decode_completion(raw),
+    make_job=_completion_job,
+    features=_features,
+    is_batch=_is_batch,
+    max_answer_tokens=lambda body: body.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS,
+    user_text=lambda body: body.prompt if isinstance(body.prompt, str) else "",
 )

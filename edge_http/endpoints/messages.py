@@ -24,7 +24,9 @@ from edge_http.anthropic.settings import (
 )
 from edge_http.anthropic.tools import MessageTools, tools_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationApi, GenerationJob, read_prompt_body, serve_generation
+from edge_http.endpoints.answering import GenerationJob, read_prompt_body
+from edge_http.endpoints.model_choice import last_user_text
+from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
@@ -163,5 +165,7 @@ _API: Final[GenerationApi[MessagesBody]] = GenerationApi(
     decode=lambda edge, raw: decode_messages(raw, edge.config.max_messages),
     make_job=_job,
     features=_features,
+    max_answer_tokens=lambda body: body.max_tokens,
+    user_text=lambda body: last_user_text(body.messages),
     is_batch=lambda _: False,
 )

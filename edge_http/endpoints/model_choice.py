@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
+import msgspec
 from aiohttp import web
 
 from edge_http.edge import Edge
@@ -24,15 +25,41 @@ def share_key(edge: Edge, request: web.BaseRequest, body: Any) -> str:
     return session or edge.callers.caller_of(request)
 
 
+def last_user_text(messages: Sequence[Any]) -> str:
+    """The text of the last message of the user, in the form of any API; "" if there is none."""
+    for message in reversed(messages):
+        if isinstance(message, msgspec.Raw):
+            message = msgspec.json.decode(message)
+        if _field(message, "role") == "user":
+            content = _field(message, "content")
+            if isinstance(content, str):
+                return content
+            texts = (_field(part, "text") for part in content or ())
+            return "".join(text for text in texts if isinstance(text, str))
+    return ""
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
 def outlives_connection(edge: Edge, request: web.BaseRequest, *, is_stream: bool) -> bool:
     """Whether the answer belongs to a task of its own from its submission on. Its name, by which it is resumed or
     repeated, then stands for this one model."""
     return IDEMPOTENCY_KEY in request.headers or (is_stream and edge.resume.is_wanted(wants_resume(request)))
 
 
-def route_headers(chosen: ChosenRoute, model: str, passed: Sequence[tuple[str, KvloomError]]) -> Mapping[str, str]:
-    """The model that answers, and how it was chosen: `auto;rule=2;target=small;passed=small:queue_full`."""
+def route_headers(
+    chosen: ChosenRoute,
+    model: str,
+    passed: Sequence[tuple[str, KvloomError]],
+    discarded: Sequence[tuple[str, str]] = (),
+) -> Mapping[str, str]:
+    """The model that answers, and how it was chosen: `auto;rule=2;target=small;passed=small:queue_full`, or after a
+    cascade `chat;cascade=small:refusal;target=large`."""
     how = chosen.how
+    if discarded:
+        how = f"{chosen.start};cascade={','.join(map(':'.join, discarded))};target={model}"
     if passed:
         skipped = ",".join(f"{name}:{_reason(error)}" for name, error in passed)
         how += f";passed={skipped}"

@@ -8,7 +8,9 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationApi, GenerationJob, serve_generation
+from edge_http.endpoints.answering import GenerationJob
+from edge_http.endpoints.model_choice import last_user_text
+from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.guide import with_calls
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.input_items import conversation
@@ -79,5 +81,7 @@ _API: Final[GenerationApi[ResponsesBody]] = GenerationApi(
     decode=lambda edge, raw: decode_responses(raw, edge.config.max_messages),
     make_job=_job,
     features=_features,
+    max_answer_tokens=lambda body: body.max_output_tokens or 0,
+    user_text=lambda body: body.input if isinstance(body.input, str) else last_user_text(body.input),
     is_batch=lambda body: tier_of(as_chat(body)) == TIER_BATCH,
 )

@@ -7,4 +7,8 @@ served_model.py      a model whose requests this process can take
 catalogue.py         those models by name, which come and go while the process runs
 model_routes.py      which model takes a request: by route, rules, shares, fallbacks and rollouts
 rollout_follower.py  keeps routes in step with the rollouts in the registry
+cascade.py           when the answer of a smaller model is discarded, so that a larger one answers
+refusals.py          whether an answer begins as a refusal
+schema_check.py      whether a JSON value conforms to a schema
+languages.py         the language of a text
 """

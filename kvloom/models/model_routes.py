@@ -10,8 +10,9 @@ from typing import Final, Literal
 
 import xxhash
 
-from kvloom.config import ConfigError, RouteConfig, RouteRule, RouteTarget
+from kvloom.config import CascadeConfig, ConfigError, RouteConfig, RouteRule, RouteTarget
 from kvloom.discovery.records import RolloutRecord
+from kvloom.models.languages import language_of
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 AUTO: Final = "auto"
@@ -48,6 +49,10 @@ class RouteFacts:
     is_batch: bool
     share_key: str
     """Requests with the same key go to the same share."""
+    max_answer_tokens: int = 0
+    """The most that the answer may have; 0: no limit was given."""
+    user_text: str = ""
+    """The last message of the user. It may be left out if no rule reads it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +60,18 @@ class ChosenRoute:
     """The models to try, best first, each once."""
 
     models: Sequence[str]
-    how: str
-    """How the first was chosen, for people: `auto;rule=2;target=small`."""
+    start: str
+    """How the first was chosen, for people: the name, and the rule that held (`chat;rule=2`)."""
+    targets: Sequence[str] = ()
+    """The first of the route's models, if one was named, and the version of the first model, if it is shared."""
+    tests: Mapping[str, CascadeConfig] = dataclasses.field(default_factory=dict)
+    """By model: the tests that its answer must pass before the client gets it. The others' answers are not judged, and
+    the last one's never is."""
+
+    @property
+    def how(self) -> str:
+        """`auto;rule=2;target=small`"""
+        return self.start + "".join(f";target={target}" for target in self.targets)
 
 
 class ModelRoutes:
@@ -75,6 +90,9 @@ class ModelRoutes:
             raise ConfigError(f"routes: two have the name {twice!r}")
         for route in routes:
             _check_targets(route, self._configured)
+            _check_cascade(route)
+        self.reads_text = any(rule.languages for route in routes for rule in route.rules)
+        """Whether some rule depends on what the user wrote."""
 
     def follow_rollouts(self, rollouts: Iterable[RolloutRecord]) -> None:
         """From now on these are all that there are. What was shared by others before is no longer."""
@@ -94,26 +112,31 @@ class ModelRoutes:
         """The models for a request that names `name` and, as fallbacks, `more`: models or routes. `served` are all
         models, which "auto" stands for if it is neither a route nor a model."""
         models: dict[str, None] = {}
-        how: list[str] = []
+        tests: dict[str, CascadeConfig] = {}
+        starts: list[tuple[str, Sequence[str]]] = []
         for wanted in (name, *more):
             route = self._configured.get(wanted)
             if route is None and wanted == AUTO and AUTO not in (names := sorted(served)):
-                found = [name for name in names if name not in self._new_versions]
-                how.append(AUTO)
+                found, start, targets = [name for name in names if name not in self._new_versions], AUTO, []
             elif route is None:
-                found = [wanted]
-                how.append(wanted)
+                found, start, targets = [wanted], wanted, []
             else:
-                number, targets = _targets(route, facts)
-                first = _drawn(route.name, targets, facts.share_key)
-                how.append(f"{wanted};{f'rule={number};' * bool(number)}target={first}")
-                found = [first, *route.fallback]
-            if self._shares:
-                versions = [self._versions(model, facts.share_key) for model in found]
-                how[-1] += f";target={versions[0][0]}" * (versions[0][0] != found[0])
-                found = [version for versions_of_one in versions for version in versions_of_one]
-            models.update(dict.fromkeys(found))
-        return ChosenRoute(list(models)[:MAX_CANDIDATES], how[0])
+                number, weighted = _targets(route, facts)
+                first = _drawn(route.name, weighted, facts.share_key)
+                found, start, targets = [first, *route.fallback], f"{wanted}{f';rule={number}' * bool(number)}", [first]
+            versions = [self._versions(model, facts.share_key) for model in found]
+            if versions and versions[0][0] != found[0]:
+                targets.append(versions[0][0])
+            if route is not None and route.cascade is not None:
+                last = versions[-1]
+                judged = [version for one in versions for version in one if version not in last]
+                tests |= {version: route.cascade for version in judged if version not in models}
+            models.update(dict.fromkeys(version for one in versions for version in one))
+            starts.append((start, targets))
+        tried = list(models)[:MAX_CANDIDATES]
+        for model in tried[-1:]:
+            tests.pop(model, None)
+        return ChosenRoute(tried, *starts[0], tests)
 
     def _versions(self, model: str, share_key: str) -> Sequence[str]:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one
@@ -148,6 +171,11 @@ def _check_targets(route: RouteConfig, routes: Mapping[str, RouteConfig]) -> Non
             raise ConfigError(f"routes: {route.name!r} has the target {model!r}, which is a route: name a model")
 
 
+def _check_cascade(route: RouteConfig) -> None:
+    if route.cascade is not None and len(models_of(route)) == 1:
+        raise ConfigError(f"routes: {route.name!r} has a cascade and one model: name the next in fallback")
+
+
 def _target(target: str | RouteTarget) -> RouteTarget:
     return RouteTarget(model=target) if isinstance(target, str) else target
 
@@ -161,11 +189,15 @@ def _targets(route: RouteConfig, facts: RouteFacts) -> tuple[int, Sequence[Route
 
 
 def _holds(rule: RouteRule, facts: RouteFacts) -> bool:
+    num_context_tokens = facts.num_prompt_tokens + facts.max_answer_tokens
     return (
         facts.features.issuperset(rule.features)
         and (not rule.tiers or ("batch" if facts.is_batch else "interactive") in rule.tiers)
         and facts.num_prompt_tokens >= rule.min_prompt_tokens
         and (not rule.max_prompt_tokens or facts.num_prompt_tokens <= rule.max_prompt_tokens)
+        and num_context_tokens >= rule.min_context_tokens
+        and (not rule.max_context_tokens or num_context_tokens <= rule.max_context_tokens)
+        and (not rule.languages or language_of(facts.user_text) in rule.languages)
     )
 
 

@@ -1,0 +1,68 @@
+"""A candidate of a cascade: its answer is held until it has ended, and judged (kvloom/models/cascade.py)."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+from aiohttp import web
+
+from edge_http.answers.held_answer import HeldAnswer
+from edge_http.answers.shape import parsed_outputs
+from edge_http.edge import Edge
+from edge_http.endpoints.answering import GenerationJob, check_job_window, submission_of
+from edge_http.resume.response_name import new_response_id
+from edge_http.submission import run_submission
+from kvloom.config import CascadeConfig
+from kvloom.errors import KvloomError
+from kvloom.limits.byte_budget import ByteLease
+from kvloom.models.cascade import ANY_JSON, AnswerForm, Objection, objection
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SamplingParams
+
+_CALL_FIELDS = ("tools", "functions")
+"""The fields of a guide that is about calls: their arguments are judged by the tools' own schemas."""
+
+
+async def hold_candidate(
+    edge: Edge, request: web.BaseRequest, job: GenerationJob, tests: CascadeConfig, lease: ByteLease
+) -> tuple[HeldAnswer, Objection | None]:
+    """The answer of the job's model, and what is wrong with it; None: it may be delivered. Raises KvloomError if there
+    is no answer."""
+    check_job_window(edge, job)
+    shows_logprobs = job.sampling.HasField("logprobs")
+    parsed = parsed_outputs(job.shape, job.num_choices)
+    held = HeldAnswer(
+        job.prompt_sizes, job.n, edge.config.max_answer_bytes, lease, parsed, shows_logprobs=shows_logprobs
+    )
+    if "logprob" in tests.escalate_on and not shows_logprobs:
+        sampling = SamplingParams()
+        sampling.CopyFrom(job.sampling)
+        sampling.logprobs = 0  # those of the chosen tokens
+        job = msgspec.structs.replace(job, sampling=sampling)
+    name = new_response_id(job.id_prefix, edge.tag)
+    try:
+        await run_submission(edge, submission_of(edge, request, job, name), held)
+    except KvloomError as error:
+        if error.reason == ErrorReason.ERROR_REASON_ANSWER_TOO_LARGE:
+            return held, "too_large"
+        if error.reason == ErrorReason.ERROR_REASON_CONTENT_FILTERED and "refusal" in tests.escalate_on:
+            return held, "refusal"
+        raise
+    return held, objection(held.candidates(), tests, answer_form(job))
+
+
+def answer_form(job: GenerationJob) -> AnswerForm:
+    """What the request says about the form of its answers."""
+    tools = {tool.name: tool.parameters for tool in job.shape.tools}
+    if not job.sampling.HasField("guide"):
+        return AnswerForm(tools=tools)
+    guide = job.sampling.guide
+    kind = guide.WhichOneof("form")
+    if job.guide_field.startswith(_CALL_FIELDS):
+        return AnswerForm(is_guided=True, tools=tools)
+    if kind == "json_schema":
+        return AnswerForm(schema=json.loads(guide.json_schema), is_guided=True, tools=tools)
+    if kind == "json_object":
+        return AnswerForm(schema=ANY_JSON, is_guided=True, tools=tools)
+    return AnswerForm(choices=list(guide.choice.texts), is_guided=True, tools=tools)
