@@ -123,7 +123,8 @@ class ModelRoutes:
             else:
                 number, weighted = _targets(route, facts)
                 first = _drawn(route.name, weighted, facts.share_key)
-                found, start, targets = [first, *route.fallback], f"{wanted}{f';rule={number}' * bool(number)}", [first]
+                found = list(dict.fromkeys((first, *route.fallback)))
+                start, targets = f"{wanted}{f';rule={number}' * bool(number)}", [first]
             versions = [self._versions(model, facts.share_key) for model in found]
             if versions and versions[0][0] != found[0]:
                 targets.append(versions[0][0])
