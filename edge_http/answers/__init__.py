@@ -4,7 +4,7 @@ answer.py             the base class: the sink of all choices, the end of the an
 shape.py              the API whose format a response has, and the parser of the model's output
 parsed_output.py      the output of one choice, taken apart into text, reasoning and tool calls
 collected_answer.py   an answer that is not streamed
-held_answer.py       an answer that is held until it is judged
+held_answer.py        an answer that is held until it is judged
 embedded_inputs.py    the vectors of one call's inputs, as they arrive
 streamed_answer.py    an answer that is streamed as server-sent events
 recorded_answer.py    a streamed answer whose progress is recorded, so that another edge can continue it
