@@ -30,7 +30,7 @@ from router.core.actions import (
     VariantChanged,
     WantKvSnapshot,
 )
-from router.core.events import Event, RequestArrived, Tick
+from router.core.events import Event, Request, RequestArrived, Tick
 from router.core.frames import Step
 from router.usage_records import Credit
 
@@ -115,6 +115,25 @@ class Observer(Protocol):
     def variant_changed(self, change: VariantChanged) -> None: ...
 
 
+class Tap(Protocol):
+    """Follows requests and their answers on their way through the driver, and may have requests of its own. Its methods
+    never block and never raise."""
+
+    def arrived(self, request: Request) -> Request:
+        """Called with every request. Returns what the core is to be given instead."""
+        ...
+
+    def stepped(self, client_id: str, step: Step) -> None:
+        """Called with every step before its client gets it, and may change it."""
+        ...
+
+    def ended(self, ended: RequestEnded) -> bool:
+        """Returns whether the request is the tap's own, which nobody else hears of."""
+        ...
+
+    def is_own(self, request: Request) -> bool: ...
+
+
 class CoreDriver:
     """Feeds events to the core and carries out its actions.
 
@@ -152,6 +171,14 @@ class CoreDriver:
             VariantChanged: observer.variant_changed,
         }
         self._carry_out = carry_out
+        self._tap: Tap | None = None
+
+    def set_tap(self, tap: Tap | None) -> None:
+        """Without a tap, a request costs two looks whether there is one, and a step nothing."""
+        self._tap = tap
+        is_off = tap is None
+        self._carry_out[SendStep] = self._send_step if is_off else self._send_tapped_step
+        self._carry_out[PlacementDecided] = self._observer.placement_decided if is_off else self._on_tapped_placement
 
     def now(self) -> float:
         """Returns the time of the core's clock, in monotonic seconds."""
@@ -193,6 +220,8 @@ class CoreDriver:
         if type(event) is RequestArrived:
             self._num_live_requests += 1
             self._idle.clear()
+            if self._tap is not None:
+                event = RequestArrived(self._tap.arrived(event.request))
         if self._dispatching:
             self._pending.append(event)
             return
@@ -274,7 +303,17 @@ class CoreDriver:
         self._num_live_requests -= 1
         if not self._num_live_requests:
             self._idle.set()
-        self._observer.request_ended(action)
+        if self._tap is None or not self._tap.ended(action):
+            self._observer.request_ended(action)
+
+    def _send_tapped_step(self, action: SendStep) -> None:
+        if self._tap is not None:
+            self._tap.stepped(action.client_id, action.step)
+        self._send_step(action)
+
+    def _on_tapped_placement(self, action: PlacementDecided) -> None:
+        if self._tap is None or not self._tap.is_own(action.request):
+            self._observer.placement_decided(action)
 
     def _on_fleet_changed(self, action: FleetChanged) -> None:
         for client in list(self._clients.values()):

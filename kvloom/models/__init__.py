@@ -11,4 +11,5 @@ cascade.py           when the answer of a smaller model is discarded, so that a 
 refusals.py          whether an answer begins as a refusal
 schema_check.py      whether a JSON value conforms to a schema
 languages.py         the language of a text
+likelihood_gap.py    how much less likely a candidate finds the answers of a model, with confidence intervals
 """

@@ -206,6 +206,22 @@ class RouterCore:
         """Whether a shard accepts new requests for the model."""
         return bool(self._fleet.ready(model)) and not self._fleet.is_withdrawn(model)
 
+    def has_spare_room(self, model: str) -> bool:
+        """Whether a request for the model would start at once and none of a client would wait for it: nothing waits for
+        the model, and a shard has at most half of its batch to do."""
+        if self._attempt_sender.queue.queues.num_waiting(model):
+            return False
+        return any(self._is_half_idle(shard) for shard in self._fleet.ready(model) if not shard.is_suspected)
+
+    def _is_half_idle(self, shard: Shard) -> bool:
+        view = self._ledger.view(shard.shard_id)
+        num_sequences = len(shard.attempts) + view.foreign_running + view.foreign_waiting
+        return 2 * num_sequences < shard.description.max_batch and shard.has_room
+
+    def num_waiting(self, model: str) -> int:
+        """The number of requests for the model that wait for a shard, of clients and of the router itself."""
+        return self._attempt_sender.queue.queues.num_waiting(model)
+
     @property
     def shards(self) -> list[ShardState]:
         """The connected shards and their speeds."""

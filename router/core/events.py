@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -19,6 +19,15 @@ class Tier(enum.IntEnum):
 
     INTERACTIVE = 1
     BATCH = 2
+    SHADOW = 3
+    """The router's own requests (docs/shadow-traffic.md): no answer reaches a client, so nothing is screened, and they
+    have no part in the fairness between tenants."""
+
+
+SHADOW_TIER: Final = Tier.SHADOW
+"""Looking up the member of an enumeration takes calls, which every request would pay."""
+SHADOW_CLIENT_ID: Final = "router-shadow"
+"""The client name of the requests of that tier."""
 
 
 class ChoiceSpec(msgspec.Struct, frozen=True):

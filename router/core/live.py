@@ -84,7 +84,7 @@ class Attempt:
         self.num_open_slots = num_open_slots
         self.sent_at = sent_at
         self.tenant = tenant
-        """None: a probe of the router."""
+        """None: a request of the router itself."""
         self.prepares: LiveRequest | None = None
         """For a prefill chunk, the request whose prompt it computes in part."""
 

@@ -14,7 +14,7 @@ from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, 
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
-from router.core.events import ChoiceSpec, Request
+from router.core.events import SHADOW_TIER, ChoiceSpec, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load.load_ledger import LoadLedger, Reservation
@@ -78,6 +78,7 @@ class AttemptSender:
         if not live.num_ready_tokens:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)
         self._num_dispatches += 1
+        tenant = None if request.tier is SHADOW_TIER else request.tenant
         attempt = Attempt(
             request.request_id,
             live.num_attempts,
@@ -85,13 +86,14 @@ class AttemptSender:
             shard.shard_id,
             len(live.pending),
             now,
-            request.tenant,
+            tenant,
         )
         self._reserve(live, shard, candidate, attempt, hashes, now)
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []
         live.hashes = {}
-        self._fair_shares.note_sent(shard, request.tenant, now)
+        if tenant is not None:
+            self._fair_shares.note_sent(shard, tenant, now)
         num_expected = candidate.num_overlap_tokens
         self._action_buffer.add(
             SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected)

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from router.core.dispatch.block_shares import BlockShares, num_blocks_needed, num_blocks_of
 from router.core.dispatch.waiting_queues import WaitingQueues
-from router.core.events import ShardLoad
+from router.core.events import SHADOW_TIER, ShardLoad
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load.load_ledger import LoadLedger
@@ -208,6 +208,8 @@ class FairShares:
             is_parked = live.queue_id is not None and live.queue_id.is_parked
             if live.num_attempts or is_parked or live.arrived_at > before or (model, tenant) in seen:
                 continue
+            if live.request.tier is SHADOW_TIER:
+                continue
             seen.add((model, tenant))
             window = live.min_window
             shards = [
@@ -288,7 +290,9 @@ def _waiting_tenants(shard: Shard, before: float) -> dict[str, None]:
     return {
         choice.request.request.tenant: None
         for slot, choice in shard.choices.items()
-        if choice.num_cached_tokens is None and shard.attempts[slot].sent_at <= before
+        if choice.num_cached_tokens is None
+        and shard.attempts[slot].sent_at <= before
+        and shard.attempts[slot].tenant is not None
     }
 
 

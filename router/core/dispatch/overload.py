@@ -20,7 +20,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
-from router.core.events import Request, Tier
+from router.core.events import SHADOW_CLIENT_ID, Request, Tier
 
 RATE_SECONDS: Final = 10.0
 """Time constant of the measured rates, in seconds during which requests waited."""
@@ -127,8 +127,9 @@ class _Model:
         return self.interactive_sum * math.exp((self.interactive_at - now) / RATE_SECONDS) / RATE_SECONDS
 
     def learn(self, ended: RequestEnded) -> None:
-        """Learn from an answer that came to its own end. An embedding says nothing about answers."""
-        if ended.ttft_seconds is None or ended.max_tokens == 0:
+        """Learn from an answer that came to its own end. An embedding says nothing about answers, and neither does a
+        prompt that is only scored."""
+        if ended.ttft_seconds is None or ended.max_tokens == 0 or ended.client_id == SHADOW_CLIENT_ID:
             return
         self.prefill_seconds = _smoothed(self.prefill_seconds, ended.ttft_seconds - ended.queue_time_seconds)
         num_tokens = ended.num_output_tokens / ended.num_choices

@@ -18,6 +18,7 @@ import dataclasses
 import math
 from typing import Final
 
+from router.core.events import SHADOW_TIER
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadView
 from router.core.load.speed_model import PrefillWork
@@ -67,8 +68,8 @@ def next_prefill_chunk(
     seconds = settings.prefill_chunk_seconds(candidate.bound_arrival_rate)
     if candidate.own_seconds < MIN_PREFILL_CHUNKS * seconds:
         return None
-    if live.request.pooling is not None:
-        return None  # its tokens are computed anew, because their hidden states are not kept
+    if live.request.pooling is not None or live.request.tier is SHADOW_TIER:
+        return None  # its tokens are computed anew, because their hidden states, or logits, are not kept
     num_cached = candidate.num_overlap_tokens
     num_tokens = max(settings.min_tokens, view.speed.num_tokens_within(seconds, num_cached, view.num_context_tokens))
     end = (num_cached + num_tokens) // candidate.block_size * candidate.block_size

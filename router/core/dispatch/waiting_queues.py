@@ -49,7 +49,8 @@ class WaitingQueues:
             return 0
         if tier is not None:
             return counts.get((model, tier), 0)
-        return counts.get((model, Tier.INTERACTIVE), 0) + counts.get((model, Tier.BATCH), 0)
+        num_urgent = counts.get((model, Tier.INTERACTIVE), 0)
+        return num_urgent + counts.get((model, Tier.BATCH), 0) + counts.get((model, Tier.SHADOW), 0)
 
     def has_tenant(self, tenant: str) -> bool:
         """Whether a request of the tenant waits."""
