@@ -158,6 +158,26 @@ class RouteConfig(Section):
     judged."""
 
 
+class ShadowConfig(Section):
+    """A share of a model's answers that is also given to a candidate, without being shown to anyone
+    (docs/shadow-traffic.md)."""
+
+    model: str
+    """The model whose answers are sampled."""
+    candidate: str
+    """The model that is compared with it."""
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    """The share of the model's answers."""
+    mode: Literal["score", "generate"] = "score"
+    """"score": the candidate computes how likely it finds the answer, by one prefill. "generate": it answers, too."""
+    max_in_flight: Annotated[int, Meta(ge=1, le=256)] = 2
+    """How many requests a router has under way at the candidate for this."""
+    max_queued: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """How many ended answers a router keeps until the candidate has room. Further ones are skipped."""
+    max_tokens: Annotated[int, Meta(ge=2, le=131_072)] = 4096
+    """The largest prompt and answer together. Larger ones are skipped."""
+
+
 class ResumeConfig(Section):
     """Streams that can be resumed after their connection was lost (docs/http-api.md, docs/grpc-api.md)."""
 
@@ -671,6 +691,8 @@ class KvloomConfig(Section):
     """Further models. Where nothing is said of `model`, these are all."""
     routes: Annotated[list[RouteConfig], Meta(max_length=256)] = []
     """Names that stand for one of several models, chosen by rules and shares."""
+    shadows: Annotated[list[ShadowConfig], Meta(max_length=64)] = []
+    """Candidates that are compared with models on a share of their answers."""
     edge: EdgeConfig = msgspec.field(default_factory=EdgeConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
     shard: ShardConfig = msgspec.field(default_factory=ShardConfig)

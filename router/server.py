@@ -68,6 +68,7 @@ from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
 from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
+from router.shadow.traffic import ShadowTraffic
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -120,6 +121,9 @@ class RouterServer:
         self._catalogue = catalogue
         routes = ModelRoutes(config.routes)
         self._rollouts = RolloutFollower(config, trust.sealer, routes)
+        self.shadows = ShadowTraffic(self._driver, core, catalogue.by_name, metrics_registry)
+        """What is compared with candidates. It may be changed while the router runs."""
+        self.shadows.set_shadows(config.shadows)
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -264,6 +268,7 @@ class RouterServer:
         finally:
             await self._close_streams()
             await self._answers.close()
+            self.shadows.close()
             self._driver.close()
             await self._registry.close()
 
@@ -310,6 +315,7 @@ class RouterServer:
 
     async def _drain(self) -> None:
         self._draining = True
+        self.shadows.close()
         self._driver.dispatch(DrainStarted())
         self._health.refresh()
         log.info("draining", num_live_requests=self._driver.num_live_requests)
@@ -401,7 +407,7 @@ class RouterServer:
 
     def _gauges(self) -> dict[str, float]:
         return {
-            "requests_live": self._driver.num_live_requests,
+            "requests_live": self._driver.num_live_requests - self.shadows.num_in_flight,
             "requests_queued": self._core.num_queued_requests,
             "clients_connected": self._driver.num_clients,
             "safety_connected": float(self._driver.has_safety),

@@ -22,9 +22,9 @@ from typing import Final, NamedTuple
 ANSWERS: Final = "kvloom_router_shadow_scored_answers"
 TOKENS: Final = "kvloom_router_shadow_scored_tokens"
 SURPRISAL: Final = "kvloom_router_shadow_surprisal_nats"
-SQUARED_TOKENS: Final = "kvloom_router_shadow_squared_tokens"
+SQUARED_TOKENS: Final = "kvloom_router_shadow_tokens_squared"
 SURPRISAL_TOKENS: Final = "kvloom_router_shadow_surprisal_token_products"
-SQUARED_GAP: Final = "kvloom_router_shadow_squared_gap"
+SQUARED_GAP: Final = "kvloom_router_shadow_gap_squared"
 """The counters in which routers export the sums, by model and candidate. Those of surprisals (minus log p, which is
 never negative, so that the counters only grow) have one more label, `under`, with the values of the next two."""
 UNDER_MODEL: Final = "model"

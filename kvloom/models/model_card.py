@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -68,11 +68,14 @@ def make_card(config: ModelConfig) -> PackedCard:
     raw = card.SerializeToString(deterministic=True)
     if len(raw) > MAX_CARD_BYTES:
         raise ValueError(f"{folder}: tokenizer and chat template have more than {MAX_CARD_BYTES} bytes")
-    tokenizer = next((file.content for file in files if file.name == TOKENIZER_FILE), b"")
     checksum = hashlib.sha256(raw).hexdigest()
-    return PackedCard(
-        config.name, checksum, zlib.compress(raw, _COMPRESSION_LEVEL), hashlib.sha256(tokenizer).hexdigest()
-    )
+    return PackedCard(config.name, checksum, zlib.compress(raw, _COMPRESSION_LEVEL), tokenizer_checksum(files))
+
+
+def tokenizer_checksum(files: Iterable[ModelFile]) -> str:
+    """The SHA-256 of a card's tokenizer.json, in hex."""
+    tokenizer = next((file.content for file in files if file.name == TOKENIZER_FILE), b"")
+    return hashlib.sha256(tokenizer).hexdigest()
 
 
 def _has(folder: Path, name: str) -> bool:

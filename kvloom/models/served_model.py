@@ -13,7 +13,14 @@ import xxhash
 
 from kvloom.config import ModelConfig
 from kvloom.conversation.model_output import model_output
-from kvloom.models.model_card import PackedCard, config_of_card, make_card, unpack_card, unpacked_files
+from kvloom.models.model_card import (
+    PackedCard,
+    config_of_card,
+    make_card,
+    tokenizer_checksum,
+    unpack_card,
+    unpacked_files,
+)
 from kvloom.parsers.spec import ParserSpec
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SamplingParams
@@ -44,6 +51,14 @@ class ServedModel:
     card: PackedCard | None = None
     """None: it cannot be given to other processes."""
 
+    def has_tokens_of(self, other: ServedModel) -> bool:
+        """Whether the same ids are known to stand for the same tokens in both."""
+        if self.tokenizer is other.tokenizer:
+            return True
+        if self.card is None or other.card is None:
+            return False
+        return self.card.tokenizer_checksum == other.card.tokenizer_checksum
+
 
 def load_served_model(config: ModelConfig) -> ServedModel:
     """Read the model's files. Blocks. Raises OSError, ValueError, ConfigError."""
@@ -56,7 +71,8 @@ def served_model_of(packed: bytes, checksum: str) -> ServedModel:
     ConfigError."""
     card = unpack_card(packed, checksum)
     with unpacked_files(card) as folder:
-        return _served(config_of_card(card), folder, card, PackedCard(card.name, checksum, packed))
+        known = PackedCard(card.name, checksum, packed, tokenizer_checksum(card.files))
+        return _served(config_of_card(card), folder, card, known)
 
 
 def _served(config: ModelConfig, folder: Path, card: ModelCard, packed: PackedCard) -> ServedModel:

@@ -21,6 +21,7 @@ from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.shard_health import HealthState
 from router.metrics import GAUGES, RouterMetrics
+from router.shadow.metrics import PairMetrics, ShadowMetrics
 from router.usage_records import Credit
 from safety_svc.metrics import ANSWERS, BLOCKS, POLICY_LOADS, PROMPTS, STREAMS
 from shard_server.engines.base import EngineLoad
@@ -104,6 +105,11 @@ def _router() -> CollectorRegistry:
     metrics.sequences_preempted(SequencesPreempted("shard-0", "t", [1]))
     metrics.watch(lambda: dict.fromkeys(GAUGES, 0.0))
     ResumeMetrics(registry).watch(lambda: 0.0, lambda: 0.0, lambda: 0.0)
+    shadow = PairMetrics(ShadowMetrics(registry), MODEL, "candidate")
+    shadow.scored(2, 1.0, 1.5)
+    shadow.generated("stop", 2, 2)
+    shadow.skipped("busy")
+    shadow.failed("internal")
     return registry
 
 

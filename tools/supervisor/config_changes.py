@@ -42,6 +42,7 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tls.key_file": _NONE,
     "redis": _NONE,
     "routes": ("router", "edge"),
+    "shadows": ("router",),
     "metrics": _NONE,
     "log": _ALL,
 }
