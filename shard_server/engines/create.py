@@ -60,6 +60,7 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
         _max_position_embeddings(model_dir),
         stamps=_stamps(tokenizer) if config.shard.sim.stamp_tokens else (),
         opening=tokenizer.encode_now(config.shard.sim.opening),
+        max_loaded_adapters=config.model.max_loaded_adapters,
     )
 
 
