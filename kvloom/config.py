@@ -487,7 +487,7 @@ class TensorRtLoraConfig(Section):
     adapters: dict[str, str] = {}
     """The adapters' directories, by adapter name."""
     target_modules: list[str] = []
-    """The modules that adapters may change. Empty: all modules, which takes memory for all of them."""
+    """The modules that adapters may change, by TensorRT-LLM's names. Empty: those that the first of `adapters` has."""
 
 
 class TensorRtCacheTransceiverConfig(Section):
