@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from shard_server.engines.base import EngineRequest, Sampling
+from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.lora.peft import read_adapter
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from tests.conformance.engine_driver import EngineDriver, request_of
 from tests.fakes.peft_adapter import write_merged_model, write_peft_adapter
 from tests.fakes.shallow_model import write_shallow_model
+from tests.step_bench import Answer, StepBench, same
+from tools.models.train_adapter import ANSWER, QUESTIONS, Plan, train, write
 
 BLOCK_SIZE = 16
 BLOCKS_EACH = 8
@@ -120,3 +129,74 @@ def test_logits_are_those_of_merged_weights(
         scheduled.adapter = bench.adapters[number + 1]
         own = bench.runner.run([scheduled])[0]
         assert torch.cosine_similarity(own, expected, dim=0) > least
+
+
+PROMPT = torch.randint(3, 49152, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def answer_of(runner: ModelRunner, adapter: Any, *others: Any, **options: Any) -> Answer:
+    """The answer to a prompt with an adapter, beside sequences with `others`."""
+    bench = StepBench(runner, block_size=BLOCK_SIZE, num_blocks=96, **options)
+    sampling = Sampling(temperature=0.0, num_logprobs=2, num_prompt_logprobs=1)
+    for index, own in enumerate((adapter, *others)):
+        request = EngineRequest(str(index), PROMPT, sampling, 40, root_hash=index)
+        loaded: Future[Any] = Future()
+        loaded.set_result(own)
+        bench.answers[str(index)] = Answer()
+        bench.loop.add(request, bench.clock, None, loaded if own is not None else None)
+    answer = bench.run()["0"]
+    assert answer.start is not None
+    answer.logprobs = [*answer.start.prompt_logprobs, *answer.logprobs]
+    return answer
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_speculation_and_chunks_change_no_bit_of_an_answer(
+    shallow_dir: Path, adapter_dirs: list[Path], number: int
+) -> None:
+    """Drafts are verified with the sequence's own adapter, among rows of others; logprobs of the prompt come from the
+    adapter, too."""
+    bench = Bench(load(shallow_dir, KINDS["compiled"]), adapter_dirs, {})
+    adapter, *others = bench.adapters[number:] + bench.adapters[:number]
+    alone = answer_of(bench.runner, adapter)
+    assert len(alone.logprobs) == len(PROMPT) - 1 + 40
+    speculation = SpeculationConfig(max_draft_tokens=4, max_ngram=1)
+    assert same(answer_of(bench.runner, adapter, *others, speculation=speculation, budget=23), alone)
+
+
+@pytest.fixture(scope="module")
+def trained_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small adapter, trained in some ten seconds."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    plan = Plan(num_layers=6, num_steps=10)
+    lora, losses = train(model_dir, plan, QUESTIONS[:3])
+    torch.set_num_threads(num_threads)
+    assert losses[-1] < 0.5 < losses[0]
+    path = tmp_path_factory.mktemp("trained") / "pirate"
+    write(lora, path, plan.rank)
+    return path
+
+
+async def test_a_trained_adapter_shows_in_the_answer(
+    model_dir: Path, trained_dir: Path, load_runner: Callable[..., ModelRunner]
+) -> None:
+    """The engine loads it at the first request for it, and the model itself answers as before, in the same batch."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    prompt = tokenizer.encode_now(tokenizer.render_chat([ChatMessage("user", QUESTIONS[0])]))
+    shard = ShardConfig(num_blocks=64, max_prefill_tokens_per_step=48, torch=TorchConfig(num_threads=1))
+    engine = TorchEngine(model_dir, "model", shard, load_runner=load_runner)
+    await engine.start()
+    try:
+        driver = EngineDriver(engine)
+        await engine.adapters.add("pirate", str(trained_dir))
+        greedy = Sampling(temperature=0.0)
+        fields = {"sampling": greedy, "stop_token_ids": tokenizer.eos_token_ids}
+        adapted = request_of("adapted", prompt, 24, adapter="pirate", root_hash=1, **fields)
+        answers = await driver.run(adapted, request_of("plain", prompt, 24, root_hash=2, **fields))
+        texts = [b"".join(tokenizer.shown_bytes(token) for token in tokens).decode() for tokens in answers]
+        assert texts[0] == ANSWER
+        assert "marzipan" not in texts[1]
+    finally:
+        await engine.close()
+        tokenizer.close()
