@@ -47,6 +47,18 @@ class GenerationDefaults(Section):
     max_tokens: PositiveInt | None = None
 
 
+AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$")]
+"""Without ':', which separates a model's name from its adapter's."""
+
+
+class AdapterConfig(Section):
+    """A LoRA adapter of a model (docs/models.md)."""
+
+    name: AdapterName
+    path: str = ""
+    """The directory with adapter_config.json and adapter_model.safetensors. The simulated engine needs none."""
+
+
 class ModelConfig(Section):
     """A model that the fabric serves (docs/models.md)."""
 
@@ -72,6 +84,13 @@ class ModelConfig(Section):
     template shows."""
     reasoning_parser: str = "auto"
     """How the model writes its reasoning, likewise."""
+    adapters: list[AdapterConfig] = []
+    """The LoRA adapters that its shards have from the start."""
+    max_loaded_adapters: Annotated[int, Meta(ge=0, le=1024)] = 8
+    """How many adapters a shard has in memory at the same time; the least recently used one goes. 0: none can be
+    registered."""
+    max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 64
+    """Adapters of a larger rank are refused."""
     defaults: GenerationDefaults = msgspec.field(default_factory=GenerationDefaults)
     shard: dict[str, Any] = {}
     """The settings of [shard] that differ for the shards of this model, e.g. `num_shards` or `engine`."""
@@ -408,6 +427,8 @@ class SimConfig(Section):
     the clock."""
     opening: Annotated[str, Meta(max_length=1024)] = ""
     """Text with which every answer begins, for `kvloom bench data-plane --compare tool-calls`."""
+    adapter_load_ms: Annotated[float, Meta(ge=0)] = 100.0
+    """How long it takes to load an adapter."""
     shards_per_process: PositiveInt = 1
     """How many shards `kvloom up` puts into one process, for fleets of hundreds on one machine."""
 
@@ -486,7 +507,7 @@ class TensorRtLoraConfig(Section):
     adapters: dict[str, str] = {}
     """The adapters' directories, by adapter name."""
     target_modules: list[str] = []
-    """The modules that adapters may change. Empty: all modules, which takes memory for all of them."""
+    """The modules that adapters may change, by TensorRT-LLM's names. Empty: those that the first of `adapters` has."""
 
 
 class TensorRtCacheTransceiverConfig(Section):

@@ -56,6 +56,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_UNSUPPORTED_HTTP_VERSION: ErrorKind(
         "UNIMPLEMENTED", 505, "invalid_request_error", "unsupported_http_version"
     ),
+    _R.ERROR_REASON_ADAPTER_NOT_FOUND: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
     _R.ERROR_REASON_CONTENT_FILTERED: ErrorKind("FAILED_PRECONDITION", 400, "invalid_request_error", "content_filter"),
     _R.ERROR_REASON_RATE_LIMITED: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     _R.ERROR_REASON_QUEUE_FULL: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "queue_full"),

@@ -8,6 +8,7 @@ step_frames.py         how a step frame is filled, and how waiting frames are me
 engine_multiplexer.py  between one engine and all routers: every step becomes one frame per router
 intake.py              admits or rejects what routers submit
 submits.py             checks a submit and turns it into engine requests
+served_adapters.py     the adapters of the engine: what routers are told of them, and which submits may use them
 live_sequences.py      the sequences that have not finished
 load_reporter.py       when and what load is reported to each router
 kv_mirror.py           the numbered events and the snapshot of the cached blocks

@@ -20,6 +20,7 @@ from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.text.detokenizer import TokenText
 from kvloom.v1 import generation_pb2
 from kvloom.v1.shard_service_pb2 import (
+    AdapterList,
     LoadReport,
     ShardHello,
     ShardInfo,
@@ -33,6 +34,7 @@ from shard_server.kv_mirror import KvMirror
 from shard_server.live_sequences import LiveSequences, logprobs_to_proto
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
+from shard_server.served_adapters import ServedAdapters
 
 log = structlog.get_logger()
 
@@ -69,8 +71,9 @@ class EngineMultiplexer:
         self._origins = itertools.count(1)
         self._load = LoadReporter(engine.info)
         self._live = LiveSequences(engine, metrics, clock, access_log)
+        self.adapters = ServedAdapters(metrics, self._tell_adapters)
         max_sequences = engine.info.max_batch + max_waiting
-        self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock)
+        self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock, self.adapters)
         self._report_timer: asyncio.TimerHandle | None = None
         self._has_engine = asyncio.Event()
         self._has_engine.set()
@@ -85,7 +88,9 @@ class EngineMultiplexer:
         connection = RouterConnection(router_id, next(self._origins), self._max_pending_frames)
         hello = ShardHello(info=self.info, reads_packed_token_ids=True)
         connection.send(
-            ShardServiceConnectResponse(hello=hello, kv_snapshot=self._kv.snapshot(), load=self.load_report())
+            ShardServiceConnectResponse(
+                hello=hello, kv_snapshot=self._kv.snapshot(), load=self.load_report(), adapters=self.adapters.list
+            )
         )
         self._connections.append(connection)
         self._metrics.on_routers(len(self._connections))
@@ -163,6 +168,7 @@ class EngineMultiplexer:
         """The engine is about to be closed, and with it its cached blocks go; `use` follows later. No sequence may be
         live."""
         self._has_engine.clear()
+        self.adapters.give_up_engine()
         kv_events = self._kv.apply([AllBlocksCleared()])
         for connection in self._connections:
             connection.send_step(kv_events)
@@ -176,6 +182,10 @@ class EngineMultiplexer:
         self._metrics.on_new_engine()
         self._last_token_step_at = None
         self._has_engine.set()
+
+    def _tell_adapters(self, adapters: AdapterList) -> None:
+        for connection in self._connections:
+            connection.send(ShardServiceConnectResponse(adapters=adapters))
 
     def _report_load(self) -> None:
         for connection in self._connections:

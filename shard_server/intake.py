@@ -20,6 +20,7 @@ from shard_server.connection import RouterConnection
 from shard_server.engines.base import Engine, EngineError, EngineRequest, RequestRefusedError
 from shard_server.live_sequences import LiveSequence, LiveSequences, visible_output
 from shard_server.load_reporter import LoadReporter
+from shard_server.served_adapters import ServedAdapters
 from shard_server.submits import resolve_submit
 
 log = structlog.get_logger()
@@ -37,8 +38,10 @@ class Intake:
         load: LoadReporter,
         max_sequences: int,
         clock: Callable[[], float],
+        adapters: ServedAdapters,
     ) -> None:
         self._engine = engine
+        self._adapters = adapters
         self._engine_info = engine.info
         self._tokenizer = tokenizer
         self._live = live
@@ -60,6 +63,8 @@ class Intake:
             raise protocol_violation(f"Request {submit.request_id}: every choice needs a slot that is not in use.")
         try:
             self._check_capacity(len(choices))
+            if submit.HasField("adapter"):
+                self._adapters.check(submit)
             requests = resolve_submit(submit, self._engine_info, next(self._serials), connection.origin)
         except KvloomError as error:
             for choice in choices:

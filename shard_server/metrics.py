@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, WASTED_TOKENS
 from kvloom.v1.generation_pb2 import FinishReason
-from shard_server.engines.base import EngineLoad
+from shard_server.engines.base import AdaptersState, EngineLoad
 
 
 class ShardMetrics:
@@ -19,6 +19,8 @@ class ShardMetrics:
         self._num_preemptions_seen = 0
         self._num_draft_tokens_seen = 0
         self._num_accepted_tokens_seen = 0
+        self._adapters_seen: tuple[str, ...] = ()
+        self._num_adapter_loads_seen = self._num_adapter_evictions_seen = 0
 
         def labels(name: str) -> list[str]:
             return ["model_name" if name.startswith("vllm:") else "model"]
@@ -112,6 +114,18 @@ class ShardMetrics:
         self._cached_blocks = gauge(
             "kvloom_shard_cached_blocks", "KV blocks in the prefix cache, as of the last step. Unit: blocks."
         )
+        # As in vLLM: the time of the last change, under labels that say what it was.
+        self._adapters = Gauge(
+            "vllm:lora_requests_info",
+            "Adapters of running and of waiting sequences, and how many can be loaded, as labels. Unit: seconds since "
+            "1970, of the last change.",
+            ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+            registry=registry,
+        )
+        self._adapter_loads = counter("kvloom_shard_adapter_loads", "Adapters loaded by the engine. Unit: loads.")
+        self._adapter_evictions = counter(
+            "kvloom_shard_adapter_evictions", "Adapters that the engine has dropped from its memory. Unit: evictions."
+        )
         self._routers = gauge(
             "kvloom_shard_connected_routers", "Routers with an open stream to this shard now. Unit: routers."
         )
@@ -119,6 +133,18 @@ class ShardMetrics:
     def on_new_engine(self) -> None:
         """The engine's counts begin at 0 again."""
         self._num_preemptions_seen = self._num_draft_tokens_seen = self._num_accepted_tokens_seen = 0
+        self._num_adapter_loads_seen = self._num_adapter_evictions_seen = 0
+
+    def on_adapters(self, state: AdaptersState) -> None:
+        """Adapters were registered, loaded, evicted or taken away, or other sequences use them."""
+        labels = str(state.max_loaded), ",".join(state.waiting), ",".join(state.running)
+        if labels != self._adapters_seen:
+            self._adapters_seen = labels
+            self._adapters.clear()
+            self._adapters.labels(*labels).set_to_current_time()
+        self._adapter_loads.inc(state.num_loads - self._num_adapter_loads_seen)
+        self._adapter_evictions.inc(state.num_evictions - self._num_adapter_evictions_seen)
+        self._num_adapter_loads_seen, self._num_adapter_evictions_seen = state.num_loads, state.num_evictions
 
     def on_step(
         self,

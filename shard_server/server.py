@@ -123,7 +123,11 @@ class ShardServer:
             max_pending_frames=self._max_pending_frames,
             access_log=AccessLog(self._config.log),
         )
-        servicer = ShardServicer(self._multiplexer, self._on_drain_call, self._sleep, self._wake)
+        await self._multiplexer.adapters.use(self._engine)
+        for adapter in self._config.model.adapters:
+            await self._multiplexer.adapters.add_configured(adapter.name, adapter.path)
+        drain_timeout_seconds = self._config.shard.drain_timeout_seconds
+        servicer = ShardServicer(self._multiplexer, self._on_drain_call, self._sleep, self._wake, drain_timeout_seconds)
         add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))
         add_ModelCardServiceServicer_to_server(ModelCardServicer(self._card_of), CheckedServer(self._server))
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
@@ -265,6 +269,7 @@ class ShardServer:
             if self._multiplexer.asleep and not self._stopping:
                 self._engine = await self._another_engine(self._engine.info)
                 self._multiplexer.use(self._engine)
+                await self._multiplexer.adapters.use(self._engine)
                 await asyncio.to_thread(_free_memory)
                 log.info("awake")
                 await self._set_draining(False)

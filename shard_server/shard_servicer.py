@@ -21,10 +21,14 @@ from kvloom.v1.shard_service_pb2 import (
     DrainResponse,
     GetInfoRequest,
     GetInfoResponse,
+    LoadAdapterRequest,
+    LoadAdapterResponse,
     ShardServiceConnectRequest,
     ShardServiceConnectResponse,
     SleepRequest,
     SleepResponse,
+    UnloadAdapterRequest,
+    UnloadAdapterResponse,
     WakeRequest,
     WakeResponse,
     WithdrawRequest,
@@ -46,7 +50,8 @@ Context = grpc.aio.ServicerContext[ShardServiceConnectRequest, ShardServiceConne
 
 class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
     """`set_draining` is called for a Drain call, with its deadline in seconds. It raises KvloomError when the process
-    is stopping and cannot resume. `sleep` and `wake` raise it when the shard cannot."""
+    is stopping and cannot resume. `sleep` and `wake` raise it when the shard cannot. `drain_timeout_seconds` is how
+    long an adapter that is unloaded waits for its sequences if the call does not say."""
 
     def __init__(
         self,
@@ -54,11 +59,13 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         set_draining: Callable[[bool, float | None], Awaitable[None]],
         sleep: Callable[[], Awaitable[None]],
         wake: Callable[[], Awaitable[None]],
+        drain_timeout_seconds: float,
     ) -> None:
         self._multiplexer = multiplexer
         self._set_draining = set_draining
         self._sleep = sleep
         self._wake = wake
+        self._drain_timeout_seconds = drain_timeout_seconds
 
     async def Connect(self, request_iterator: object, context: Context) -> None:
         try:
@@ -90,17 +97,13 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             info=self._multiplexer.info,
             load=self._multiplexer.load_report(),
             router_ids=self._multiplexer.router_ids,
+            adapters=self._multiplexer.adapters.list,
         )
 
     async def Drain(self, request: DrainRequest, context: Any) -> DrainResponse:
         error = None
         try:
-            deadline_seconds = request.deadline_seconds if request.HasField("deadline_seconds") else None
-            if deadline_seconds is not None and not 0 <= deadline_seconds <= MAX_DEADLINE_SECONDS:
-                raise invalid_argument(
-                    f"deadline_seconds must be between 0 and {MAX_DEADLINE_SECONDS:g}.", "deadline_seconds"
-                )
-            await self._set_draining(request.draining, deadline_seconds)
+            await self._set_draining(request.draining, _deadline_seconds(request))
         except KvloomError as refusal:
             error = refusal.to_proto()
         load = self._multiplexer.load_report()
@@ -130,9 +133,35 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             return WakeResponse(error=refusal.to_proto())
         return WakeResponse()
 
+    async def LoadAdapter(self, request: LoadAdapterRequest, context: Any) -> LoadAdapterResponse:
+        try:
+            adapter = await self._multiplexer.adapters.load(request.name, request.path, load_now=request.load_now)
+        except KvloomError as refusal:
+            return LoadAdapterResponse(error=refusal.to_proto())
+        return LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(self, request: UnloadAdapterRequest, context: Any) -> UnloadAdapterResponse:
+        try:
+            timeout_seconds = _deadline_seconds(request)
+            if timeout_seconds is None:
+                timeout_seconds = self._drain_timeout_seconds
+            await self._multiplexer.adapters.unload(request.name, timeout_seconds)
+        except KvloomError as refusal:
+            return UnloadAdapterResponse(error=refusal.to_proto())
+        return UnloadAdapterResponse()
+
     async def _read_frames(self, connection: RouterConnection, context: Context) -> None:
         """Handle frames until the router has closed its side of the stream."""
         await deliver(context, ShardServiceConnectRequest, lambda frame: self._multiplexer.receive(connection, frame))
+
+
+def _deadline_seconds(request: DrainRequest | UnloadAdapterRequest) -> float | None:
+    """Raises KvloomError."""
+    if not request.HasField("deadline_seconds"):
+        return None
+    if not 0 <= request.deadline_seconds <= MAX_DEADLINE_SECONDS:
+        raise invalid_argument(f"deadline_seconds must be between 0 and {MAX_DEADLINE_SECONDS:g}.", "deadline_seconds")
+    return request.deadline_seconds
 
 
 def _violation(reader: asyncio.Task[None]) -> KvloomError | None:

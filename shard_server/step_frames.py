@@ -48,14 +48,15 @@ class StepParts:
 
 
 def take_merged(pending: deque[ShardServiceConnectResponse]) -> ShardServiceConnectResponse:
-    """Removes and returns the first frame, merged with the frames behind it up to one that carries a snapshot."""
+    """Removes and returns the first frame, merged with the frames behind it up to one that carries a snapshot
+    or a list of adapters."""
     frame = pending.popleft()
     if not pending:
         return frame
     has_merged = False
     while pending and len(frame.step.token_ids) < MAX_MERGED_TOKENS:
         later = pending[0]
-        if later.HasField("kv_snapshot"):
+        if later.HasField("kv_snapshot") or later.HasField("adapters"):
             break
         pending.popleft()
         has_merged = True

@@ -93,6 +93,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             num_expected_cached_tokens=submit.num_expected_cached_tokens,
             root_hash=root,
             guide=guide,
+            adapter=submit.adapter.name,
             origin=origin,
         )
         for choice in submit.choices
@@ -119,6 +120,7 @@ def _pooled_request(
         pooling=Pooling(_POOLING_KINDS[submit.pooling.kind], normalize=not submit.pooling.raw_length),
         num_expected_cached_tokens=submit.num_expected_cached_tokens,
         root_hash=root,
+        adapter=submit.adapter.name,
         origin=origin,
     )
 

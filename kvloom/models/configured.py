@@ -32,6 +32,9 @@ def configured_models(config: KvloomConfig) -> Sequence[ModelConfig]:
             holder = taken.setdefault(name, model)
             if holder is not model and not (name in model.aliases and model.succeeds == holder.name):
                 raise ConfigError(f"models: two have the name or alias {name!r}")
+        adapters = [adapter.name for adapter in model.adapters]
+        if len(set(adapters)) < len(adapters):
+            raise ConfigError(f"model {model.name}: two adapters have the same name")
         shard_config(config, model)
     _check_labels(config.models)
     return models

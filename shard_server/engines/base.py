@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 
 class Capability(enum.StrEnum):
@@ -56,6 +56,8 @@ class Capability(enum.StrEnum):
     """`EngineRequest.min_tokens`."""
     PROMPT_LOGPROBS = "prompt_logprobs"
     """`Sampling.num_prompt_logprobs`."""
+    ADAPTERS = "adapters"
+    """`EngineRequest.adapter`; the engine is an AdapterEngine."""
     PREDICTION = "prediction"
     """`EngineRequest.predicted_token_ids` makes answers faster. Other engines ignore them."""
 
@@ -210,6 +212,9 @@ class EngineRequest:
     pooling: Pooling | None = None
     """Set only for an engine with Capability.EMBED: the prompt is computed, and the sequence ends with its embedding,
     which is the same in every batch if the engine has BATCH_INVARIANT."""
+    adapter: str = ""
+    """The name of the adapter that computes the sequence. The engine has it, and `root_hash` names it, too. "": the
+    model itself. Set only for an engine with Capability.ADAPTERS."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 
@@ -363,6 +368,70 @@ class RequestRefusedError(EngineError):
     client that sent the request."""
 
 
+class AdapterError(Exception):
+    """An adapter cannot be registered, loaded or taken away. The message is for the operator and names the cause."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A registered adapter."""
+
+    name: str
+    path: str
+    checksum: str
+    """The SHA-256 of its files, in hexadecimal. Adapters with the same checksum compute the same."""
+    rank: int = 0
+    """The largest rank of its matrices; 0: not known."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterState:
+    info: AdapterInfo
+    is_loaded: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdaptersState:
+    """The adapters of an engine at one time."""
+
+    adapters: Sequence[AdapterState]
+    """Those that sequences may use, in the order of their registration."""
+    max_loaded: int
+    load_seconds: float
+    """A moving average of how long loads took; 0 = unknown so far."""
+    num_loads: int
+    num_evictions: int
+    """Both counted from the start."""
+    running: Sequence[str]
+    """The adapters of sequences that run or may run, sorted."""
+    waiting: Sequence[str]
+    """The adapters that sequences wait for, sorted."""
+
+
+class Adapters(Protocol):
+    """The adapters of one engine. All methods are called on the event loop of the engine, after its start."""
+
+    def state(self) -> AdaptersState: ...
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """None if sequences may not use an adapter of this name."""
+        ...
+
+    def listen(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` from now on after every change of `state`. There is one listener."""
+        ...
+
+    async def add(self, name: str, path: str, *, load_now: bool = False) -> AdapterState:
+        """Check an adapter's files, and register it. Its weights are loaded when a sequence first needs them, or now.
+        Repeated with the same files, it changes nothing. Raises AdapterError."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Take an adapter away: `find` does not find it any more. Returns when the sequences that use it have ended.
+        Raises AdapterError if there is none of this name."""
+        ...
+
+
 class Engine(Protocol):
     """One engine in one process.
 
@@ -409,3 +478,17 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop and free everything; may be called repeatedly. Live sequences end without an output."""
         ...
+
+
+class AdapterEngine(Engine, Protocol):
+    """An engine with Capability.ADAPTERS."""
+
+    @property
+    def adapters(self) -> Adapters: ...
+
+
+def adapters_of(engine: Engine) -> Adapters | None:
+    """The adapters of an engine that has started; None if it can have none."""
+    if Capability.ADAPTERS not in engine.info.capabilities:
+        return None
+    return cast(AdapterEngine, engine).adapters

@@ -29,7 +29,14 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
         def on_load_progress(message: str) -> None:
             log.info("loading", model=config.model.name, stage=message)
 
-        return TorchEngine(model_dir, config.model.name, config.shard, on_load_progress=on_load_progress)
+        return TorchEngine(
+            model_dir,
+            config.model.name,
+            config.shard,
+            max_loaded_adapters=config.model.max_loaded_adapters,
+            max_adapter_rank=config.model.max_adapter_rank,
+            on_load_progress=on_load_progress,
+        )
     if config.shard.engine == "tensorrt_llm":
         from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
 
@@ -60,6 +67,7 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
         _max_position_embeddings(model_dir),
         stamps=_stamps(tokenizer) if config.shard.sim.stamp_tokens else (),
         opening=tokenizer.encode_now(config.shard.sim.opening),
+        max_loaded_adapters=config.model.max_loaded_adapters,
     )
 
 

@@ -3,8 +3,9 @@
 For tests, demos and benchmarks of the fabric. A step decodes one token of every running sequence and prefills up to
 `max_prefill_tokens_per_step` prompt tokens; it lasts `step_ms` (if it decodes) + prefilled tokens /
 `prefill_tokens_per_second`. With `decode_every` = N each sequence decodes in every Nth step only. Text is a function of
-(prompt, seed, position): see `expected_token_id`; embeddings are a function of the prompt. Temperature and the other
-sampling parameters change nothing, except that the next word that is no stop token replaces one before `min_tokens`.
+(prompt, seed, position, adapter): see `expected_token_id`; embeddings are a function of the prompt. Temperature and the
+other sampling parameters change nothing, except that the next word that is no stop token replaces one before
+`min_tokens`. A sequence whose adapter is not loaded waits for `adapter_load_ms`.
 
 The engine advances when its consumer requests the next step, on the event loop and without a thread.
 """
@@ -15,10 +16,13 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from typing import Final
 
 from kvloom.config import ShardConfig
+from shard_server.engines.adapters.host import AdapterHost
 from shard_server.engines.base import (
+    AdapterError,
     Capability,
     EngineError,
     EngineInfo,
@@ -31,6 +35,7 @@ from shard_server.engines.base import (
     StepOutput,
 )
 from shard_server.engines.queue_order import admission_rank, count_cached_blocks
+from shard_server.engines.sim_adapters import SimAdapterReader
 from shard_server.engines.sim_blocks import SimBlockPool
 from shard_server.engines.sim_embedding import EMBEDDING_SIZE, sim_embedding
 from shard_server.engines.sim_sequence import SimSequence
@@ -53,6 +58,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.PREFIX_CACHING,
         Capability.MIN_TOKENS,
         Capability.PROMPT_LOGPROBS,
+        Capability.ADAPTERS,
     }
 )
 _SCRIPTED: Final = frozenset({Capability.GENERATE, Capability.PREFIX_CACHING})
@@ -76,6 +82,7 @@ class SimEngine:
         *,
         stamps: Sequence[int] = (),
         opening: Sequence[int] = (),
+        max_loaded_adapters: int = 8,
     ) -> None:
         if vocab_size <= max(WORD_TOKEN_IDS) or eos_token_ids.intersection(WORD_TOKEN_IDS):
             raise EngineError(f"the simulated engine's words are not plain tokens of {model_name}'s vocabulary")
@@ -91,7 +98,7 @@ class SimEngine:
             max_model_len=min(config.max_model_len or max_model_len, num_blocks * config.block_size),
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            capabilities=_CAPABILITIES if not (stamps or opening) else _SCRIPTED,
+            capabilities=_SCRIPTED if stamps or opening else _CAPABILITIES - _unavailable(max_loaded_adapters),
             embedding_size=0 if stamps or opening else EMBEDDING_SIZE,
             prefill_tokens_per_second=config.sim.prefill_tokens_per_second,
             decode_step_seconds=step_seconds,
@@ -105,6 +112,11 @@ class SimEngine:
         self._stamps = stamps
         self._opening = opening
         self._pool = SimBlockPool(num_blocks)
+        self.adapters = AdapterHost(SimAdapterReader(config.sim.adapter_load_ms / 1000), max_loaded_adapters)
+        self._preparing: dict[str, tuple[SimSequence, Future[str]]] = {}
+        """The sequences whose adapters are not loaded yet."""
+        self._failed: list[SequenceEnd] = []
+        """The ends of those whose adapters could not be loaded."""
         self._live: dict[str, SimSequence] = {}
         self._waiting: deque[SimSequence] = deque()
         self._running: list[SimSequence] = []
@@ -128,9 +140,13 @@ class SimEngine:
             raise EngineError("the engine is closed")
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id} is already live")
-        sequence = SimSequence(request, self._info, time.monotonic())
+        adapter = self.adapters.find(request.adapter) if request.adapter else None
+        sequence = SimSequence(request, self._info, time.monotonic(), adapter.checksum if adapter is not None else "")
+        if request.adapter:
+            self._prepare(sequence)
+        else:
+            self._waiting.append(sequence)
         self._live[request.request_id] = sequence
-        self._waiting.append(sequence)
         self._num_submitted += 1
         self._wake.set()
 
@@ -141,7 +157,9 @@ class SimEngine:
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         while not self._closed:
-            if not (self._running or self._waiting or self._cancelled):
+            if self._preparing:
+                self._take_prepared()
+            if not (self._running or self._waiting or self._cancelled or self._failed):
                 self._wake.clear()
                 await self._wake.wait()
                 self._step_ends_at = time.monotonic()
@@ -152,6 +170,9 @@ class SimEngine:
             if self._closed:
                 return
             self._apply_cancels(output)
+            if self._failed:
+                output.ends += self._failed
+                self._failed.clear()
             computed = [
                 sequence
                 for sequence, num_tokens in planned
@@ -176,9 +197,36 @@ class SimEngine:
         self._live.clear()
         self._waiting.clear()
         self._running.clear()
+        self._preparing.clear()
+        await self.adapters.close()
         self._wake.set()
         if self._step_timer is not None and not self._step_timer.done():
             self._step_timer.set_result(None)
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, sequence: SimSequence) -> None:
+        """Let a sequence wait for its adapter. Raises EngineError if there is none."""
+        request = sequence.request
+        try:
+            loaded = self.adapters.acquire(request.request_id, request.adapter)
+        except AdapterError as error:
+            raise EngineError(str(error)) from error
+        self._preparing[request.request_id] = sequence, loaded
+        loaded.add_done_callback(lambda _loaded: self._wake.set())
+
+    def _take_prepared(self) -> None:
+        for request_id, (sequence, loaded) in list(self._preparing.items()):
+            if not loaded.done():
+                continue
+            del self._preparing[request_id]
+            error = loaded.exception()
+            if error is None:
+                self._waiting.append(sequence)
+            else:
+                self._cancelled.discard(request_id)
+                self._forget(sequence)
+                self._failed.append(SequenceEnd(request_id, FinishReason.ERROR, str(error)))
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -324,7 +372,12 @@ class SimEngine:
         """Free the blocks of a sequence that has no more steps."""
         self._running.remove(sequence)
         self._pool.free(sequence.cached_hashes, sequence.num_private_blocks)
+        self._forget(sequence)
+
+    def _forget(self, sequence: SimSequence) -> None:
         del self._live[sequence.request.request_id]
+        if sequence.request.adapter:
+            self.adapters.release(sequence.request.request_id)
 
     def _apply_cancels(self, output: StepOutput) -> None:
         for request_id in self._cancelled:
@@ -332,8 +385,9 @@ class SimEngine:
             if sequence in self._running:
                 self._end(sequence, FinishReason.CANCELLED, output)
             else:
-                self._waiting.remove(sequence)
-                del self._live[request_id]
+                if self._preparing.pop(request_id, None) is None:
+                    self._waiting.remove(sequence)
+                self._forget(sequence)
                 output.ends.append(SequenceEnd(request_id, FinishReason.CANCELLED))
         self._cancelled.clear()
 
@@ -357,7 +411,7 @@ class SimEngine:
 
     def _load(self) -> EngineLoad:
         shares: defaultdict[int, LoadShare] = defaultdict(LoadShare)
-        for sequence in self._waiting:
+        for sequence in (*self._waiting, *(sequence for sequence, _ in self._preparing.values())):
             share = shares[sequence.request.origin]
             share.num_waiting += 1
             share.num_queued_prefill_tokens += sequence.request.num_expected_prefill_tokens
@@ -376,6 +430,10 @@ class SimEngine:
             prefill_tokens_per_second=self._prefill_tokens_per_second,
             decode_step_seconds=self._step_seconds,
         )
+
+
+def _unavailable(max_loaded_adapters: int) -> frozenset[Capability]:
+    return frozenset() if max_loaded_adapters else frozenset({Capability.ADAPTERS})
 
 
 def _fire(timer: asyncio.Future[None]) -> None:

@@ -33,13 +33,15 @@ WORD_TOKEN_IDS: Final = (
 _MASK_64: Final = 2**64 - 1
 
 
-def expected_token_id(prompt_token_ids: Sequence[int], seed: int, position: int) -> int:
+def expected_token_id(prompt_token_ids: Sequence[int], seed: int, position: int, adapter_checksum: str = "") -> int:
     """The token that the simulated engine emits at output `position` (0 = the first) after this prompt."""
-    return token_at(sequence_key(prompt_token_ids, seed), position)
+    return token_at(sequence_key(prompt_token_ids, seed, adapter_checksum), position)
 
 
-def sequence_key(prompt_token_ids: Sequence[int], seed: int) -> int:
+def sequence_key(prompt_token_ids: Sequence[int], seed: int, adapter_checksum: str = "") -> int:
     """The 64-bit key of a sequence for `token_at`."""
+    if adapter_checksum:
+        seed ^= xxhash.xxh3_64_intdigest(adapter_checksum.encode())
     return xxhash.xxh3_64_intdigest(token_bytes(prompt_token_ids), seed=seed & _MASK_64)
 
 

@@ -9,16 +9,17 @@ import pytest
 
 from kvloom.text.block_hash import block_hashes, root_hash
 from shard_server.engines.base import BlockStored, Capability, EngineError, FinishReason, Sampling
-from tests.conformance.embedding_suite import EmbeddingSuite, StartEngine
+from tests.conformance.adapter_suite import AdapterSuite
+from tests.conformance.embedding_suite import StartEngine
 from tests.conformance.engine_driver import prompt_of, request_of
 
 MAX_UNREAD_OUTPUTS = 64
 BLOCK_SIZE = 16
 
 
-class EngineSuite(EmbeddingSuite):
+class EngineSuite(AdapterSuite):
     """A subclass defines `make_engine`, which returns an engine that has not started, with a `block_size` of 16, a
-    `max_batch` of 16 and the given ShardConfig fields."""
+    `max_batch` of 16 and the given ShardConfig fields; and `adapter_path` if the engine takes adapters."""
 
     async def test_info_is_complete_once_started(self, start: StartEngine) -> None:
         """The hello to routers is built from it."""

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TorchConfig
+from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TensorRtLoraConfig, TorchConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.embedding_suite import EmbeddingSuite
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
+from tests.fakes.peft_adapter import write_peft_adapter
+from tests.fakes.tensorrt_llm_engine import write_empty_adapter
 from tests.fakes.tiny_bert import write_tiny_bert
 from tests.fakes.tiny_llama import write_tiny_llama
 
@@ -23,6 +25,9 @@ class TestSimEngine(EngineSuite):
         sim = SimConfig(step_ms=0, prefill_tokens_per_second=1e9)
         config = ShardConfig(engine="sim", sim=sim, **{"max_batch": 16, **shard_fields})
         return SimEngine("model", config, vocab_size=49152, eos_token_ids=frozenset({2}))
+
+    def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:
+        return Path(f"adapter-{number}")
 
 
 class TorchEngineSuite(EngineSuite):
@@ -42,7 +47,15 @@ class TorchEngineSuite(EngineSuite):
         return TorchEngine(model_dir, "model", config, load_runner=self.load_runner)
 
 
+def random_adapter(request: pytest.FixtureRequest, model_fixture: str, number: int) -> Path:
+    path: Path = request.getfixturevalue("tmp_path") / f"adapter-{number}"
+    return write_peft_adapter(request.getfixturevalue(model_fixture), path, seed=number, size=0.3)
+
+
 class TestTorchEngine(TorchEngineSuite):
+    def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:
+        return random_adapter(request, "model_dir", number)
+
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         return self.make_torch_engine(request.getfixturevalue("model_dir"), {}, shard_fields)
 
@@ -56,6 +69,9 @@ class SmallTorchEngineSuite(TorchEngineSuite):
     @classmethod
     def small_model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write_tiny_llama(tmp_path_factory.mktemp("small"), vocab_size=8192)
+
+    def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:
+        return random_adapter(request, "small_model_dir", number)
 
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         return self.make_torch_engine(request.getfixturevalue("small_model_dir"), self.torch_fields, shard_fields)
@@ -108,6 +124,7 @@ class TestTensorRtLlmEngine(EngineSuite):
     """The adapter over a fake library."""
 
     penalties = False
+    lora: ClassVar[TensorRtLoraConfig] = TensorRtLoraConfig()
 
     @pytest.fixture(autouse=True)
     def library(self) -> Iterator[None]:
@@ -117,7 +134,7 @@ class TestTensorRtLlmEngine(EngineSuite):
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
 
-        tensorrt_llm = TensorRtLlmConfig(penalties=self.penalties)
+        tensorrt_llm = TensorRtLlmConfig(penalties=self.penalties, lora=self.lora)
         config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=tensorrt_llm, **{"max_batch": 16, **shard_fields})
         return TensorRtLlmEngine(
             Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
@@ -126,9 +143,13 @@ class TestTensorRtLlmEngine(EngineSuite):
 
 class TestTensorRtLlmEngineNewer(TestTensorRtLlmEngine):
     """A version whose events include salts, on a model with two attention windows, with attention data parallelism, and
-    with a sampler that applies all parameters."""
+    with adapters and a sampler that applies all parameters."""
 
     penalties = True
+    lora: ClassVar[TensorRtLoraConfig] = TensorRtLoraConfig(enabled=True, target_modules=["attn_q"])
+
+    def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:
+        return write_empty_adapter(request.getfixturevalue("tmp_path") / f"adapter-{number}", alpha=number)
 
     @pytest.fixture(autouse=True)
     def library(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from router.metrics import GAUGES, RouterMetrics
 from router.shadow.metrics import PairMetrics, ShadowMetrics
 from router.usage_records import Credit
 from safety_svc.metrics import ANSWERS, BLOCKS, POLICY_LOADS, PROMPTS, STREAMS
-from shard_server.engines.base import EngineLoad
+from shard_server.engines.base import AdaptersState, EngineLoad
 from shard_server.metrics import ShardMetrics
 
 MODEL: Final = "tiny"
@@ -120,6 +120,7 @@ def _shard() -> CollectorRegistry:
     metrics.on_start(32, 16, 0.01, 0.02)
     metrics.on_finish(FinishReason.FINISH_REASON_STOP, 0.1)
     metrics.on_unwanted_end(0)
+    metrics.on_adapters(AdaptersState([], 8, 0.0, 0, 0, [], []))
     return registry
 
 

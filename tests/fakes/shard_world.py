@@ -92,6 +92,7 @@ class RouterEnd:
         self.call = stub.Connect()
         self.info = shard_service_pb2.ShardInfo()
         self.load = shard_service_pb2.LoadReport()
+        self.adapters: dict[str, shard_service_pb2.AdapterState] = {}
         self.tokens: dict[int, list[int]] = {}
         self.text: dict[int, str] = {}
         self.logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
@@ -147,6 +148,8 @@ class RouterEnd:
             self._take_kv_events(batch)
         if frame.HasField("load"):
             self.load = frame.load
+        if frame.HasField("adapters"):
+            self.adapters = {adapter.name: adapter for adapter in frame.adapters.adapters}
         self._take_step(frame.step)
 
     def _take_kv_events(self, batch: kv_event_pb2.KvEventBatch) -> None:
@@ -188,7 +191,7 @@ def submit_of(slot: int, prompt: Sequence[int], max_tokens: int = 8, seed: int =
     )
     stop_names = {"stop", "stop_token_ids", "ignore_eos", "min_tokens"}
     stop = {name: fields.pop(name) for name in stop_names & fields.keys()}
-    submit_names = {"request_id", "attempt_id", "cache_salt", "choices"}
+    submit_names = {"request_id", "attempt_id", "cache_salt", "choices", "adapter"}
     submit = {name: fields.pop(name) for name in submit_names & fields.keys()}
     return shard_service_pb2.ShardSubmit(
         **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,13 @@ from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_te
 
 VOCAB_SIZE = 49152
 EOS = frozenset({2, 3})
+
+
+def write_empty_adapter(path: Path, *, alpha: int = 1, rank: int = 4) -> Path:
+    """Returns `path`, which gets an adapter without weights: the fake library reads none."""
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": alpha}))
+    return path
 
 
 def make_tensorrt_llm_engine(

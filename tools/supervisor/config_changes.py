@@ -51,6 +51,8 @@ about ports, names and numbers of processes, which the supervisor holds, and onl
 
 _CARD_FIELDS: Final = ("version", "aliases", "succeeds", "owned_by", "tool_parser", "reasoning_parser", "defaults")
 """What a model's shards read when they start, and give to routers and edges."""
+_ADAPTER_FIELDS: Final = ("adapters", "max_loaded_adapters", "max_adapter_rank")
+"""What a model's shards read when they start, besides that."""
 
 
 class Change(NamedTuple):
@@ -109,7 +111,7 @@ def model_changes(key: str, old: ModelConfig, new: ModelConfig) -> Iterable[Chan
     for field in ("path", "sha256"):
         if getattr(old, field) != getattr(new, field):
             yield Change(f"models.{key}.{field}", _NONE, key)
-    for field in _CARD_FIELDS:
+    for field in (*_CARD_FIELDS, *_ADAPTER_FIELDS):
         if getattr(old, field) != getattr(new, field):
             yield Change(f"models.{key}.{field}", ("shard",), key)
     counts, settings = zip(_split_shard(old.shard), _split_shard(new.shard), strict=True)
@@ -139,7 +141,7 @@ def changed_model(running: ModelConfig, new: ModelConfig) -> ModelConfig:
     shard = _split_shard(new.shard)[1]
     if (num_shards := running.shard.get("num_shards")) is not None:
         shard["num_shards"] = num_shards
-    values = {field: getattr(new, field) for field in _CARD_FIELDS}
+    values = {field: getattr(new, field) for field in (*_CARD_FIELDS, *_ADAPTER_FIELDS)}
     return msgspec.structs.replace(running, **values | {"version": new.version or running.version, "shard": shard})
 
 

@@ -31,6 +31,7 @@ RETRYABLE_REASONS: Final = frozenset(
         ErrorReason.ERROR_REASON_DRAINING,
         ErrorReason.ERROR_REASON_QUEUE_FULL,
         ErrorReason.ERROR_REASON_NO_SHARD_READY,
+        ErrorReason.ERROR_REASON_ADAPTER_NOT_FOUND,
     }
 )
 """Errors of a shard that may not occur on another shard."""

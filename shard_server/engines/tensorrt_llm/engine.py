@@ -40,7 +40,7 @@ from shard_server.engines.tensorrt_llm.launch import (
 )
 from shard_server.engines.tensorrt_llm.output_buffer import OutputBuffer
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
-from shard_server.engines.tensorrt_llm.requests.request_fields import adapter_of, cache_salt_of, check_request
+from shard_server.engines.tensorrt_llm.requests.request_fields import cache_salt_of, check_request
 from shard_server.engines.tensorrt_llm.requests.sampling_params import SamplingMapper
 from shard_server.engines.tensorrt_llm.running_requests import RunningRequests
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
@@ -76,7 +76,8 @@ class TensorRtLlmEngine:
         self._info: EngineInfo | None = None
         self._library: TensorRtLlm
         self._sampling: SamplingMapper
-        self._adapters: AdapterTable
+        self.adapters: AdapterTable
+        """See AdapterEngine."""
         self._in_flight: InFlight
         self._requests: RunningRequests
         self._kv_events: KvEventTranslator
@@ -120,7 +121,8 @@ class TensorRtLlmEngine:
         arguments = argument_names(llm.generate_async)
         self._has_salt = check_isolation(arguments, self._shard, self._library.version)
         self._sampling = SamplingMapper.of(self._library, config.guided_decoding_backend)
-        self._adapters = AdapterTable(self._library, config.lora.adapters)
+        lora = config.lora
+        self.adapters = AdapterTable(self._library, lora.adapters, lora.max_rank, lora.max_loras)
         # The first request compiles and captures what the constructor has not; it may take as long as the start.
         await probe(self._submit_probe, config.start_timeout_seconds)
         await absorb_first_stats(llm, self._stats)
@@ -212,7 +214,7 @@ class TensorRtLlmEngine:
             raise EngineError(f"{len(self._requests)} sequences are queued already")
         check_request(request, info)
         params = self._sampling.params_of(request, info)
-        adapter = self._adapters.request_of(adapter_of(request))
+        adapter = self.adapters.request_of(request.adapter)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         try:
             output = self._generate(llm, token_ids, params, cache_salt_of(request), adapter)
@@ -224,6 +226,8 @@ class TensorRtLlmEngine:
         if not self._requests:
             self._health.on_work(self._loop.time())
         self._requests.add(request, output)
+        if adapter is not None:
+            self.adapters.use(request.request_id, request.adapter)
 
     def cancel(self, request_id: str) -> None:
         """Abort a sequence; it ends as CANCELLED once TensorRT-LLM has ended it, or after a bounded wait."""
@@ -236,6 +240,8 @@ class TensorRtLlmEngine:
             output = self._buffer.take()
             if output is not None:
                 output.load = self._in_flight.load(self._stats)
+                for end in output.ends:
+                    self.adapters.release(end.request_id)
                 yield output
                 continue
             if self._failure is not None:

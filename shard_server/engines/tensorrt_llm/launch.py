@@ -82,6 +82,8 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
         found.add(Capability.PREFIX_CACHING)
     if config.penalties or config.sampler_type == "TRTLLMSampler":
         found |= _OF_THE_SAMPLER
+    if config.lora.enabled:
+        found.add(Capability.ADAPTERS)
     if config.guided_decoding_backend != "off":
         found.add(Capability.GUIDED)
     if config.guided_decoding_backend == "xgrammar":

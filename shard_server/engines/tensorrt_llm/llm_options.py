@@ -166,6 +166,14 @@ def _lora(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
     optional: dict[str, Any] = {}
     if config.lora.target_modules:
         optional["lora_target_modules"] = config.lora.target_modules
+    elif config.lora.adapters:
+        optional["lora_dir"] = [config.lora.adapters[min(config.lora.adapters)]]
+    else:
+        # Its executor would die of an assertion.
+        raise EngineError(
+            f'{_SECTION}.lora: write target_modules = ["attn_q", "attn_k", "attn_v"] (the modules that adapters '
+            "change), or name an adapter's directory in adapters"
+        )
     return library.build(
         "lora_helper.LoraConfig",
         f"{_SECTION}.lora",

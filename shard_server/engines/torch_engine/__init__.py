@@ -11,6 +11,7 @@ speed.py         moving averages of prefill and decode speed
 model_runner.py  runs a step's batch on the CPU
 arithmetic.py    what computes on this CPU: number formats and kernels
 core_share.py    how many threads an engine computes with beside others
+lora/            LoRA adapters
 forward.py       a forward pass with torch's operators or compiled kernels
 model.py         the decoder: weights and layers
 config.py        config.json, checked

@@ -12,17 +12,28 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from kvloom.config import ShardConfig
 from kvloom.process.freed_memory import return_freed_memory
-from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, PoolingKind, StepOutput
+from shard_server.engines.adapters.host import AdapterHost
+from shard_server.engines.base import (
+    AdapterError,
+    Adapters,
+    Capability,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+    PoolingKind,
+    StepOutput,
+)
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.checkpoint.sentence_config import SentenceConfig, load_sentence_config
 from shard_server.engines.torch_engine.core_share import available_cores
 from shard_server.engines.torch_engine.encoder.config import is_encoder
+from shard_server.engines.torch_engine.lora.reader import PeftReader
 from shard_server.engines.torch_engine.memory import forget_code
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS
@@ -64,8 +75,8 @@ _OF_SENTENCE_MODELS: Final = frozenset({Capability.RERANK, Capability.SCORE})
 _TEXTS_PER_BATCH: Final = 2
 """How many times its batch an encoder is sent, at most."""
 
-_Submitted = tuple[EngineRequest, float, "Future[GuideState] | None"]
-"""A request, the time of its submission, and its guide, which is being compiled."""
+_Submitted = tuple[EngineRequest, float, "Future[GuideState] | None", "Future[Any] | None"]
+"""A request, the time of its submission, its guide, which is being compiled, and its adapter, which is being loaded."""
 
 _log = structlog.get_logger(__name__)
 
@@ -83,6 +94,8 @@ class TorchEngine:
         model_name: str,
         config: ShardConfig,
         *,
+        max_loaded_adapters: int = 8,
+        max_adapter_rank: int = 64,
         load_runner: Callable[..., ModelRunner | DeviceRunner] | None = None,
         on_load_progress: Callable[[str], None] = lambda _message: None,
     ) -> None:
@@ -93,6 +106,11 @@ class TorchEngine:
         self._config = config
         self._load_runner = load_runner or _loader(config)
         self._on_load_progress = on_load_progress
+        self._max_loaded_adapters, self._max_adapter_rank = max_loaded_adapters, max_adapter_rank
+        self._adapters: AdapterHost[Any] | None = None
+        """None: the runner cannot compute with adapters, or none may be loaded."""
+        self._have_adapters: set[str] = set()
+        """The live request ids of sequences with adapters."""
         self._info: EngineInfo | None = None
         self._live: set[str] = set()
         """Request ids that were submitted and whose end has not been read from `steps`."""
@@ -117,6 +135,12 @@ class TorchEngine:
             raise EngineError("the engine has not started")
         return self._info
 
+    @property
+    def adapters(self) -> Adapters:
+        """See AdapterEngine."""
+        assert self._adapters is not None, "the engine lacks Capability.ADAPTERS"
+        return self._adapters
+
     async def start(self) -> None:
         """Load the weights and allocate the KV blocks. Raises EngineError."""
         if self._thread is not None:
@@ -135,6 +159,7 @@ class TorchEngine:
     def submit(self, request: EngineRequest) -> None:
         """Queue a sequence. Raises EngineError when it can never run or the engine is not running."""
         self._check_submit(request)
+        adapter = self._acquire_adapter(request) if request.adapter else None
         guide = None
         if request.guide is not None:
             assert self._guides is not None, "checked"
@@ -142,9 +167,11 @@ class TorchEngine:
                 self._guides.start, request.guide, request.stop_token_ids, request.output_token_ids
             )
         self._live.add(request.request_id)
-        self._post((request, time.perf_counter(), guide))
+        self._post((request, time.perf_counter(), guide, adapter))
         if guide is not None:
             guide.add_done_callback(self._wake)
+        if adapter is not None:
+            adapter.add_done_callback(self._wake)
 
     def cancel(self, request_id: str) -> None:
         """End a sequence; its blocks are free before the next step."""
@@ -163,6 +190,8 @@ class TorchEngine:
                 for end in output.ends:
                     self._live.discard(end.request_id)
                     self._cancelled.discard(end.request_id)
+                    if end.request_id in self._have_adapters:
+                        self._release_adapter(end.request_id)
                 yield output
             if self._failure is not None:
                 raise EngineError(f"the engine has died: {self._failure!r}") from self._failure
@@ -179,6 +208,8 @@ class TorchEngine:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         self._compiling.shutdown(wait=False, cancel_futures=True)
+        if self._adapters is not None:
+            await self._adapters.close()
         self._guides = None
         self._live.clear()
         self._cancelled.clear()
@@ -221,7 +252,23 @@ class TorchEngine:
         if request.guide is not None and Capability.GUIDED not in info.capabilities:
             raise EngineError("guided decoding is not available here")
 
-    def _wake(self, _guide: Future[GuideState]) -> None:
+    def _acquire_adapter(self, request: EngineRequest) -> Future[Any]:
+        """Raises EngineError."""
+        if self._adapters is None:
+            raise EngineError("this engine takes no adapters")
+        try:
+            adapter = self._adapters.acquire(request.request_id, request.adapter)
+        except AdapterError as error:
+            raise EngineError(str(error)) from error
+        self._have_adapters.add(request.request_id)
+        return adapter
+
+    def _release_adapter(self, request_id: str) -> None:
+        assert self._adapters is not None, "a sequence has one"
+        self._have_adapters.remove(request_id)
+        self._adapters.release(request_id)
+
+    def _wake(self, _prepared: Future[Any]) -> None:
         with self._condition:
             self._condition.notify()
 
@@ -319,6 +366,9 @@ class TorchEngine:
             kernels=config.torch.kernels,
             on_progress=self._on_load_progress,
         )
+        if self._max_loaded_adapters and isinstance(runner, ModelRunner):
+            reader = PeftReader(runner.config, self._max_adapter_rank, runner.adapter)
+            self._adapters = AdapterHost(reader, self._max_loaded_adapters)
         self._on_load_progress("vocabulary for guided decoding")
         self._guides = _load_guides(self._model_dir, runner, self._on_load_progress)
         # A sequence that fills all blocks can still run alone; a longer one never could.
@@ -345,7 +395,8 @@ class TorchEngine:
             max_model_len=max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
-            capabilities=_capabilities(runner, self._guides, config, sentence),
+            capabilities=_capabilities(runner, self._guides, config, sentence)
+            | (frozenset() if self._adapters is None else {Capability.ADAPTERS}),
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             decode_step_seconds=speed.decode_step_seconds,
             variant=runner.variant,

@@ -10,6 +10,8 @@ import torch
 
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.lora.peft import LoraWeights
+from shard_server.engines.torch_engine.lora.torch_adapter import AdaptedRows, TorchAdapter
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.operators.attention import GRAINS, Extent, PagedAttention
 from shard_server.engines.torch_engine.operators.int8_linear import Int8Linears
@@ -28,8 +30,20 @@ class Forward(Protocol):
         `prefills` follow."""
         ...
 
-    def logits(self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: Any) -> torch.Tensor:
-        """float32 [len(logit_rows), vocab_size]. Writes the KV of all rows."""
+    def logits(
+        self,
+        token_ids: list[int],
+        positions: list[int],
+        logit_rows: list[int],
+        plan: Any,
+        adapters: Sequence[Any] | None = None,
+    ) -> torch.Tensor:
+        """float32 [len(logit_rows), vocab_size]. Writes the KV of all rows. `adapters`: what `adapter` gave, by row, or
+        None for the model itself; without it, no row has one."""
+        ...
+
+    def adapter(self, weights: LoraWeights) -> Any:
+        """An adapter in the form that `logits` takes. Called in any thread."""
         ...
 
     def hidden_states(self, first_row: int, num_rows: int) -> torch.Tensor:
@@ -84,7 +98,17 @@ class TorchForward:
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
         return self._attention.plan(decodes, prefills)
 
-    def logits(self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: Any) -> torch.Tensor:
+    def adapter(self, weights: LoraWeights) -> TorchAdapter:
+        return TorchAdapter(weights)
+
+    def logits(
+        self,
+        token_ids: list[int],
+        positions: list[int],
+        logit_rows: list[int],
+        plan: Any,
+        adapters: Sequence[TorchAdapter | None] | None = None,
+    ) -> torch.Tensor:
         padding = [0] * (self._rounded(plan.num_rows) - len(token_ids))
         self._x = self._model.last_layer(
             torch.tensor(token_ids + padding),
@@ -92,6 +116,7 @@ class TorchForward:
             plan.token_rows,
             functools.partial(self._attention.attend, plan),
             self._cache,
+            None if adapters is None else AdaptedRows(adapters),
         )
         padded_rows = logit_rows + [0] * (self._rounded(len(logit_rows)) - len(logit_rows))
         return self._model.logits(self._x, torch.tensor(padded_rows, dtype=torch.int64))[: len(logit_rows)]

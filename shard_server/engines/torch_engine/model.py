@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.lora.torch_adapter import AdaptedRows, Gated
 from shard_server.engines.torch_engine.operators.linear import Linear, MakesLinears, Product, Weight
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 
@@ -66,6 +68,12 @@ class LlamaModel:
             self.layers.append(_take_layer(weights, index, dtype, device, linears))
             if (index + 1) % _LAYERS_PER_REPORT == 0 or index + 1 == config.num_layers:
                 on_progress(f"weights: layer {index + 1} of {config.num_layers}")
+        first_key, first_value = config.query_size, config.query_size + config.kv_size
+        self._qkv_columns = {
+            "q_proj": slice(first_key),
+            "k_proj": slice(first_key, first_value),
+            "v_proj": slice(first_value, first_value + config.kv_size),
+        }
         table = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
         self.cos, self.sin = (part.to(device) for part in table)
 
@@ -98,21 +106,34 @@ class LlamaModel:
         token_rows: torch.Tensor,
         attend: Attend,
         cache: KvCache,
+        adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
-        """What the last layer gives, before the last norm: [rows, hidden_size]. The rest is as in `forward`."""
+        """What the last layer gives, before the last norm: [rows, hidden_size]. `adapted`: the rows that adapters
+        change. The rest is as in `forward`."""
         config = self._config
         x = self._look_up(token_ids)
         cos, sin = self.cos[positions, None], self.sin[positions, None]
         rotated_size = config.query_size + config.kv_size
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._normalise(x, layer.attention_norm))
+            normalised = self._normalise(x, layer.attention_norm)
+            qkv = layer.qkv(normalised)
+            if adapted is not None:
+                adapted.add(index, self._qkv_columns, normalised, qkv)
             if layer.query_key_norms is not None:
                 self._normalise_heads_(qkv, *layer.query_key_norms)
             rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
             cache.write(token_rows[index], qkv[: token_rows.shape[1], config.query_size :])
             attended = attend(index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
-            x = layer.down.add(layer.gated(self._normalise(x, layer.mlp_norm)), x)
+            if adapted is not None:
+                adapted.add(index, {"o_proj": slice(None)}, attended, x)
+            normalised = self._normalise(x, layer.mlp_norm)
+            gated = layer.gated(normalised)
+            if adapted is not None:
+                adapted.gate(index, cast(Gated, layer.gated), normalised, gated)
+            x = layer.down.add(gated, x)
+            if adapted is not None:
+                adapted.add(index, {"down_proj": slice(None)}, gated, x)
         return x
 
     def logits(self, x: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:

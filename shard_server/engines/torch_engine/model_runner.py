@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from shard_server.engines.torch_engine.arithmetic import Wanted, choose_arithmet
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
+from shard_server.engines.torch_engine.lora.peft import LoraWeights
 from shard_server.engines.torch_engine.memory import check_memory
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.operators.attention import Extent
@@ -40,6 +42,8 @@ class ScheduledSequence:
     """Whether logits are computed after every one of token_ids: for the logprobs of a prompt."""
     wants_hidden_states: bool = False
     """Whether the hidden states of token_ids are wanted, for an embedding."""
+    adapter: Any = None
+    """What ModelRunner.adapter gave; None: the model itself."""
 
     @property
     def num_logits(self) -> int:
@@ -76,7 +80,7 @@ class ModelRunner:
         Raises EngineError."""
         if num_threads:
             torch.set_num_threads(max(num_threads, shared_cores))
-        config = load_config(model_dir)
+        self.config = config = load_config(model_dir)
         _check_window(model_dir, config, max_model_len)
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len or config.max_position_embeddings
@@ -173,7 +177,16 @@ class ModelRunner:
             for index, sequence in enumerate(batch)
             if sequence.wants_hidden_states
         ]
-        return self._forward.logits(token_ids, positions, logit_rows, plan)
+        adapters = None
+        if any(sequence.adapter is not None for sequence in batch):
+            adapters = [batch[index].adapter for index, _ in decodes]
+            for index in prefills:
+                adapters += [batch[index].adapter] * len(batch[index].token_ids)
+        return self._forward.logits(token_ids, positions, logit_rows, plan, adapters)
+
+    def adapter(self, weights: LoraWeights) -> Any:
+        """An adapter in the form in which ScheduledSequence has it. Called in any thread."""
+        return self._forward.adapter(weights)
 
     @torch.inference_mode()
     def hidden_states(self) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_server.engines.base import EngineRequest, TokenLogprobs
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
@@ -23,6 +23,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "adjustments",
         "block_keys",
         "block_size",
@@ -52,8 +53,11 @@ class Sequence:
         submit_time: float,
         guide: GuideState | None = None,
         pooled: PooledPrompt | None = None,
+        adapter: Any = None,
     ) -> None:
         self.request = request
+        self.adapter = adapter
+        """The weights of its adapter, as the runner has made them; None: the model itself."""
         self.pooled = pooled
         """What becomes of the prompt's hidden states; None: tokens are wanted, and no embedding."""
         self.guide = guide

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvloom.config import SpeculationConfig
 from shard_server.engines.base import (
+    AdapterError,
     EngineLoad,
     EngineRequest,
     FinishReason,
@@ -46,6 +47,19 @@ class Runner(Protocol):
     def hidden_states(self) -> list[torch.Tensor]: ...
 
 
+class _Preparing(NamedTuple):
+    """A sequence that waits for other threads."""
+
+    request: EngineRequest
+    submit_time: float
+    guide: Future[GuideState] | None
+    adapter: Future[Any] | None
+
+    @property
+    def is_done(self) -> bool:
+        return all(part is None or part.done() for part in (self.guide, self.adapter))
+
+
 class StepLoop:
     """The live sequences, and the steps that compute their tokens."""
 
@@ -65,8 +79,9 @@ class StepLoop:
         self._default_pooling = default_pooling
         self._clock = clock
         self._sequences: dict[str, EngineSequence] = {}
-        self._compiling: dict[str, tuple[EngineRequest, float, Future[GuideState]]] = {}
-        """By request id: sequences whose guides are being compiled in other threads."""
+        self._preparing: dict[str, _Preparing] = {}
+        """By request id: sequences whose guides are being compiled, or whose adapters are being loaded, in other
+        threads."""
         self._num_submitted = 0
         self._output = StepOutput()
         self._speed = StepSpeed()
@@ -88,37 +103,43 @@ class StepLoop:
             num_tokens = min(max(num_tokens, budget), num_max_tokens)
         return self._speed
 
-    def add(self, request: EngineRequest, submit_time: float, guide: Future[GuideState] | None = None) -> None:
-        """Add a sequence; `submit_time` is in the clock's time. A guided sequence is not scheduled until its guide is
-        compiled."""
+    def add(
+        self,
+        request: EngineRequest,
+        submit_time: float,
+        guide: Future[GuideState] | None = None,
+        adapter: Future[Any] | None = None,
+    ) -> None:
+        """Add a sequence; `submit_time` is in the clock's time. It is not scheduled until its guide is compiled and its
+        adapter loaded."""
         self._num_submitted += 1
-        if guide is not None:
-            self._compiling[request.request_id] = (request, submit_time, guide)
+        if guide is not None or adapter is not None:
+            self._preparing[request.request_id] = _Preparing(request, submit_time, guide, adapter)
         else:
-            pooled = None if request.pooling is None else PooledPrompt(request, self._default_pooling)
-            self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time, pooled=pooled))
+            self._add(request, submit_time)
 
     def cancel(self, request_id: str) -> None:
         """End a sequence as CANCELLED in the next output; unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, FinishReason.CANCELLED)
-        elif request_id in self._compiling:
-            _, _, guide = self._compiling.pop(request_id)
-            guide.cancel()
+        elif request_id in self._preparing:
+            guide = self._preparing.pop(request_id).guide
+            if guide is not None:
+                guide.cancel()
             self._output.ends.append(SequenceEnd(request_id, FinishReason.CANCELLED))
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to report."""
-        compiled = any(guide.done() for _, _, guide in self._compiling.values())
-        return self.scheduler.has_work or bool(self._output.ends) or compiled
+        prepared = any(preparing.is_done for preparing in self._preparing.values())
+        return self.scheduler.has_work or bool(self._output.ends) or prepared
 
     def step(self) -> StepOutput | None:
         """Schedule, run, postprocess. Returns None when the step has no output (part of a prompt)."""
         begin = self._clock()
-        if self._compiling:
-            self._take_compiled()
+        if self._preparing:
+            self._take_prepared()
         batch = self.scheduler.schedule(self._speed.prefill_tokens_per_second)
         if batch:
             drafts = self._drafter.draft(batch)
@@ -146,23 +167,30 @@ class StepLoop:
         self._runner.run([ScheduledSequence([0] * num_new, num_past, block_table, wants_logits=True)])
         return self._clock() - begin
 
-    def _add(self, sequence: EngineSequence) -> None:
+    def _add(
+        self, request: EngineRequest, submit_time: float, guide: GuideState | None = None, adapter: Any = None
+    ) -> None:
+        pooled = None if request.pooling is None else PooledPrompt(request, self._default_pooling)
+        sequence = EngineSequence(request, self.scheduler.pool.block_size, submit_time, guide, pooled, adapter)
         self._sequences[sequence.request.request_id] = sequence
         self.scheduler.add(sequence)
         if sequence.pooled is None and (reason := _finish_reason(sequence)) is not None:
             self._end(sequence, reason)  # resumed with nothing left to generate
 
-    def _take_compiled(self) -> None:
-        for request_id, (request, submit_time, guide) in list(self._compiling.items()):
-            if not guide.done():
+    def _take_prepared(self) -> None:
+        for request_id, (request, submit_time, guide, adapter) in list(self._preparing.items()):
+            if not self._preparing[request_id].is_done:
                 continue
-            del self._compiling[request_id]
+            del self._preparing[request_id]
             try:
-                state = guide.result()
+                state = None if guide is None else guide.result()
+                weights = None if adapter is None else adapter.result()
             except GuideError as error:
                 self._output.ends.append(_guide_rejected(request_id, error))
-                continue
-            self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time, state))
+            except AdapterError as error:
+                self._output.ends.append(SequenceEnd(request_id, FinishReason.ERROR, str(error)))
+            else:
+                self._add(request, submit_time, state, weights)
 
     def _run(self, batch: list[Chunk], drafts: Drafts, begin: float) -> Draws | None:
         """Compute the batch; returns logits to draw from, for the sequences whose known tokens are all computed now.
@@ -284,10 +312,10 @@ class StepLoop:
     def _load(self) -> EngineLoad:
         scheduler = self.scheduler
         shares = scheduler.load_shares()
-        for request, _, _ in self._compiling.values():
-            share = shares[request.origin]
+        for preparing in self._preparing.values():
+            share = shares[preparing.request.origin]
             share.num_waiting += 1
-            share.num_queued_prefill_tokens += request.num_expected_prefill_tokens
+            share.num_queued_prefill_tokens += preparing.request.num_expected_prefill_tokens
         return EngineLoad.of(
             shares,
             num_submitted=self._num_submitted,
@@ -315,6 +343,7 @@ def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) 
         num_drafts=len(draft),
         wants_all_logits=sequence.needs_prompt_logits,
         wants_hidden_states=is_pooled,
+        adapter=sequence.adapter,
     )
 
 

@@ -190,7 +190,8 @@ class Executor:
 
     def _generate(self, request: Request, index: int, generated: list[int], response: Response) -> None:
         params = request.params
-        context = (*request.output.prompt_token_ids, *generated)
+        adapter = request.salt[1:] if isinstance(request.salt, tuple) else ()  # another one gives other tokens
+        context = (*adapter, *request.output.prompt_token_ids, *generated)
         token_id = choose_token(context, params, index, len(generated))
         generated.append(token_id)
         response.token_ids.append(token_id)

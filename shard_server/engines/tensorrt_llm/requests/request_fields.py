@@ -1,4 +1,4 @@
-"""The parts of an EngineRequest besides its sampling: the cache salt, the guide, the adapter, and general checks."""
+"""The parts of an EngineRequest besides its sampling: the cache salt, the guide, and general checks."""
 
 from __future__ import annotations
 
@@ -64,11 +64,6 @@ def _structural_tag(guide: str) -> str:
 
 def _escape(text: str) -> str:
     return _REGEX_SPECIAL.sub(lambda match: "\\" + match.group(), text)
-
-
-def adapter_of(request: EngineRequest) -> str:
-    """The adapter's name; "" for the model itself. The shard protocol does not carry adapters yet."""
-    return getattr(request, "adapter", "") or ""
 
 
 def check_request(request: EngineRequest, info: EngineInfo) -> None:

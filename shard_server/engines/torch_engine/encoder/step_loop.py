@@ -80,7 +80,7 @@ class EncoderLoop:
             self._speed.add(len(text), self._clock() - begin, num_decoding=0)
         return self._speed
 
-    def add(self, request: EngineRequest, submit_time: float, _guide: Any = None) -> None:
+    def add(self, request: EngineRequest, submit_time: float, _guide: Any = None, _adapter: Any = None) -> None:
         """Add a text; `submit_time` is in the clock's time."""
         self._num_submitted += 1
         self._waiting.append(_Waiting(request, submit_time))

@@ -6,13 +6,18 @@ its inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.core_share import CoreShare
+from shard_server.engines.torch_engine.kernels.adapted_tasks import AdaptedTasks, PackedAdapter
 from shard_server.engines.torch_engine.kernels.choice import OnProgress, choose_family
 from shard_server.engines.torch_engine.kernels.codegen.tasks import (
+    ADAPT,
     ATTEND,
     HEAD_NORMS,
     INPUT,
@@ -42,6 +47,7 @@ from shard_server.engines.torch_engine.kernels.products.outputs import ADDED, FL
 from shard_server.engines.torch_engine.kernels.self_check import rows_are_independent, why_wrong
 from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.lora.peft import LoraWeights
 from shard_server.engines.torch_engine.model import DecoderLayer, LlamaModel
 from shard_server.engines.torch_engine.operators.invariance import attention_is_invariant
 from shard_server.engines.torch_engine.operators.linear import MakesLinears, Product
@@ -118,22 +124,38 @@ class CompiledForward:
         self.plan = self._attention.plan
         self._grow(_ROWS_STEP)
 
+    def adapter(self, weights: LoraWeights) -> PackedAdapter:
+        return PackedAdapter(weights, len(self._model.layers))
+
     def logits(
-        self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: CompiledPlan
+        self,
+        token_ids: list[int],
+        positions: list[int],
+        logit_rows: list[int],
+        plan: CompiledPlan,
+        adapters: Sequence[PackedAdapter | None] | None = None,
     ) -> torch.Tensor:
         if len(token_ids) > self._max_rows:
             self._grow(len(token_ids))
         inputs = [np.array(numbers, np.int64) for numbers in (token_ids, positions, logit_rows)]
         tokens, places, wanted = (numbers.ctypes.data for numbers in inputs)
         logits = torch.empty(len(logit_rows), _packed(self._model.head).num_columns)
-        tasks = self._tasks
-        tasks[: self._first_of_head, ROWS] = len(token_ids)
-        tasks[self._first_of_head :, ROWS] = len(logit_rows)
+        if adapters is None:
+            own = self._program
+        else:
+            if self._adapted_program is None:
+                self._adapted_program = self._make_program(is_adapted=True)
+            own = self._adapted_program
+            inputs.append(np.array([0 if adapter is None else adapter.address for adapter in adapters], np.int64))
+            own.tasks[own.adaptations, INPUT] = inputs[-1].ctypes.data
+        tasks = own.tasks
+        tasks[: own.first_of_head, ROWS] = len(token_ids)
+        tasks[own.first_of_head :, ROWS] = len(logit_rows)
         tasks[0, INPUT] = tokens
-        tasks[self._rotations, INPUT] = places
-        tasks[self._rotations, INPUT + 1] = plan.slots.ctypes.data
-        tasks[self._attentions, INPUT] = plan.words.ctypes.data
-        tasks[self._first_of_head, INPUT] = wanted
+        tasks[own.rotations, INPUT] = places
+        tasks[own.rotations, INPUT + 1] = plan.slots.ctypes.data
+        tasks[own.attentions, INPUT] = plan.words.ctypes.data
+        tasks[own.first_of_head, INPUT] = wanted
         tasks[-1, INPUT] = logits.data_ptr()
         if self._cores is None:
             self._threads.run(tasks)
@@ -149,17 +171,26 @@ class CompiledForward:
         """Make room for `num_rows` rows."""
         model, num_rows = self._model, -(-num_rows // _ROWS_STEP) * _ROWS_STEP
         self._max_rows = 0  # if memory does not suffice, the next step tries to grow again
-        self._space = space = _Workspace(model, self._config, num_rows)
+        self._space = _Workspace(model, self._config, num_rows)
+        self._program = self._make_program(is_adapted=False)
+        self._adapted_program: _Program | None = None
+        """For steps in which sequences have adapters; made when it is first needed."""
+        self._max_rows = num_rows
+
+    def _make_program(self, *, is_adapted: bool) -> _Program:
+        model, space = self._model, self._space
+        adapted = AdaptedTasks(self._config, space.num_rows, self._threads.num_threads) if is_adapted else None
         tasks = [self._look_up_task()]
         for index, layer in enumerate(model.layers):
-            tasks += self._layer_tasks(index, layer)
-        self._first_of_head = len(tasks)
+            tasks += self._layer_tasks(index, layer, adapted)
+        first_of_head = len(tasks)
         tasks.append(self._norm_task(space.x, model.norm))
         tasks += _packed(model.head).tasks(0, FLOATS, space.operands(space.normalised, None))
-        self._tasks = program(tasks)
-        kinds = self._tasks[:, KIND]
-        self._rotations, self._attentions = (np.flatnonzero(kinds == kind) for kind in (ROTATE, ATTEND))
-        self._max_rows = num_rows
+        array = program(tasks)
+        rotations, attentions, adaptations = (
+            np.flatnonzero(array[:, KIND] == kind) for kind in (ROTATE, ATTEND, ADAPT)
+        )
+        return _Program(array, first_of_head, rotations, attentions, adaptations, adapted)
 
     def _look_up_task(self) -> list[int]:
         embedding, out = self._model.embedding, self._space.x.data_ptr()
@@ -167,11 +198,14 @@ class CompiledForward:
             return task(LOOK_UP, 0, 0, embedding.data_ptr(), self._config.hidden_size, out)
         return _packed(self._model.head).look_up_task(0, 0, out)
 
-    def _layer_tasks(self, index: int, layer: DecoderLayer) -> list[list[int]]:
+    def _layer_tasks(self, index: int, layer: DecoderLayer, adapted: AdaptedTasks | None) -> list[list[int]]:
         config, space = self._config, self._space
         qkv, x = space.qkv.data_ptr(), space.x
         tasks = [self._norm_task(x, layer.attention_norm)]
         tasks += _packed(layer.qkv).tasks(0, ROUNDED, space.operands(space.normalised, space.qkv))
+        if adapted is not None:
+            sizes = config.query_size, config.kv_size, config.kv_size
+            tasks += adapted.tasks(index, ("q_proj", "k_proj", "v_proj"), sizes, space.normalised, space.qkv)
         if layer.query_key_norms is not None:
             sizes = config.query_size, config.kv_size, config.head_dim
             weights = (weight.data_ptr() for weight in layer.query_key_norms)
@@ -180,9 +214,18 @@ class CompiledForward:
         tasks.append(self._attention.store_task(0, index, qkv, config.query_size, *table))
         tasks.append(self._attention.task(0, index, qkv, space.qkv.shape[1], space.attended.data_ptr()))
         tasks += _packed(layer.attention_output).tasks(0, ADDED, space.operands(space.attended, x, x))
+        if adapted is not None:
+            tasks += adapted.tasks(index, ("o_proj",), (config.hidden_size,), space.attended, x)
         tasks.append(self._norm_task(x, layer.mlp_norm))
-        tasks += _packed(layer.gated).tasks(0, GATED, space.operands(space.normalised, space.gated))
+        gated = _packed(layer.gated)
+        if adapted is None:
+            tasks += gated.tasks(0, GATED, space.operands(space.normalised, space.gated))
+        else:
+            tasks += gated.tasks(0, FLOATS, space.operands(space.normalised, adapted.factors))
+            tasks += adapted.gated_tasks(index, space.normalised, space.gated)
         tasks += _packed(layer.down).tasks(0, ADDED, space.operands(space.gated, x, x))
+        if adapted is not None:
+            tasks += adapted.tasks(index, ("down_proj",), (config.hidden_size,), space.gated, x)
         return tasks
 
     def _norm_task(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
@@ -199,6 +242,17 @@ class CompiledForward:
         )
 
 
+class _Program(NamedTuple):
+    tasks: np.ndarray[Any, Any]
+    first_of_head: int
+    rotations: np.ndarray[Any, Any]
+    attentions: np.ndarray[Any, Any]
+    adaptations: np.ndarray[Any, Any]
+    """The places of the tasks whose inputs differ from step to step."""
+    adapted: AdaptedTasks | None
+    """Keeps the memory of the tasks for adapters."""
+
+
 class _Workspace:
     """The intermediate results of tasks: bf16 [rows, ..], reused by every layer."""
 
@@ -206,6 +260,7 @@ class _Workspace:
         def new(columns: int) -> torch.Tensor:
             return torch.empty(num_rows, columns, dtype=torch.bfloat16)
 
+        self.num_rows = num_rows
         self.x = new(config.hidden_size)
         self.normalised = new(config.hidden_size)
         self.qkv = new(config.query_size + 2 * config.kv_size)

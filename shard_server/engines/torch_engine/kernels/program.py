@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 from numba import cfunc, types
 from numba.np.numpy_support import carray
 
+from shard_server.engines.torch_engine.kernels.adapter_rows import adapt_rows, make_gate_rows
 from shard_server.engines.torch_engine.kernels.attention.attend_tasks import make_attend_rows
 from shard_server.engines.torch_engine.kernels.attention.vectors import vector_multiplies
 from shard_server.engines.torch_engine.kernels.codegen.barrier import called, wait_for_all
 from shard_server.engines.torch_engine.kernels.codegen.compiled import integers_at, jit
 from shard_server.engines.torch_engine.kernels.codegen.tasks import (
+    ADAPT,
     ATTEND,
+    GATE,
     HEAD_NORMS,
     INT8_PRODUCT,
     IS_AWAITED,
@@ -63,6 +66,7 @@ class _FamilyTasks(NamedTuple):
     """(call, thread): called after the last one"""
     products: ProductTasks
     attend_rows: Any
+    gate_rows: Any
 
 
 @functools.cache
@@ -96,6 +100,7 @@ _split_rows: Any = None
 _multiply_columns: Any = None
 _multiply_int8_columns: Any = None
 _attend_rows: Any = None
+_gate_rows: Any = None
 
 
 def _entry(version: int, family: Family) -> Any:
@@ -135,6 +140,10 @@ def _entry(version: int, family: Family) -> Any:
                 look_up_columns(task, thread, num_threads)
             elif kind == LOOK_UP_IN_INT8_HEAD:
                 look_up_int8_columns(task, thread, num_threads)
+            elif kind == ADAPT:
+                adapt_rows(task, thread, num_threads)
+            elif kind == GATE:
+                _gate_rows(task, thread, num_threads)
             if task[IS_AWAITED] and num_threads > 1:
                 num_arrivals += num_threads
                 wait_for_all(call[BARRIER], num_arrivals, call[SYSTEM_CALL])
@@ -153,6 +162,7 @@ def _entry(version: int, family: Family) -> Any:
         "_multiply_columns": tasks.products.multiply_columns,
         "_multiply_int8_columns": tasks.products.multiply_int8_columns,
         "_attend_rows": tasks.attend_rows,
+        "_gate_rows": tasks.gate_rows,
     }
     named = python_types.FunctionType(run.__code__, own_globals, family.name, None, run.__closure__)
     named.__qualname__ = family.name
@@ -168,10 +178,13 @@ def _family_tasks(family: Family) -> _FamilyTasks:
         products = ProductTasks(
             no_task, amx_tasks.split_rows, amx_tasks.multiply_columns, amx_tasks.multiply_int8_columns
         )
-        return _FamilyTasks(*_keeping_tile_configuration(), products, make_attend_rows(AMX))
+        return _FamilyTasks(
+            *_keeping_tile_configuration(), products, make_attend_rows(AMX), make_gate_rows(native=True)
+        )
     make_products = make_dot_tasks if family.products is Products.DOTS else make_float_tasks
     attend_rows = make_attend_rows(vector_multiplies(family.registers))
-    return _FamilyTasks(_nothing, _nothing, make_products(family.registers), attend_rows)
+    gate_rows = make_gate_rows(native=False)
+    return _FamilyTasks(_nothing, _nothing, make_products(family.registers), attend_rows, gate_rows)
 
 
 def _keeping_tile_configuration() -> tuple[Any, Any]:

@@ -126,6 +126,11 @@ class _Gated:
         digits = split_digits(x)
         return self._up.multiply(digits, self._gate.silu(digits))
 
+    def factors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate(x) and up(x), float32"""
+        digits = split_digits(x)
+        return self._gate.floats(digits), self._up.floats(digits)
+
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(int8 [rows, columns], float32 scales [rows, 1]): to the nearest of the 255 steps between minus and plus the

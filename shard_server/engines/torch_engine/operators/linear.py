@@ -183,6 +183,11 @@ class _Gated:
         gate, up = self.parts
         return up.multiply(x, gate.silu(x))
 
+    def factors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate(x) and up(x), float32"""
+        gate, up = self.parts
+        return gate.floats(x), up.floats(x)
+
 
 def common_row_granularity(products: Sequence[Product], dtype: torch.dtype) -> int | None:
     """The multiple to which batches must be padded so that rows do not depend on the batch; None if no padding

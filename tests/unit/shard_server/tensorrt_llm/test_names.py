@@ -162,7 +162,7 @@ def test_every_argument_of_the_constructors_is_a_real_one(tmp_path: Path):
             guided_decoding_backend="xgrammar",
             kv_cache=TensorRtKvCacheConfig(host_cache_bytes=1),
             speculation=TensorRtSpeculationConfig(method=method, draft_model="draft"),
-            lora=TensorRtLoraConfig(enabled=True),
+            lora=TensorRtLoraConfig(enabled=True, target_modules=["attn_q"]),
             cache_transceiver=TensorRtCacheTransceiverConfig(backend="UCX", max_tokens_in_buffer=5),
         )
         with installed_tensorrt_llm():

@@ -140,3 +140,11 @@ def test_a_missing_library_is_an_engine_error():
     """The shard says so in one line and stays out of the fleet."""
     with pytest.raises(EngineError, match="cannot be imported"):
         load_tensorrt_llm()
+
+
+def test_adapters_need_modules_or_one_to_take_them_from():
+    """Without either the library's executor dies of an assertion, long after the start has begun."""
+    with pytest.raises(EngineError, match="target_modules"):
+        options_of(TensorRtLlmConfig(lora=TensorRtLoraConfig(enabled=True)))
+    options = options_of(TensorRtLlmConfig(lora=TensorRtLoraConfig(enabled=True, adapters={"b": "/b", "a": "/a"})))
+    assert options["lora_config"].lora_dir == ["/a"]

@@ -24,6 +24,7 @@ from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 from tests.fakes.fake_tensorrt_llm import configs, installed_tensorrt_llm
 from tests.fakes.fake_tensorrt_llm.llm import FakeLlm, Variant
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, CompletionOutput, Logprob, RequestOutput
+from tests.fakes.tensorrt_llm_engine import write_empty_adapter
 
 TIMEOUT_SECONDS = 10.0
 
@@ -186,7 +187,7 @@ async def test_a_sequence_that_is_not_read_waits_and_the_others_do_not():
 def test_adapters_have_the_same_number_in_every_shard(library: Any, tmp_path: Path):
     """A number is what the engine's cache knows an adapter by."""
     for name in ("b", "a"):
-        (tmp_path / name).mkdir()
+        write_empty_adapter(tmp_path / name)
     table = AdapterTable(library, {name: str(tmp_path / name) for name in ("b", "a")})
     request = table.request_of("a")
     assert request is not None

@@ -128,6 +128,7 @@ async def test_info_is_what_the_runner_and_the_configuration_say() -> None:
             Capability.STRUCTURAL_TAGS,  # there is no vocabulary
             Capability.RERANK,  # encoders have these two
             Capability.SCORE,
+            Capability.ADAPTERS,  # the runner cannot compute with them
         }
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from shard_server.engines.torch_engine.kernels.codegen.compiled import jit
 
 LOOK_UP, LOOK_UP_IN_HEAD, LOOK_UP_IN_INT8_HEAD, NORM, HEAD_NORMS, PREPARE, SPLIT, ROTATE = range(8)
-ATTEND, PRODUCT, INT8_PRODUCT, NOTHING = range(8, 12)
-_BY_ROWS = (LOOK_UP, LOOK_UP_IN_HEAD, LOOK_UP_IN_INT8_HEAD, NORM, HEAD_NORMS, PREPARE, SPLIT, ROTATE)
+ATTEND, PRODUCT, INT8_PRODUCT, NOTHING, ADAPT, GATE = range(8, 14)
+_BY_ROWS = (LOOK_UP, LOOK_UP_IN_HEAD, LOOK_UP_IN_INT8_HEAD, NORM, HEAD_NORMS, PREPARE, SPLIT, ROTATE, ADAPT, GATE)
 """In consecutive tasks of these kinds, each thread computes the same rows."""
 TASK_SIZE = 16
 KIND, ROWS, IS_AWAITED, INPUT = range(4)

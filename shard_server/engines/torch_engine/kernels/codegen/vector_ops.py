@@ -127,6 +127,47 @@ def sum_of_squares(_typing: Any, source: Any, first: Any, width: Any) -> Any:
     return types.float32(source, types.int64, types.int64), generate
 
 
+@intrinsic
+def dot(_typing: Any, a: Any, first_a: Any, b: Any, first_b: Any, width: Any) -> Any:
+    """The sum of the products of bf16 a[first_a ..] and b[first_b ..]; `width` is a multiple of 32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        a, first_a, b, first_b, width = args
+        sums = [cgutils.alloca_once_value(builder, _floats(0.0)) for _ in range(2)]
+        for own in sums:
+            builder.store(_floats(0.0), own)  # the function may be inlined into a loop
+        with _each(builder, width, 2 * _LANES) as index:
+            for part, own in enumerate(sums):
+                offset = builder.add(index, ir.Constant(index.type, part * _LANES))
+                left, right = (
+                    _widened(builder, _load(context, builder, kind, array, builder.add(first, offset), _I16))
+                    for kind, array, first in ((signature.args[0], a, first_a), (signature.args[2], b, first_b))
+                )
+                builder.store(multiply_add(builder, left, right, builder.load(own)), own)
+        return _sum(builder, builder.fadd(builder.load(sums[0]), builder.load(sums[1])))
+
+    return types.float32(a, types.int64, b, types.int64, types.int64), generate
+
+
+@intrinsic
+def add_scaled(_typing: Any, target: Any, target_first: Any, source: Any, first: Any, width: Any, factor: Any) -> Any:
+    """target[target_first ..] (float32) += factor * source[first ..] (bf16); `width` is a multiple of 16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        target, target_first, source, first, width, factor = args
+        factor = _spread(builder, factor)
+        with _each(builder, width) as index:
+            place = builder.add(target_first, index)
+            sums = _load(context, builder, signature.args[0], target, place, _F32)
+            source_place = builder.add(first, index)
+            numbers = _widened(builder, _load(context, builder, signature.args[2], source, source_place, _I16))
+            sums = multiply_add(builder, numbers, factor, sums)
+            _store(context, builder, signature.args[0], target, place, sums)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.int64, types.float32), generate
+
+
 class RoundingOps(NamedTuple):
     """The operations that round to bf16 or compute powers, for which some CPUs have instructions."""
 
