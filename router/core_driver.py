@@ -171,14 +171,16 @@ class CoreDriver:
             VariantChanged: observer.variant_changed,
         }
         self._carry_out = carry_out
+        self._report_end = observer.request_ended
         self._tap: Tap | None = None
 
     def set_tap(self, tap: Tap | None) -> None:
-        """Without a tap, a request costs two looks whether there is one, and a step nothing."""
+        """Without a tap, a request costs one look whether there is one, and a step nothing."""
         self._tap = tap
         is_off = tap is None
         self._carry_out[SendStep] = self._send_step if is_off else self._send_tapped_step
         self._carry_out[PlacementDecided] = self._observer.placement_decided if is_off else self._on_tapped_placement
+        self._report_end = self._observer.request_ended if is_off else self._report_tapped_end
 
     def now(self) -> float:
         """Returns the time of the core's clock, in monotonic seconds."""
@@ -303,6 +305,9 @@ class CoreDriver:
         self._num_live_requests -= 1
         if not self._num_live_requests:
             self._idle.set()
+        self._report_end(action)
+
+    def _report_tapped_end(self, action: RequestEnded) -> None:
         if self._tap is None or not self._tap.ended(action):
             self._observer.request_ended(action)
 
