@@ -30,10 +30,10 @@ async def shadowed(router_redis_url: str) -> AsyncIterator[ShadowWorld]:
         yield world
 
 
-async def serve(world: ShadowWorld, *models: str, **shard: object) -> GrpcRouterLink:
+async def serve(world: ShadowWorld, *models: str, max_batch: int = 8) -> GrpcRouterLink:
     """Returns a client of a router that knows the models' shards."""
     for name in models:
-        await world.add_model(name, **(shard if name == CANDIDATE else {}))
+        await world.add_model(name, max_batch=max_batch)
     await world.start_router()
     link = await world.connect()
     await world.wait_for_shards(link, len(models))
