@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
 from edge_http.metrics import EdgeMetrics
@@ -118,6 +119,8 @@ class Edge:
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
         self._remote_responses: RemoteResponses = NoRemoteResponses()
+        self.run_folder = Path()
+        """That of the `kvloom up` which has started this edge."""
         self.list_targets: Callable[[], Awaitable[Sequence[MetricsTarget]]] = _no_targets
         """Which processes of the fleet serve /metrics; set once this edge listens."""
         self._draining = False
