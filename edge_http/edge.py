@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
 from edge_http.metrics import EdgeMetrics
@@ -24,8 +25,9 @@ from kvloom.errors import KvloomError, unsupported
 from kvloom.limits.byte_budget import ByteBudget, memory_error
 from kvloom.limits.keyed_counts import KeyedCounts
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom.models.adapters import unknown_name
 from kvloom.models.model_routes import NO_ROUTES, Feature, ModelRoutes
-from kvloom.models.served_model import ServedModel
+from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
@@ -117,6 +119,8 @@ class Edge:
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
         self._remote_responses: RemoteResponses = NoRemoteResponses()
+        self.run_folder = Path()
+        """That of the `kvloom up` which has started this edge."""
         self.list_targets: Callable[[], Awaitable[Sequence[MetricsTarget]]] = _no_targets
         """Which processes of the fleet serve /metrics; set once this edge listens."""
         self._draining = False
@@ -215,10 +219,8 @@ class Edge:
         """Raises KvloomError (MODEL_NOT_FOUND)."""
         model = self.models.get(name)
         if model is None:
-            shown = name if len(name) <= 128 else name[:128] + "…"
-            raise KvloomError(
-                ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, f"The model '{shown}' does not exist.", field="model"
-            )
+            message = unknown_name(name, adapters_by_model(self.models.values()))
+            raise KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, message, field="model")
         return model
 
     def model_able_to(self, name: str, features: Iterable[Feature]) -> ServedModel:
@@ -238,6 +240,8 @@ class Edge:
         """The model, if it exists and gives embeddings. `use` is a further capability that they must have: "rerank" or
         "score". Raises KvloomError (MODEL_NOT_FOUND, UNSUPPORTED_PARAMETER)."""
         model = self.find_model(name)
+        if model.adapter is not None:
+            raise unsupported(f"{model.name!r} is an adapter: embeddings are those of its model alone.", "model")
         info = self.model_info(model.name)
         if info is not None and EMBED not in info.capabilities:
             raise unsupported(f"The model {model.name!r} gives no embeddings.", "model")
@@ -249,11 +253,18 @@ class Edge:
         return model
 
     def model_info(self, name: str) -> ModelInfo | None:
-        """The router's description of a model; None while the router knows of no shard that serves it."""
+        """The router's description of a model (for an adapter, of its model); None while the router knows of no shard
+        that serves it."""
         for model in self.link.fleet.models:
             if model.name == name:
                 return model
-        return None
+        base_name = self._base_name(name)
+        return self.model_info(base_name) if base_name else None
+
+    def _base_name(self, name: str) -> str:
+        """The model of an adapter; "" if the name is not that of an adapter."""
+        model = self.models.get(name)
+        return "" if model is None else model.base_name
 
     def window(self, name: str) -> int:
         """The maximum length of a model's prompt and answer together, in tokens; 0 while it is not known."""
@@ -267,7 +278,8 @@ class Edge:
                 if info.embedding_size and GENERATE not in info.capabilities:
                     raise unsupported(f"The model {name!r} generates no text: it gives embeddings only.", "model")
                 return info.max_model_len
-        return 0
+        base_name = self._base_name(name)
+        return self.generation_window(base_name) if base_name else 0
 
     def not_ready_reason(self, model: str = "") -> str:
         """Why no request (for this model) can be served now; "" when one can."""
@@ -279,7 +291,7 @@ class Edge:
             return "the router is draining"
         if model and model not in self.models:
             return "the model is not served"
-        wanted = {self.models[model].name} if model else self.models
+        wanted = {self._base_name(model) or self.models[model].name} if model else self.models
         infos = (info for info in self.link.fleet.models if info.name in wanted)
         return "" if any(info.num_ready_shards for info in infos) else "no shard is ready"
 

@@ -264,6 +264,10 @@ class EdgeConfig(Section):
     only pages of the edge itself."""
     api_docs: bool = True
     """Whether the API is described at /openapi.json and /docs, also to callers without an API key."""
+    allow_adapter_changes: bool = False
+    """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served, to all callers of the API."""
+    adapters_dir: str = ""
+    """The directory below which adapters are that these may load."""
     max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
     """The size of all bodies together that are being received or parsed. Beyond that requests are rejected at once."""
     max_answer_bytes: Annotated[int, Meta(ge=4096)] = 32 * 2**20
@@ -289,6 +293,8 @@ class EdgeConfig(Section):
     resume: EdgeResumeConfig = msgspec.field(default_factory=EdgeResumeConfig)
 
     def __post_init__(self) -> None:
+        if self.allow_adapter_changes and not self.adapters_dir:
+            raise ValueError("allow_adapter_changes needs adapters_dir")
         for network in self.trusted_proxies:
             ipaddress.ip_network(network)  # a ValueError names the network, and msgspec adds the key
         for origin in self.cors_origins:

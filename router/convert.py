@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from typing import Final, TypeVar, cast
 
 from kvloom.errors import KvloomError
+from kvloom.models.adapters import MAX_ADAPTERS
+from kvloom.text.block_hash import adapter_salt
 from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, SubmitAttempt
 from router.core.events import (
+    AdaptersReported,
+    AdapterState,
     AnswerHalt,
     AnswersScreened,
     ChoiceSpec,
@@ -136,6 +140,10 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )
     submit.stop.max_tokens = attempt.max_tokens
+    adapter = request.adapter
+    if adapter is not None:
+        submit.adapter.name, submit.adapter.checksum = adapter
+        submit.cache_salt = adapter_salt(request.tenant, adapter.checksum)
     return submit
 
 
@@ -182,6 +190,11 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,
         num_own_decode_context_tokens=load.num_own_decode_context_tokens,
     )
+
+
+def adapters_from_proto(shard_id: str, reported: shard_service_pb2.AdapterList) -> AdaptersReported:
+    adapters = [AdapterState(one.name, one.checksum, one.loaded, one.rank) for one in reported.adapters[:MAX_ADAPTERS]]
+    return AdaptersReported(shard_id, adapters, _plausible(reported.load_seconds))
 
 
 def kv_events_and_load_from_frame(
@@ -281,6 +294,15 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
         checksum=model.identity.checksum,
         card_checksum=model.identity.card_checksum,
         embedding_size=model.embedding_size,
+        adapters=[
+            router_service_pb2.AdapterInfo(
+                name=adapter.name,
+                checksum=adapter.checksum,
+                num_ready_shards=adapter.num_ready_shards,
+                rank=adapter.rank,
+            )
+            for adapter in model.adapters
+        ],
     )
 
 

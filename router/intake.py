@@ -15,12 +15,13 @@ import msgspec
 from kvloom.conversation.model_output import prompted, show_markers
 from kvloom.conversation.prompt import conversation_prompt, screened_text
 from kvloom.conversation.tool_plan import ToolPlan, plan_tools
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD, check_guide
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom.models.adapters import Adapter, full_name, unknown_name
 from kvloom.models.model_routes import NO_ROUTES, ModelRoutes
-from kvloom.models.served_model import ServedModel
+from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
@@ -84,7 +85,13 @@ class AcceptedGenerate(NamedTuple):
     @property
     def chosen_model(self) -> str:
         """The name of the model if the request did not name it, else ""."""
-        return self.request.model if self.route else ""
+        return self.model if self.route else ""
+
+    @property
+    def model(self) -> str:
+        """The name of the model, with that of the adapter if there is one."""
+        adapter = self.request.adapter
+        return self.request.model if adapter is None else full_name(self.request.model, adapter.name)
 
 
 class Intake:
@@ -97,9 +104,12 @@ class Intake:
         needs_prompt_text: Callable[[], bool],
         routes: ModelRoutes = NO_ROUTES,
         has_ready_shard: Callable[[str], bool] = lambda _: True,
+        adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
     ) -> None:
-        """`models`: by name and alias; they may come and go."""
+        """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
+        of models without a card, with their models."""
         self._models = models
+        self._adapter_named = adapter_named
         self._routes = routes
         self._has_ready_shard = has_ready_shard
         self._max_prompt_tokens = max_prompt_tokens
@@ -149,7 +159,7 @@ class Intake:
         check_prompt_logprobs(submit.sampling, len(token_ids), len(choices))
         text = submit.prompt_text  # It is read only once because every access decodes it.
         self._check_text_size(text, "prompt_text")
-        return Request(
+        request = Request(
             request_id=scope.request_id(submit.request_id or new_request_id()),
             client_id=client_id,
             # Usage records keep it for minutes, so all share one string.
@@ -167,6 +177,12 @@ class Intake:
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
         )
+        if model is None:
+            found = self._adapter_named(request.model)
+            return request if found is None else _with_adapter(request, *found, submit.adapter_checksum)
+        if model.adapter is None:
+            return request
+        return _with_adapter(request, model.base_name, model.adapter, submit.adapter_checksum)
 
     async def accept_generate(
         self,
@@ -220,6 +236,8 @@ class Intake:
         )
         if is_embedding:
             request = _embedding(request, wanted.pooling)
+        if model.adapter is not None:
+            request = _with_adapter(request, model.base_name, model.adapter, wanted.adapter_checksum)
         output = None
         if parser is not None:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
@@ -331,14 +349,16 @@ class Intake:
     def _model_not_found(self, model: str) -> KvloomError:
         if not model:
             return invalid_argument("model is required.", "model")
-        return KvloomError(
-            ErrorReason.ERROR_REASON_MODEL_NOT_FOUND,
-            f"The model {model[:MAX_NAME_CHARS]!r} does not exist here; this router serves {self._named_models()}.",
-            field="model",
+        message = (
+            f"The model {model[:MAX_NAME_CHARS]!r} does not exist here; this router serves {self._named_models()}."
         )
+        if any(model.startswith(f"{name}:") for name in self._models):
+            message = unknown_name(model, adapters_by_model(self._models.values()))
+        return KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, message, field="model")
 
     def _named_models(self) -> str:
-        names = [repr(name) for name in itertools.islice(self._models, MAX_NAMED_MODELS + 1)]
+        own = (name for name, model in self._models.items() if model.adapter is None)
+        names = [repr(name) for name in itertools.islice(own, MAX_NAMED_MODELS + 1)]
         return ", ".join(names[:MAX_NAMED_MODELS]) + (", and others" if len(names) > MAX_NAMED_MODELS else "") or "none"
 
 
@@ -380,6 +400,17 @@ def _embedding(request: Request, pooling: Pooling) -> Request:
     # A copy: the original would keep its whole frame in memory.
     wanted = Pooling(kind=pooling.kind, raw_length=pooling.raw_length)
     return msgspec.structs.replace(request, max_tokens=0, pooling=wanted)
+
+
+def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str) -> Request:
+    """The request, for an adapter of that model. `checksum` is that of the adapter with which the answer began, if it
+    was. Raises KvloomError."""
+    if request.pooling is not None:
+        raise unsupported("An embedding is that of a model alone, not of an adapter: name the model.", "model")
+    if checksum:
+        _check_names(adapter_checksum=checksum)
+        adapter = adapter._replace(checksum=checksum)
+    return msgspec.structs.replace(request, model=sys.intern(model), adapter=adapter)
 
 
 def _check_names(**names: str) -> None:

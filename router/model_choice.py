@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from kvloom.errors import invalid_argument
 from kvloom.models.model_routes import MAX_CANDIDATES, Feature, ModelRoutes, RouteFacts
-from kvloom.models.served_model import ServedModel
+from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 
 BYTES_PER_TOKEN: Final = 4
@@ -36,11 +36,9 @@ def choose_model(
         return ModelChoice(named)
     if len(wanted.models) > MAX_CANDIDATES:
         raise invalid_argument(f"models may have at most {MAX_CANDIDATES} names.", "models")
-    chosen = routes.choose(
-        wanted.model, wanted.models, _facts(wanted, caller), {model.name for model in models.values()}
-    )
+    chosen = routes.choose(wanted.model, wanted.models, _facts(wanted, caller), adapters_by_model(models.values()))
     known = [model for name in chosen.models if (model := models.get(name)) is not None]
-    ready = next((model for model in known if is_ready(model.name)), None)
+    ready = next((model for model in known if is_ready(model.base_name or model.name)), None)
     return ModelChoice(ready or next(iter(known), None), chosen.how)
 
 

@@ -130,6 +130,7 @@ class RouterServer:
             self._needs_prompt_text,
             routes,
             core.has_ready_shard,
+            catalogue.adapter_named,
         )
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
@@ -361,6 +362,9 @@ class RouterServer:
         self._metrics.request_refused(error)
 
     def fleet_changed(self) -> None:
+        self._catalogue.set_adapters(
+            {model.name: {one.name: one.checksum for one in model.adapters} for model in self._core.fleet.models}
+        )
         self._decisions.fleet_changed()
         self._report_variants()
         self._health.refresh()

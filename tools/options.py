@@ -68,12 +68,15 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     config.data_dir = _absolute(config.data_dir, base)
     for model in (config.model, *config.models):
         model.path = _model_source(model.path, base)
+        for adapter in model.adapters:
+            adapter.path = _absolute(adapter.path, base)
     config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
     config.callers.api_keys_file = _absolute(config.callers.api_keys_file, base)
     config.tls.certificate_file = _absolute(config.tls.certificate_file, base)
     config.tls.key_file = _absolute(config.tls.key_file, base)
     config.tls.client_ca_file = _absolute(config.tls.client_ca_file, base)
     config.safety.policy_file = _absolute(config.safety.policy_file, base)
+    config.edge.adapters_dir = _absolute(config.edge.adapters_dir, base)
     config.router.decision_log.path = _absolute(config.router.decision_log.path, base)
     return config
 

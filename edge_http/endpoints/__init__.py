@@ -12,6 +12,7 @@ responses.py   POST /v1/responses
 messages.py    POST /v1/messages and POST /v1/messages/count_tokens
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models
+lora_adapters.py  POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter
 moderations.py  POST /v1/moderations
 tokenization.py  POST /tokenize and POST /detokenize
 not_served.py  refuses the APIs that kvloom does not have, by name

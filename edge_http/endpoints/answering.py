@@ -315,13 +315,14 @@ def _response_record(
         echo_logprobs=None if job.prompt_report is None else job.prompt_report.echo_logprobs,
         with_details=wants_details(request),
         with_explanation=wants_explanation(request),
+        adapter_checksum="" if job.model.adapter is None else job.model.adapter.checksum,
     )
 
 
 def _link_request(
     edge: Edge, request: web.BaseRequest, job: GenerationJob, number: int, prompt: Prompt, name: str
 ) -> LinkRequest:
-    return LinkRequest(
+    wanted = LinkRequest(
         request_id=name if len(job.prompts) == 1 else f"{name}.{number}",
         model=job.model.name,
         prompt_token_ids=prompt.token_ids,
@@ -336,3 +337,7 @@ def _link_request(
         session_key=job.session_key,
         tier=job.tier,
     )
+    adapter = job.model.adapter
+    if adapter is not None:
+        wanted.adapter_checksum = adapter.checksum
+    return wanted

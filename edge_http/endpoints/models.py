@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,9 +20,9 @@ from kvloom.models.served_model import ServedModel
 
 async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     if is_anthropic(request):
-        models = [_anthropic_object(edge, name, model) for name, model in edge.models.items()]
+        models = [_anthropic_object(edge, name, model) for name, model in _listed(edge)]
         return _anthropic_response(request, page_of(models, request.query))
-    models = [_model_object(edge, name, model) for name, model in edge.models.items()]
+    models = [_model_object(edge, name, model) for name, model in _listed(edge)]
     routes = [_route_object(edge, route) for name, route in edge.routes.by_name.items() if name not in edge.models]
     return json_response({"object": "list", "data": models + routes})
 
@@ -37,20 +38,36 @@ async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     return json_response(_model_object(edge, name, model))
 
 
+def _listed(edge: Edge) -> Iterator[tuple[str, ServedModel]]:
+    """Models by all their names, then each adapter once: by its own name if that is enough."""
+    adapters: dict[str, str] = {}
+    for name, model in edge.models.items():
+        if model.adapter is None:
+            yield name, model
+        elif name in (model.name, model.adapter.name):
+            adapters[model.name] = min(name, adapters.get(model.name, name), key=len)
+    for name in adapters.values():
+        yield name, edge.models[name]
+
+
 def _model_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
-    """Return OpenAI's model object with vLLM's `max_model_len` and `root` (the model of an alias), and what the shards
-    say."""
+    """Return OpenAI's model object with vLLM's `max_model_len`, `root` (the model of an alias) and `parent` (that of an
+    adapter), and what the shards say."""
     info = edge.model_info(model.name)
+    num_ready_shards = info.num_ready_shards if info else 0
+    if info and model.adapter is not None:
+        num_ready_shards = sum(one.num_ready_shards for one in info.adapters if one.name == model.adapter.name)
     return {
         "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": model.owned_by,
         "root": model.name,
+        "parent": model.base_name or None,
         "version": model.version or None,
         "max_model_len": info.max_model_len if info else None,
         "capabilities": list(info.capabilities) if info else [],
-        "num_ready_shards": info.num_ready_shards if info else 0,
+        "num_ready_shards": num_ready_shards,
     }
 
 
@@ -64,6 +81,7 @@ def _route_object(edge: Edge, route: RouteConfig) -> dict[str, Any]:
         "created": min((model.created for model in models), default=0),
         "owned_by": "kvloom",
         "root": None,
+        "parent": None,
         "version": None,
         "max_model_len": max((info.max_model_len for info in infos), default=None),
         "capabilities": sorted(set.intersection(*(set(info.capabilities) for info in infos))) if infos else [],

@@ -17,7 +17,7 @@ from edge_http.endpoints.cascading import hold_candidate
 from edge_http.endpoints.model_choice import BYTES_PER_TOKEN, outlives_connection, route_headers, share_key
 from kvloom.errors import KvloomError
 from kvloom.models.model_routes import FALLBACK_REASONS, ChosenRoute, Feature, RouteFacts
-from kvloom.models.served_model import ServedModel
+from kvloom.models.served_model import ServedModel, adapters_by_model
 
 
 class NamesModels(Protocol):
@@ -116,7 +116,7 @@ class _RoutedRequest(Generic[Body]):
             self.api.max_answer_tokens(body),
             self.api.user_text(body) if edge.routes.reads_text else "",
         )
-        return edge.routes.choose(body.model, body.models or (), facts, {model.name for model in edge.models.values()})
+        return edge.routes.choose(body.model, body.models or (), facts, adapters_by_model(edge.models.values()))
 
     def _tried(self, chosen: ChosenRoute) -> list[str]:
         """An answer that outlives its connection cannot be judged first, as it belongs to a task that its name stands

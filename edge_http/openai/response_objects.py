@@ -187,7 +187,9 @@ class ModelObject(Object):
     created: int
     owned_by: str
     root: str | None
-    """The model that an alias stands for; otherwise the same as `id`. A route has null."""
+    """The model that an alias stands for, or MODEL:ADAPTER; otherwise the same as `id`. A route has null."""
+    parent: str | None
+    """The model of an adapter."""
     version: str | None
     max_model_len: int | None
     """The longest prompt and answer together, in tokens; null while no shard serves the model."""

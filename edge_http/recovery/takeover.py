@@ -259,4 +259,5 @@ def _link_request(
         tier=cast(Any, record.tier),
         partial_choices=partial_choices,
         client_request_id=record.client_request_id,
+        adapter_checksum=response.adapter_checksum,
     )

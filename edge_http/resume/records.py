@@ -56,6 +56,8 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     echoes: bool = False
     echo_logprobs: int | None = None
     """As in PromptReport."""
+    adapter_checksum: str = ""
+    """If `model` is an adapter: which one of this name."""
 
 
 class RequestRecord(msgspec.Struct, array_like=True):

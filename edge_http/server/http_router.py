@@ -13,6 +13,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.embeddings import embeddings
 from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
+from edge_http.endpoints.lora_adapters import load_lora_adapter, unload_lora_adapter
 from edge_http.endpoints.messages import count_tokens, messages
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.moderations import moderations
@@ -59,6 +60,8 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/score": {"POST": score},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
+    "/v1/load_lora_adapter": {"POST": load_lora_adapter},
+    "/v1/unload_lora_adapter": {"POST": unload_lora_adapter},
     "/v1/models": {"GET": list_models, "HEAD": list_models},
     MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
     CHAT_ROUTE: {"GET": resume_stream},

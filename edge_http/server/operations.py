@@ -9,6 +9,7 @@ from edge_http.endpoints.page import DOCS_FILES, PAGE_FILES
 from edge_http.openai import requests
 from edge_http.openai import response_objects as objects
 from edge_http.openai.embeddings import EmbeddingsBody
+from edge_http.openai.lora_adapters import LoadAdapterBody, UnloadAdapterBody
 from edge_http.openai.ranking import RerankBody, ScoreBody
 from edge_http.openai.responses.requests import ResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
@@ -149,6 +150,16 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         Answer("The text.", objects.TokensText),
         body=DetokenizeBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={"Two tokens": {"model": _MODEL, "tokens": [19556, 665]}},
+    ),
+    _operation(
+        "/v1/load_lora_adapter", "POST", "loadLoraAdapter", "Models", "Load an adapter",
+        Answer("It is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
+        errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law", "lora_path": "law-v2"}},
+    ),
+    _operation(
+        "/v1/unload_lora_adapter", "POST", "unloadLoraAdapter", "Models", "Unload an adapter",
+        Answer("It is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
+        errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law"}},
     ),
     _operation("/v1/models", "GET", "listModels", "Models", "List the models", Answer("All.", objects.ModelList)),
     _operation(

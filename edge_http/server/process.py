@@ -8,6 +8,7 @@ import dataclasses
 import socket
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from edge_http.edge import Edge
@@ -26,6 +27,7 @@ from kvloom.models.catalogue import Catalogue, CatalogueFollower
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process.access_log import AccessLog
+from kvloom.process.control_socket import run_folder
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
 from kvloom.router_link.group import RouterGroup
@@ -81,6 +83,7 @@ async def serve_edge(
     callers = configured_callers(config, trust.caller_key)
     routes = ModelRoutes(config.routes)
     edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
+    edge.run_folder = run_folder(Path(config.data_dir))
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     rollouts = RolloutFollower(config, trust.sealer, routes)

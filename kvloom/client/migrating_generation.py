@@ -65,6 +65,8 @@ class MigratingGeneration:
         self.has_response = self.has_response_from_router = True
         if response.model:  # a route has chosen it, and might choose another one elsewhere
             self._request.model = response.model
+        if response.adapter_checksum:  # another adapter may have its name elsewhere, or soon
+            self._request.adapter_checksum = response.adapter_checksum
         return [delta for delta_proto in response.deltas if (delta := self._apply(delta_proto)) is not None]
 
     def settlement(self) -> CancelRequest:

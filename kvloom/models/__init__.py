@@ -3,6 +3,7 @@
 configured.py        the models in the configuration, and what holds for the shards of each
 model_card.py        what a process must know of a model to take its requests, as one transferable file
 card_service.py      ModelCardService: gives and fetches cards
+adapters.py          LoRA adapters of models, and by which names they can be requested
 served_model.py      a model whose requests this process can take
 catalogue.py         those models by name, which come and go while the process runs
 model_routes.py      which model takes a request: by route, rules, shares, fallbacks and rollouts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, Protocol
 
 import grpc.aio
@@ -12,6 +12,7 @@ import structlog
 
 from kvloom.config import ConfigError, KvloomConfig
 from kvloom.errors import KvloomError
+from kvloom.models.adapters import Adapter, adapter_names, full_name
 from kvloom.models.card_service import fetch_card
 from kvloom.models.configured import MAX_MODELS, configured_models
 from kvloom.models.model_card import ModelCardError, PackedCard
@@ -32,8 +33,12 @@ class Catalogue:
 
     def __init__(self, models: Iterable[ServedModel] = ()) -> None:
         self.by_name: dict[str, ServedModel] = {}
-        """By name and alias. It is always the same object, and changes as models come and go."""
+        """By name and alias, and with adapters by their names. It is always the same object, and changes as models and
+        adapters come and go."""
         self._models: dict[str, ServedModel] = {}
+        self._adapters: dict[str, Mapping[str, str]] = {}
+        """By model, which need not have a card: the checksums of its adapters by name."""
+        self._adapter_names: dict[str, tuple[str, str]] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         """By checksum: cards that are being fetched."""
         for model in models:
@@ -49,12 +54,39 @@ class Catalogue:
         if self._models.pop(name, None) is not None:
             self._index()
 
+    def set_adapters(self, adapters: Mapping[str, Mapping[str, str]]) -> None:
+        """From now on the models have these adapters: by model, their checksums by name."""
+        if adapters != self._adapters:
+            self._adapters = dict(adapters)
+            self._adapter_names = adapter_names(adapters)
+            self._index()
+
+    def adapter_named(self, name: str) -> tuple[str, Adapter] | None:
+        """The adapter for which a name stands, with the name of its model, of which there may be no card."""
+        found = self._adapter_names.get(name)
+        if found is None:
+            return None
+        model, adapter = found
+        return model, Adapter(adapter, self._adapters[model][adapter])
+
     def _index(self) -> None:
-        """A name has precedence over an alias, and a model over the one that succeeds it."""
+        """A name has precedence over an alias, a model over the one that succeeds it, and all over adapters' names."""
         self.by_name.clear()
         for model in sorted(self._models.values(), key=lambda model: model.succeeds not in self._models):
             self.by_name.update(dict.fromkeys(model.aliases, model))
         self.by_name.update(self._models)
+        if self._adapters:
+            self._index_adapters()
+
+    def _index_adapters(self) -> None:
+        names = dict(self._adapter_names)
+        for alias, model in self.by_name.items():
+            for adapter in self._adapters.get(model.name, ()):
+                names.setdefault(full_name(alias, adapter), (model.name, adapter))
+        for name, (model, adapter) in names.items():
+            if model in self._models and name not in self.by_name:
+                checksum = self._adapters[model][adapter]
+                self.by_name[name] = self._models[model].with_adapter(Adapter(adapter, checksum))
 
     def card(self, name: str) -> PackedCard | None:
         model = self.by_name.get(name)
@@ -115,6 +147,11 @@ def load_catalogue(config: KvloomConfig) -> Catalogue:
     return catalogue
 
 
+def adapters_of(fleet: FleetState) -> dict[str, Mapping[str, str]]:
+    """By model, the checksums of its adapters by name."""
+    return {info.name: {one.name: one.checksum for one in info.adapters} for info in fleet.models if info.adapters}
+
+
 class CardSource(Protocol):
     """Where an edge gets its cards: its link to the routers."""
 
@@ -164,6 +201,7 @@ class CatalogueFollower:
                 self.catalogue.remove(name)
                 log.info("model withdrawn", model=name)
             self._seen = served
+            self.catalogue.set_adapters(adapters_of(fleet))
         return is_complete
 
     async def _ensure(self, name: str, checksum: str) -> bool:

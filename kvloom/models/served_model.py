@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +13,7 @@ import xxhash
 
 from kvloom.config import ModelConfig
 from kvloom.conversation.model_output import model_output
+from kvloom.models.adapters import Adapter, full_name
 from kvloom.models.model_card import (
     PackedCard,
     config_of_card,
@@ -50,6 +51,15 @@ class ServedModel:
     default_max_tokens: int | None = None
     card: PackedCard | None = None
     """None: it cannot be given to other processes."""
+    adapter: Adapter | None = None
+    """Not None: this is the model with that adapter, and `name` is the full name of both."""
+    base_name: str = ""
+    """The name of the model without the adapter, if it has one."""
+
+    def with_adapter(self, adapter: Adapter) -> ServedModel:
+        """The model as requests for that adapter see it."""
+        name = full_name(self.name, adapter.name)
+        return dataclasses.replace(self, name=name, adapter=adapter, base_name=self.name, aliases=(), card=None)
 
     def has_tokens_of(self, other: ServedModel) -> bool:
         """Whether the same ids are known to stand for the same tokens in both."""
@@ -92,3 +102,14 @@ def _served(config: ModelConfig, folder: Path, card: ModelCard, packed: PackedCa
         default_max_tokens=card.default_max_tokens if card.HasField("default_max_tokens") else None,
         card=packed,
     )
+
+
+def adapters_by_model(models: Iterable[ServedModel]) -> dict[str, set[str]]:
+    """The names of the adapters of each model. `models` may contain each of both several times."""
+    found: dict[str, set[str]] = {}
+    for model in models:
+        if model.adapter is None:
+            found.setdefault(model.name, set())
+        else:
+            found.setdefault(model.base_name, set()).add(model.adapter.name)
+    return found

@@ -8,6 +8,7 @@ access_log.py    whether the end of a request is logged
 fast_metrics.py   counters and histograms that are cheap to update from one thread
 aligned_timer.py  runs all periodic work of a process at the same moment
 failure_log.py    logs a failure that may occur at the rate of requests
+control_socket.py  where the supervisor of a machine takes commands
 backoff.py        exponential backoff
 freed_memory.py   returns freed memory to the system
 cpu_affinity.py   keeps an event loop's thread on one CPU

@@ -147,24 +147,25 @@ class GrpcRouterLink:
         if not self._choices:
             self._heard_at = time.monotonic()
         handle, slots = self._choices.open(request, sink)
-        self._submits.append(
-            router_service_pb2.Submit(
-                request_id=request.request_id,
-                model=request.model,
-                prompt_text=request.prompt_text,
-                sampling=request.sampling,
-                stop=request.stop,
-                choices=_choices(request, slots),
-                timeout_seconds=request.timeout_seconds,
-                tenant=request.tenant,
-                traceparent=request.traceparent,
-                client_request_id=request.client_request_id,
-                session_key=request.session_key,
-                tier=request.tier,
-                pooling=request.pooling,
-                **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
-            )
+        submit = router_service_pb2.Submit(
+            request_id=request.request_id,
+            model=request.model,
+            prompt_text=request.prompt_text,
+            sampling=request.sampling,
+            stop=request.stop,
+            choices=_choices(request, slots),
+            timeout_seconds=request.timeout_seconds,
+            tenant=request.tenant,
+            traceparent=request.traceparent,
+            client_request_id=request.client_request_id,
+            session_key=request.session_key,
+            tier=request.tier,
+            pooling=request.pooling,
+            **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
         )
+        if request.adapter_checksum:
+            submit.adapter_checksum = request.adapter_checksum
+        self._submits.append(submit)
         self._wake_writer()
         return handle
 

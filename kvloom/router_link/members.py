@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvloom.errors import KvloomError
+from kvloom.models.adapters import adapter_names
 from kvloom.router_link.choice import RouterView, pick_router, salt_of
 from kvloom.router_link.identity import MAX_DELEGATED_LOSSES, LinkIdentity, note_bounded
 from kvloom.router_link.link import GrpcRouterLink
@@ -143,7 +144,7 @@ class RouterMembers:
         connected = [member for member in self._members.values() if member.link.connected]
         for member in connected:
             models = member.link.fleet.models
-            member.ready_models = frozenset(model.name for model in models if model.num_ready_shards)
+            member.ready_models = ready_names(models)
         self.connected = bool(connected)
         available = [member for member in connected if not member.link.fleet.draining]
         self.available = [member for member in available if member.address in self.wanted] or available
@@ -151,6 +152,13 @@ class RouterMembers:
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
+
+
+def ready_names(models: Iterable[ModelInfo]) -> frozenset[str]:
+    """The models, alone and with adapters, that have shards which accept requests."""
+    names = [model.name for model in models if model.num_ready_shards]
+    adapters = {model.name: [one.name for one in model.adapters if one.num_ready_shards] for model in models}
+    return frozenset((*names, *adapter_names(adapters)))
 
 
 def merged_fleet(fleets: Iterable[FleetState]) -> FleetState:

@@ -50,3 +50,5 @@ class LinkRequest:
     """The id that the caller gave the request, for log lines and `Explain`."""
     pooling: generation_pb2.Pooling | None = None
     """Asks for the prompt's embedding, which is in the finish, instead of an answer."""
+    adapter_checksum: str = ""
+    """If `model` is an adapter: which one of this name."""

@@ -23,6 +23,12 @@ def root_hash(model: str, adapter: str = "", cache_salt: str = "") -> int:
     return xxhash.xxh3_64_intdigest("\0".join((model, adapter, cache_salt)).encode())
 
 
+def adapter_salt(cache_salt: str, checksum: str) -> str:
+    """The cache salt of sequences that run with the adapter with this checksum: no other adapter, no earlier one of the
+    same name and not the model alone computes the same KV."""
+    return f"{cache_salt}\0{checksum}"
+
+
 def token_bytes(token_ids: Iterable[int]) -> bytes:
     """Token ids as little-endian uint32. Raises OverflowError for ids outside [0, 2**32)."""
     return array("I", token_ids).tobytes()

@@ -157,6 +157,8 @@ class GenerateCall:
                 if is_first:
                     is_first = False
                     response.seed, response.model = seed_of(request), accepted.chosen_model
+                    if request.adapter is not None:
+                        response.adapter_checksum = request.adapter.checksum
                 await self._context.write(response)
             if error is not None:
                 raise error

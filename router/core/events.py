@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from kvloom.models.adapters import Adapter
 from router.core.frames import Step
 
 
@@ -68,6 +69,26 @@ class Request(msgspec.Struct, frozen=True):
     """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core computes
     them."""
     tier: Tier = Tier.INTERACTIVE
+    adapter: Adapter | None = None
+    """The adapter of the model with which it runs; None: with none."""
+
+
+class AdapterState(msgspec.Struct, frozen=True):
+    """An adapter that a shard has; see AdapterState in shard_service.proto."""
+
+    name: str
+    checksum: str
+    loaded: bool = False
+    rank: int = 0
+
+
+class AdaptersReported(msgspec.Struct, frozen=True):
+    """All adapters that a shard has; see AdapterList in shard_service.proto."""
+
+    shard_id: str
+    adapters: Sequence[AdapterState]
+    load_seconds: float = 0.0
+    """How long loading one usually takes; 0: not known yet."""
 
 
 class ShardDescription(msgspec.Struct, frozen=True):
@@ -190,7 +211,7 @@ class FrameArrived(msgspec.Struct):
     """Everything that a shard has sent at once: its parts take effect in order, at one time."""
 
     shard_id: str
-    parts: Sequence[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived]
+    parts: Sequence[KvSnapshotArrived | KvEventsArrived | LoadReported | AdaptersReported | StepArrived]
 
 
 class TokensOnlyFrame(msgspec.Struct):
@@ -282,6 +303,7 @@ Event = (
     | KvEventsArrived
     | KvSnapshotArrived
     | LoadReported
+    | AdaptersReported
     | FrameArrived
     | TokensOnlyFrame
     | SafetyUp

@@ -64,6 +64,7 @@ class ShardEventHandler:
             ev.KvEventsArrived: self._on_kv_events,
             ev.KvSnapshotArrived: self._on_kv_snapshot,
             ev.LoadReported: self._on_load,
+            ev.AdaptersReported: self._on_adapters,
         }
         self._parts = parts
         self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.TokensOnlyFrame: self._on_tokens_only_frame}
@@ -104,6 +105,13 @@ class ShardEventHandler:
             event.shard_id, event.number, event.block_hashes
         ):
             self._action_buffer.add(WantKvSnapshot(event.shard_id))
+
+    def _on_adapters(self, event: ev.AdaptersReported, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is not None:
+            if shard.adapters.report(event.adapters, event.load_seconds, now):
+                self._queue.requeue_all(shard, now)  # those that wait for an adapter that is gone can go elsewhere
+            self._note_fleet_change()
 
     def _on_load(self, event: ev.LoadReported, now: float) -> None:
         shard = self._fleet.shards.get(event.shard_id)

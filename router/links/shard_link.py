@@ -28,6 +28,7 @@ from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from router import convert
 from router.core.actions import CancelOnShard, SubmitAttempt
 from router.core.events import (
+    AdaptersReported,
     FrameArrived,
     KvEventsArrived,
     KvSnapshotArrived,
@@ -213,18 +214,21 @@ class ShardLink:
             read_rest = functools.partial(convert.kv_events_and_load_from_frame, shard_id, frame)
             self._driver.dispatch(TokensOnlyFrame(shard_id, step, read_rest))
             return
-        parts: list[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived] = []
+        parts: list[KvSnapshotArrived | KvEventsArrived | LoadReported | AdaptersReported | StepArrived] = []
         if frame.HasField("kv_snapshot"):
             snapshot = frame.kv_snapshot
             parts.append(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
         parts += convert.kv_events_and_load_from_frame(shard_id, frame)
+        if frame.HasField("adapters"):
+            parts.append(convert.adapters_from_proto(shard_id, frame.adapters))
         if step is not None:
             parts.append(StepArrived(shard_id, step))
         if parts:
             self._driver.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
 
     def _is_steady(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> bool:
-        """Whether the frame is routine: its KV events follow without a gap, and it has no snapshot and no draining."""
+        """Whether the frame is routine: its KV events follow without a gap, and it has no snapshot, no adapters and no
+        draining."""
         expected = self._next_kv_number
         if frame.more_kv_events or frame.HasField("kv_snapshot"):
             self._next_kv_number = None
@@ -235,7 +239,7 @@ class ShardLink:
             if number != expected:
                 return False
         load = frame.load
-        return not (load.draining or load.hand_over)
+        return not (load.draining or load.hand_over or frame.HasField("adapters"))
 
     async def _write_frames(self, writer: FrameWriter[Any], call: ConnectCall) -> None:
         try:

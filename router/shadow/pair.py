@@ -42,6 +42,8 @@ class Skip(enum.StrEnum):
 
     CHOICES = "choices"
     """The request asks for several answers, or continues one."""
+    ADAPTER = "adapter"
+    """The answer is that of an adapter, which the candidate need not have."""
     NO_CANDIDATE = "no_candidate"
     """The candidate has no shard that is ready."""
     TOKENIZER = "tokenizer"

@@ -188,6 +188,8 @@ class ShadowTraffic:
         choices = request.choices
         if len(choices) != 1 or choices[0].output_token_ids or not request.prompt_token_ids:
             return Skip.CHOICES
+        if request.adapter is not None:
+            return Skip.ADAPTER
         if self._num_followed >= MAX_FOLLOWED:
             return Skip.QUEUE_FULL
         states = {state.name: state for state in self._core.fleet.models}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,9 @@ def fabric(model_dir: Path, tiny_dir: Path, tmp_path_factory: pytest.TempPathFac
     models = ("--model", BUILTIN, "--model", f"tiny={tiny_dir}", "--shards", f"{BUILTIN}=2,tiny=1")
     data_dir = tmp_path_factory.mktemp("models")
     config = data_dir / "routes.toml"
-    config.write_text(ROUTES)
+    adapters = data_dir / "adapters"
+    (adapters / "poetry").mkdir(parents=True)
+    config.write_text(f'[edge]\nallow_adapter_changes = true\nadapters_dir = "{adapters}"\n{ROUTES}')
     fabric = RunningFabric.start(data_dir, *SIM, *models, "--config", str(config))
     yield fabric
     fabric.stop()
@@ -218,3 +221,54 @@ def test_faulty_choices_are_named_before_anything_starts(
     done = run_kvloom("up", "--detach", *SIM, *flags, env=kvloom_environment(tmp_path))
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
+
+
+def kill_shard_of(fabric: RunningFabric, model: str) -> None:
+    """Kill one, and return when it serves again."""
+    victim = next(shard for shard in fabric.processes("shard") if shard["model"] == model)
+    os.kill(victim["pid"], signal.SIGKILL)
+
+    def is_back() -> bool:
+        now = next(shard for shard in fabric.processes("shard") if shard["name"] == victim["name"])
+        return now["state"] == "ready" and now["pid"] != victim["pid"]
+
+    eventually("the shard is back", is_back)
+
+
+def test_adapters_come_and_go_by_command_and_by_call(fabric: RunningFabric, tmp_path: Path) -> None:
+    """All shards of the model get them, also one that is restarted later, and clients use them by either name."""
+
+    def kvloom(*args: str) -> str:
+        done = run_kvloom("models", *args, env=fabric.env)
+        return f"{done.returncode}\n{done.stdout}{done.stderr}"
+
+    def listed(name: str) -> str:
+        return next((line for line in kvloom("list").splitlines() if line.startswith(f"{BUILTIN}:{name} ")), "")
+
+    assert kvloom("load-adapter", BUILTIN, "law", str(tmp_path)).startswith("0")
+    assert "there is an adapter" in kvloom("load-adapter", BUILTIN, "law", str(tmp_path))
+    assert kvloom("load-adapter", "huge", "law", str(tmp_path)).startswith("1")
+    assert kvloom("load-adapter", BUILTIN, "no name", str(tmp_path)).startswith("1")
+    assert "on 2 shards, not loaded" in listed("law")
+    with client(fabric.http_url) as openai_client:
+        create = openai_client.chat.completions.create
+        given: Any = {"messages": MESSAGES, "max_tokens": 7, "seed": 1}
+        eventually("the edge knows it", lambda: "law" in {model.id for model in openai_client.models.list()})
+        assert openai_client.models.retrieve("law").to_dict()["parent"] == BUILTIN
+        texts = {name: create(model=name, **given).choices[0].message.content for name in ("law", BUILTIN)}
+        assert texts["law"] != texts[BUILTIN]
+        assert create(model=f"{BUILTIN}:law", **given).choices[0].message.content == texts["law"]
+        assert "loaded on shard-" in listed("law")
+        kill_shard_of(fabric, BUILTIN)
+        eventually("both shards have it", lambda: "on 2 shards" in listed("law"))
+        body = {"lora_name": "poetry", "lora_path": "poetry", "base_model_name": BUILTIN}
+        assert openai_client.post("/load_lora_adapter", cast_to=str, body=body).startswith("Success")
+        assert create(model="poetry", **given).choices[0].message.content not in texts.values()
+        assert openai_client.post("/unload_lora_adapter", cast_to=str, body={"lora_name": "poetry"}).startswith(
+            "Success"
+        )
+        assert kvloom("unload-adapter", BUILTIN, "law").startswith("0")
+        assert "has none" in kvloom("unload-adapter", BUILTIN, "law")
+        eventually("the edge forgets it", lambda: "law" not in {model.id for model in openai_client.models.list()})
+        with pytest.raises(openai.NotFoundError, match="has no adapter 'law'"):
+            create(model=f"{BUILTIN}:law", **given)

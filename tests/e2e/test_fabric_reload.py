@@ -166,3 +166,32 @@ def test_a_closed_terminal_stops_the_fabric_in_it(tmp_path: Path, model_dir: Pat
         os.close(controller)
         assert process.wait(60) == 0
     assert_all_gone(pids)
+
+
+def test_adapters_of_the_file_come_and_go(fabric: RunningFabric, file: Path, model_dir: Path) -> None:
+    """Without a restart; those that were loaded by command stay."""
+    name = "smollm2-135m-instruct"
+
+    def listed() -> set[str]:
+        lines = run_kvloom("models", "list", env=fabric.env).stdout.splitlines()
+        return {line.split()[0].removeprefix(f"{name}:") for line in lines if line.startswith(f"{name}:")}
+
+    before = fabric.pids()
+    assert run_kvloom("models", "load-adapter", name, "manual", str(model_dir), env=fabric.env).returncode == 0
+    file.write_text('[[model.adapters]]\nname = "law"\n[[model.adapters]]\nname = "poetry"\n')
+    lines = reload_lines(fabric)
+    assert f"models.{name}.adapters: law was loaded" in lines
+    assert listed() == {"law", "manual", "poetry"}
+    file.write_text('[[model.adapters]]\nname = "poetry"\npath = "changed"\n')
+    lines = reload_lines(fabric)
+    assert f"models.{name}.adapters: law was unloaded" in lines
+    assert [line for line in lines if line.startswith("models.") and "poetry" in line] == [
+        f"models.{name}.adapters: poetry was unloaded",
+        f"models.{name}.adapters: poetry was loaded",
+    ]
+    assert listed() == {"manual", "poetry"}
+    assert reload_lines(fabric) == []
+    file.write_text("")
+    reload_lines(fabric)
+    assert listed() == {"manual"}
+    assert fabric.pids() == before

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import cast
 
 from kvloom.config import ShardConfig
 from shard_server.engines.base import (
+    AdapterEngine,
+    Adapters,
     Capability,
     Engine,
     EngineError,
@@ -39,6 +42,10 @@ class FailingEngine:
     @property
     def info(self) -> EngineInfo:
         return self._inner.info
+
+    @property
+    def adapters(self) -> Adapters:
+        return cast(AdapterEngine, self._inner).adapters
 
     async def start(self) -> None:
         await self._inner.start()

@@ -139,7 +139,8 @@ class FailoverWorld(RouterWorld):
 
     def submit(self, prompt: Sequence[int], max_tokens: int, answer: Collected, **fields: Any) -> int:
         stop = StopConditions(max_tokens=max_tokens, **fields.pop("stop", {}))
-        request = LinkRequest("", MODEL, prompt, "", fields.pop("sampling"), stop, **fields)
+        model = fields.pop("model", MODEL)
+        request = LinkRequest("", model, prompt, "", fields.pop("sampling"), stop, **fields)
         return self.link.submit(request, answer)
 
     def metered(self) -> Mapping[str, float]:

@@ -10,9 +10,11 @@ import click
 import msgspec
 
 from kvloom.config import KvloomConfig
+from kvloom.models.adapters import full_name
 from tools.cli.rollouts import history, roll_back, roll_out
 from tools.models.registry import ModelRegistry
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.adapter_changes import UNLOAD_TIMEOUT_SECONDS, ListedAdapter
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.service.client import local_supervisor
 from tools.supervisor.service.server import MAX_SHARDS, MAX_UNLOAD_SECONDS
@@ -28,7 +30,8 @@ def models() -> None:
 @option("--json", "as_json", scope="models", is_flag=True, help="Print a JSON array.")
 @data_dir_option
 def list_models(as_json: bool, data_dir: Path | None) -> None:
-    """List the registered models in the order in which they were added."""
+    """List the registered models in the order in which they were added, and the adapters of the fabric that runs
+    here."""
     registered = registry_in(data_dir).models()
     if as_json:
         click.echo(msgspec.json.encode(registered).decode())
@@ -37,6 +40,22 @@ def list_models(as_json: bool, data_dir: Path | None) -> None:
         click.echo(f"{model.label:32} {model.sha256[:12]}  {model.path}")
     if not registered:
         click.echo("no models are registered (kvloom models add NAME PATH)")
+    _list_adapters(RunFolder(choose_data_dir(data_dir, KvloomConfig())))
+
+
+def _list_adapters(folder: RunFolder) -> None:
+    """Those of the fabric that runs here, if one does."""
+    if folder.read_running() is None:
+        return
+
+    async def adapters() -> list[ListedAdapter]:
+        async with local_supervisor(folder.run_dir) as supervisor:
+            return await supervisor.adapters()
+
+    for adapter in asyncio.run(adapters()):
+        loaded = f"loaded on {', '.join(adapter.loaded_on)}" if adapter.loaded_on else "not loaded"
+        where = f"on {len(adapter.shards)} shards, {loaded}"
+        click.echo(f"{full_name(adapter.model, adapter.name):32} {adapter.checksum[:12]}  rank {adapter.rank}, {where}")
 
 
 @models.command("add")
@@ -159,6 +178,54 @@ def wake_model(name: str, data_dir: Path | None, config_file: Path | None) -> No
 
     asyncio.run(wake())
     click.echo(f"{name} is awake")
+
+
+@models.command("load-adapter")
+@click.argument("model")
+@click.argument("name")
+@click.argument("path", type=click.Path(path_type=Path))
+@data_dir_option
+@config_option
+def load_adapter(model: str, name: str, path: Path, data_dir: Path | None, config_file: Path | None) -> None:
+    """Give the LoRA adapter in the directory PATH to all shards of MODEL on this machine, under the name NAME.
+
+    Clients request it as MODEL:NAME. If a shard refuses it, no shard has it. Shards that are restarted get it again.
+    """
+
+    absolute = str(path.expanduser().absolute())
+
+    async def load() -> None:
+        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+            await supervisor.load_adapter(model, name, absolute, lambda text: click.echo(f"  {text}"))
+
+    asyncio.run(load())
+    click.echo(f"loaded {full_name(model, name)}")
+
+
+@models.command("unload-adapter")
+@click.argument("model")
+@click.argument("name")
+@option(
+    "--timeout-seconds",
+    scope="models",
+    type=click.FloatRange(0, MAX_UNLOAD_SECONDS),
+    default=UNLOAD_TIMEOUT_SECONDS,
+    show_default=True,
+    help="How long to wait for running answers. An adapter that still answers then goes with the last of them.",
+)
+@data_dir_option
+@config_option
+def unload_adapter(
+    model: str, name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None
+) -> None:
+    """Take the adapter NAME from all shards of MODEL on this machine, once its running answers have ended."""
+
+    async def unload() -> None:
+        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+            await supervisor.unload_adapter(model, name, timeout_seconds, lambda text: click.echo(f"  {text}"))
+
+    asyncio.run(unload())
+    click.echo(f"unloaded {full_name(model, name)}")
 
 
 def _run_dir(data_dir: Path | None, config_file: Path | None) -> Path:

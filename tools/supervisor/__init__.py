@@ -3,6 +3,7 @@
 fabric.py              one run of a whole fabric, or of a machine's part of a fleet
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
 flag_model.py          what the flag --model says
+adapter_changes.py     loads and unloads adapters of models while the processes run
 model_changes.py       loads, unloads, puts to sleep and wakes models while the processes run
 model_versions.py      the two versions of a model that a rollout loads and unloads
 model_history.py       what has happened to the models

@@ -51,8 +51,8 @@ about ports, names and numbers of processes, which the supervisor holds, and onl
 
 _CARD_FIELDS: Final = ("version", "aliases", "succeeds", "owned_by", "tool_parser", "reasoning_parser", "defaults")
 """What a model's shards read when they start, and give to routers and edges."""
-_ADAPTER_FIELDS: Final = ("adapters", "max_loaded_adapters", "max_adapter_rank")
-"""What a model's shards read when they start, besides that."""
+_ADAPTER_FIELDS: Final = ("max_loaded_adapters", "max_adapter_rank")
+"""What a model's shards read when they start, besides that and the adapters, which a reload applies at once."""
 
 
 class Change(NamedTuple):

@@ -7,13 +7,13 @@ import copy
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
+from kvloom.config import AdapterConfig, ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom.models.configured import configured_models
 from tools.failures import CommandError
+from tools.supervisor.adapter_changes import UNLOAD_TIMEOUT_SECONDS, AdapterChanges
 from tools.supervisor.child import ChildSpec
 from tools.supervisor.config_changes import (
     Change,
@@ -28,9 +28,6 @@ from tools.supervisor.model_changes import ModelChanges
 from tools.supervisor.process_specs import started_roles
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 from tools.supervisor.supervisor import Supervisor
-
-UNLOAD_TIMEOUT_SECONDS: Final = 600.0
-"""How long the answers of a model that is no longer configured may take to end."""
 
 OnStep = Callable[[str], None]
 
@@ -57,6 +54,7 @@ class ConfigReload:
     config_path: Path
     supervisor: Supervisor
     models: ModelChanges
+    adapters: AdapterChanges
     source: ConfigSource
     plan: Callable[[KvloomConfig], Sequence[ChildSpec]]
     """The processes of a configuration, without Redis."""
@@ -68,6 +66,8 @@ class ConfigReload:
     """The names of the file's models by `model_key`, as they were loaded."""
     _loaded: dict[str, ModelConfig] = dataclasses.field(default_factory=dict, init=False)
     """Those models as they were given when they were loaded, on which their files and numbers of shards depend."""
+    _adapters: dict[str, dict[str, AdapterConfig]] = dataclasses.field(default_factory=dict, init=False)
+    """The adapters of those models by name, as they were applied: others were loaded by command, and stay."""
     _read_by: dict[tuple[str, int], KvloomConfig] = dataclasses.field(default_factory=dict, init=False)
     """What the processes have read, by name and pid, as given. Those that started after the last change have read
     `source.given`."""
@@ -76,6 +76,7 @@ class ConfigReload:
         self._started = self.source.given
         if self._takes_models:
             self._loaded = models_by_key(self._started)
+            self._adapters = {key: _adapters_of(model) for key, model in self._loaded.items()}
             names = [model.name for model in configured_models(self.config)]
             self._names = dict(zip(self._loaded, names, strict=True))
 
@@ -114,17 +115,20 @@ class ConfigReload:
         return restart_command(names, {status.name: status.role for status in self._statuses})
 
     async def change_models(self, on_step: OnStep) -> None:
-        """Load the models that the file has and that do not run, and then unload those that were removed from it.
-        Raises CommandError at the end if some could not be."""
+        """Load the models that the file has and that do not run, change the adapters of the others, and then unload the
+        models that were removed from it. Raises CommandError at the end if some could not be."""
         if not self._takes_models:
             return
         wanted = models_by_key(self.source.given)
         failures: list[str] = []
         for key, model in wanted.items():
-            if self._name(key) in self._running_models | self._replaced_models:
+            if self._name(key) in self._replaced_models:
                 continue
             try:
-                await self._load(key, model, on_step)
+                if self._name(key) in self._running_models:
+                    await self._change_adapters(key, model, on_step)
+                else:
+                    await self._load(key, model, on_step)
             except CommandError as error:
                 failures.append(f"{key}: {error.message}")
         for key in [key for key in self._names if key not in wanted]:
@@ -140,6 +144,7 @@ class ConfigReload:
         wanted = model if key == model.name else msgspec.structs.replace(model, name="")
         name = self._names[key] = await self.models.load(wanted, None, on_step)
         self._loaded[key] = model
+        self._adapters[key] = _adapters_of(model)
         await self.wait_served(name)
         on_step(f"models: {name} was loaded")
 
@@ -150,6 +155,24 @@ class ConfigReload:
             on_step(f"models: {name} was unloaded")
         self._names.pop(key, None)
         self._loaded.pop(key, None)
+        self._adapters.pop(key, None)
+
+    async def _change_adapters(self, key: str, model: ModelConfig, on_step: OnStep) -> None:
+        """Raises CommandError."""
+        name, applied, wanted = self._name(key), self._adapters.setdefault(key, {}), _adapters_of(model)
+        for adapter in [adapter for adapter in applied.values() if wanted.get(adapter.name) != adapter]:
+            if adapter.name in self._running_adapters(name):
+                await self.adapters.unload(name, adapter.name, UNLOAD_TIMEOUT_SECONDS, on_step)
+                on_step(f"models.{key}.adapters: {adapter.name} was unloaded")
+            del applied[adapter.name]
+        for adapter in [adapter for adapter in wanted.values() if adapter.name not in applied]:
+            if self._running_adapters(name).get(adapter.name) != adapter:
+                await self.adapters.load(name, adapter, on_step)
+                on_step(f"models.{key}.adapters: {adapter.name} was loaded")
+            applied[adapter.name] = adapter
+
+    def _running_adapters(self, name: str) -> dict[str, AdapterConfig]:
+        return next(_adapters_of(model) for model in configured_models(self.config) if model.name == name)
 
     def _changed(self, given: KvloomConfig) -> KvloomConfig:
         """The running configuration with all keys of the given one that a process reads. Raises CommandError."""
@@ -252,3 +275,7 @@ class ConfigReload:
 
 def _updated(running: ModelConfig, new: Mapping[str, ModelConfig]) -> ModelConfig:
     return changed_model(running, new[running.name]) if running.name in new else running
+
+
+def _adapters_of(model: ModelConfig) -> dict[str, AdapterConfig]:
+    return {adapter.name: adapter for adapter in model.adapters}

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import redis.exceptions
 
-from kvloom.config import KvloomConfig, ModelConfig
+from kvloom.config import AdapterConfig, KvloomConfig, ModelConfig
 from kvloom.discovery.announcer import announced_process, name_owner, process_record
 from kvloom.discovery.records import NameTakenError
 from kvloom.models.configured import configured_models
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
+from tools.supervisor.adapter_changes import AdapterChanges, ListedAdapter
 from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.config_reload import ConfigReload, ConfigSource
@@ -136,8 +137,16 @@ class Fabric:
             self._history,
             rollouts,
         )
+        self._adapters = AdapterChanges(config, folder.config_path, self._supervisor, trust)
         self._config_reload = ConfigReload(
-            config, folder.config_path, self._supervisor, self._models, source, services, self._wait_ready
+            config,
+            folder.config_path,
+            self._supervisor,
+            self._models,
+            self._adapters,
+            source,
+            services,
+            self._wait_ready,
         )
 
     async def run(self) -> None:
@@ -181,6 +190,7 @@ class Fabric:
             sleep_model=self._sleep_model,
             wake_model=self._wake_model,
             rollouts=self._rollouts,
+            adapters=self,
         )
         async with (
             following(self._trust),
@@ -272,6 +282,21 @@ class Fabric:
         async with self._one_change(), self._remembered("wake", name):
             await self._models.wake(name, self._reporting(on_step))
             await self._wait_ready(name)
+
+    async def load_adapter(self, model: str, adapter: AdapterConfig, on_step: Callable[[str], None]) -> None:
+        """Return when all shards of the model have the adapter. Raises CommandError."""
+        async with self._one_change():
+            await self._adapters.load(model, adapter, self._reporting(on_step))
+
+    async def unload_adapter(
+        self, model: str, name: str, timeout_seconds: float, on_step: Callable[[str], None]
+    ) -> None:
+        """Raises CommandError."""
+        async with self._one_change():
+            await self._adapters.unload(model, name, timeout_seconds, self._reporting(on_step))
+
+    async def list_adapters(self) -> Sequence[ListedAdapter]:
+        return await self._adapters.listed()
 
     async def _keep_asleep(self) -> None:
         """For shards that have crashed while they slept: a restarted process has loaded its weights again."""

@@ -94,6 +94,8 @@ class AttemptSender:
         live.hashes = {}
         if tenant is not None:
             self._fair_shares.note_sent(shard, tenant, now)
+        if request.adapter is not None:
+            shard.adapters.note_sent(request.adapter, now)
         num_expected = candidate.num_overlap_tokens
         self._action_buffer.add(
             SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected)
@@ -140,6 +142,8 @@ class AttemptSender:
         )
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, hashes, now)
+        if request.adapter is not None:
+            shard.adapters.note_sent(request.adapter, now)
         slot = shard.slots.allocate()
         shard.open_slot(slot, attempt)
         live.prefill_chunk = (attempt, slot)

@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import Final
 
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, protocol_violation, unsupported
+from kvloom.models.adapters import full_name, unknown_name
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription
@@ -23,7 +24,7 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if fleet.is_draining:
         return draining(request.request_id)
     if not fleet.knows(request.model):
-        return _model_not_found(f"The model {request.model!r} does not exist.")
+        return _model_not_found(unknown_name(request.model, fleet.adapters()))
     shards = fleet.ready(request.model)
     if (not shards or shards[0].is_withdrawn) and fleet.is_withdrawn(request.model) and not _is_continued(request):
         return _model_not_found(f"The model {request.model!r} is being withdrawn.")
@@ -31,6 +32,11 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
         return model_asleep(request.model, request.request_id)
     if not shards:
         return no_shard_ready(request.model, request.request_id)
+    if request.adapter is not None:
+        if not fleet.has_adapter(request.model, request.adapter):
+            return adapter_not_found(request)
+        if request.pooling is not None:
+            return unsupported(f"The adapter {request.adapter.name!r} gives no embeddings: its model may.", "model")
     if not request.prompt_token_ids:
         return invalid_argument("The prompt is empty.", "prompt")
     if request.pooling is not None:
@@ -50,6 +56,14 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
 
 def _model_not_found(message: str) -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, message, field="model")
+
+
+def adapter_not_found(request: Request) -> KvloomError:
+    """No shard of the model has the request's adapter, or none has the one of this name with which it began."""
+    assert request.adapter is not None
+    name, is_other = full_name(request.model, request.adapter.name), _is_continued(request)
+    message = f"The adapter {name!r} does not exist" + (" any more as it was." if is_other else ".")
+    return _model_not_found(message)
 
 
 def _is_continued(request: Request) -> bool:

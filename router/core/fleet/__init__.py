@@ -1,7 +1,8 @@
 """The connected shards and what is known about each.
 
-fleet.py          Fleet, Shard, and the descriptions of their state for clients and observers
-slot_pool.py      numbers for sequences on a stream
-fast_path.py      sequences whose tokens are forwarded without further checks
-shard_health.py   the evidence about one shard, and its circuit breaker
+fleet.py            Fleet, Shard, and the descriptions of their state for clients and observers
+shard_adapters.py   the adapters of one shard, and how long a request waits for one that is not loaded
+slot_pool.py        numbers for sequences on a stream
+fast_path.py        sequences whose tokens are forwarded without further checks
+shard_health.py     the evidence about one shard, and its circuit breaker
 """

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvloom.models.adapters import MAX_ADAPTERS, Adapter
 from router.core.events import ShardDescription
 from router.core.fleet.fast_path import FastPath
+from router.core.fleet.shard_adapters import ShardAdapters
 from router.core.fleet.shard_health import HealthState, ShardHealth
 from router.core.fleet.slot_pool import SlotPool
 from router.core.live import Attempt, Choice
@@ -27,6 +29,7 @@ class Shard:
     """A shard's stream and the slots on it."""
 
     __slots__ = (
+        "adapters",
         "attempts",
         "can_embed",
         "can_generate",
@@ -51,6 +54,7 @@ class Shard:
         self.can_embed = EMBED in description.capabilities
         self.can_generate = GENERATE in description.capabilities or not self.can_embed
         """Shards that do nothing else need not say so."""
+        self.adapters = ShardAdapters()
         self.is_draining = False
         self.is_withdrawn = False
         """Whether its model is to end."""
@@ -120,6 +124,16 @@ class ModelIdentity(NamedTuple):
     card_checksum: str = ""
 
 
+class FleetAdapter(NamedTuple):
+    """An adapter of a model; see AdapterInfo in router_service.proto."""
+
+    name: str
+    checksum: str
+    """That of most of the shards that have one of this name."""
+    rank: int
+    num_ready_shards: int
+
+
 class ModelState(msgspec.Struct, frozen=True):
     """One model as clients see it: its shards, and the limits that hold on all of them."""
 
@@ -133,6 +147,19 @@ class ModelState(msgspec.Struct, frozen=True):
     """That of most of its shards."""
     embedding_size: int = 0
     """The dimensions of an embedding; 0: it gives none, or has no shard now."""
+    adapters: Sequence[FleetAdapter] = ()
+    """By name."""
+
+
+class _LastKnown(NamedTuple):
+    """What holds for a model while it has no shard."""
+
+    max_model_len: int
+    """The shortest window."""
+    capabilities: frozenset[str]
+    """Those that all shards had."""
+    identity: ModelIdentity
+    adapters: Sequence[FleetAdapter]
 
 
 class FleetChanged(msgspec.Struct, frozen=True):
@@ -162,9 +189,8 @@ class Fleet:
     def __init__(self) -> None:
         self.shards: dict[str, Shard] = {}
         self.is_draining = False
-        self._windows: dict[str, tuple[int, frozenset[str], ModelIdentity]] = {}
-        """Model → shortest window, common capabilities and identity, as they were when it last had a shard. Withdrawn
-        models are forgotten with their last shard."""
+        self._models: dict[str, _LastKnown] = {}
+        """As they were when they last had a shard. Withdrawn models are forgotten with their last shard."""
         self._has_served = False
 
     def add(self, description: ShardDescription) -> Shard:
@@ -176,13 +202,13 @@ class Fleet:
         shard = self.shards.pop(shard_id)
         model = shard.description.model
         if shard.is_withdrawn and not any(other.description.model == model for other in self.shards.values()):
-            self._windows.pop(model, None)
+            self._models.pop(model, None)
         return shard
 
     def knows(self, model: str) -> bool:
         """Whether any shard has served the model since it was last withdrawn. Before the first shard connects, any
         model may exist."""
-        return model in self._windows or not self._has_served
+        return model in self._models or not self._has_served
 
     def is_withdrawn(self, model: str) -> bool:
         """Whether the model takes no new requests, since all its shards, also those that drain, are withdrawn."""
@@ -193,6 +219,15 @@ class Fleet:
         """Whether the model takes no new requests, since all its shards sleep or are about to."""
         shards = [shard for shard in self.shards.values() if shard.description.model == model]
         return bool(shards) and all(shard.is_asleep for shard in shards)
+
+    def adapters(self) -> Mapping[str, Sequence[str]]:
+        """The names of the adapters of each model."""
+        return {model: [adapter.name for adapter in known.adapters] for model, known in self._models.items()}
+
+    def has_adapter(self, model: str, adapter: Adapter) -> bool:
+        """Whether the model has this very adapter, as far as is known: while it has no shard, any adapter may exist."""
+        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        return not shards or any(shard.adapters.has(adapter) for shard in shards)
 
     def ready(self, model: str) -> list[Shard]:
         """Shards that accept new requests for `model`."""
@@ -205,18 +240,21 @@ class Fleet:
         for model, shards in by_model.items():
             window = min(shard.description.max_model_len for shard in shards)
             capabilities = frozenset.intersection(*(shard.description.capabilities for shard in shards))
-            self._windows[model] = (window, capabilities, _identity(shards))
+            self._models[model] = _LastKnown(window, capabilities, _identity(shards), _adapters(shards))
         models = [
             ModelState(
                 name=model,
                 num_ready_shards=sum(not shard.is_draining for shard in by_model.get(model, ())),
-                max_model_len=window,
-                capabilities=capabilities,
+                max_model_len=known.max_model_len,
+                capabilities=known.capabilities,
                 variants=frozenset(shard.description.variant for shard in by_model.get(model, ())),
-                identity=identity,
+                identity=known.identity,
                 embedding_size=max((shard.description.embedding_size for shard in by_model.get(model, ())), default=0),
+                adapters=known.adapters
+                if model in by_model
+                else [adapter._replace(num_ready_shards=0) for adapter in known.adapters],
             )
-            for model, (window, capabilities, identity) in sorted(self._windows.items())
+            for model, known in sorted(self._models.items())
         ]
         return FleetChanged(models, self.is_draining)
 
@@ -228,3 +266,15 @@ def _identity(shards: Sequence[Shard]) -> ModelIdentity:
         for of in (shard.description for shard in shards)
     )
     return min(counts, key=lambda identity: (-counts[identity], identity))
+
+
+def _adapters(shards: Sequence[Shard]) -> Sequence[FleetAdapter]:
+    """Of several adapters of one name, it is that of most shards; of several, the first in order."""
+    counts = Counter((state.name, state.checksum, state.rank) for shard in shards for state in shard.adapters.states)
+    chosen: dict[str, FleetAdapter] = {}
+    for name, checksum, rank in sorted(counts, key=lambda key: (-counts[key], key)):
+        if name not in chosen:
+            adapter = Adapter(name, checksum)
+            num_ready = sum(not shard.is_draining and shard.adapters.has(adapter) for shard in shards)
+            chosen[name] = FleetAdapter(name, checksum, rank, num_ready)
+    return [chosen[name] for name in sorted(chosen)][:MAX_ADAPTERS]

@@ -50,6 +50,7 @@ class Ect(Policy):
         "delay_of_coming",
         "eviction",
         "memory",
+        "adapter",
     )
 
     def __init__(self, weights: EctWeights | None = None, hold: QueueHoldPolicy | None = DEFAULT_HOLD) -> None:
@@ -74,4 +75,5 @@ class Ect(Policy):
             own * w.delay_of_coming * num_coming,
             own * w.eviction * num_lost_blocks / c.num_new_blocks if num_lost_blocks else 0.0,
             w.memory_wait * c.memory_wait_seconds,
+            c.adapter_wait_seconds,
         )

@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 import xxhash
 
 from kvloom.errors import KvloomError
-from kvloom.text.block_hash import block_hashes, root_hash
+from kvloom.models.adapters import Adapter
+from kvloom.text.block_hash import adapter_salt, block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
@@ -74,6 +75,9 @@ class Placer:
         is_wide = shard.description.max_model_len >= live.min_window
         if not (shard.can_generate if live.request.pooling is None else shard.can_embed):
             return False
+        adapter = live.request.adapter
+        if adapter is not None and not shard.adapters.has(adapter):
+            return False
         return is_wide and shard.shard_id != live.avoid_shard_id and not shard.is_suspected
 
     def eligible(self, live: LiveRequest) -> list[Shard]:
@@ -85,6 +89,9 @@ class Placer:
             shards = [s for s in ready if s.description.max_model_len >= window and s.can_generate]
         else:
             shards = [s for s in ready if s.description.max_model_len >= window and s.can_embed]
+        adapter = live.request.adapter
+        if adapter is not None:
+            shards = [shard for shard in shards if shard.adapters.has(adapter)]
         if len(shards) > 1:
             shards = [shard for shard in shards if not shard.is_suspected] or shards
         if live.avoid_shard_id and len(shards) > 1:
@@ -165,7 +172,8 @@ class Placer:
         if hashes is None and live.request.block_hashes is not None:
             hashes = live.request.block_hashes.get(block_size)
         if hashes is None:
-            root = root_hash(live.request.model, "", live.request.tenant)
+            adapter, salt = live.request.adapter, live.request.tenant
+            root = root_hash(live.request.model, "", salt if adapter is None else adapter_salt(salt, adapter.checksum))
             hashes = block_hashes(live.request.prompt_token_ids, block_size, root)
             live.hashes[block_size] = hashes
         return hashes
@@ -210,6 +218,10 @@ class Placer:
             if counts is None:
                 counts = overlaps[block_size] = self._index.count_overlaps(self.hashes(live, block_size), now)
             candidates.append(self._candidate(shard, num_tokens, counts.get(shard.shard_id, 0), now))
+        adapter = live.request.adapter
+        if adapter is not None:
+            for shard, candidate in zip(shards, candidates, strict=True):
+                candidate.adapter_wait_seconds = _adapter_wait_seconds(shard, adapter, now)
         return candidates
 
     def _candidate(self, shard: Shard, num_tokens: int, num_overlap_blocks: int, now: float) -> Candidate:
@@ -279,6 +291,9 @@ class Placer:
             return "gives no embeddings"
         if live.request.pooling is None and not shard.can_generate:
             return "gives embeddings only"
+        adapter = live.request.adapter
+        if adapter is not None and not shard.adapters.has(adapter):
+            return f"has no adapter {adapter.name} with the checksum {adapter.checksum[:12]}"
         if shard.health is not None and shard.is_suspected:
             return f"suspected: {shard.health.symptom}"
         if not shard.has_room:
@@ -286,6 +301,11 @@ class Placer:
         if self._must_leave_room(shard, live):
             return "the rest is left to other tenants"
         return "failed this request before"
+
+
+def _adapter_wait_seconds(shard: Shard, adapter: Adapter, now: float) -> float:
+    """0 for an adapter that is gone: the request is about to leave the shard."""
+    return shard.adapters.wait_seconds(adapter, now) if shard.adapters.has(adapter) else 0.0
 
 
 def _arrival(live: LiveRequest, block_hashes: Sequence[int]) -> Arrival:

@@ -49,10 +49,12 @@ class Candidate(msgspec.Struct):
     """Share of its time that it was busy with their prefill."""
     held_seconds: Sequence[float] = ()
     """Own prefill time of each request that waits in the router for this shard."""
+    adapter_wait_seconds: float = 0.0
+    """Time until the request's adapter is loaded; 0 for a request without one."""
 
     @property
     def predicted_ttft_seconds(self) -> float:
-        return self.queue_seconds + self.held_ahead_seconds + self.own_seconds
+        return self.queue_seconds + self.held_ahead_seconds + self.own_seconds + self.adapter_wait_seconds
 
     @property
     def held_ahead_seconds(self) -> float:

@@ -17,7 +17,7 @@ from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, RequestEnded, SequencesPreempted
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import MAX_MOVES, Preemption
-from router.core.dispatch.refusals import no_shard_ready
+from router.core.dispatch.refusals import adapter_not_found, no_shard_ready
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
@@ -194,7 +194,11 @@ class Lifecycle:
 
     def give_up(self, live: LiveRequest, now: float) -> None:
         """End the choices of the request that wait for a shard that does not exist."""
-        error = live.failure or no_shard_ready(live.request.model, live.request.request_id)
+        request = live.request
+        error = live.failure or no_shard_ready(request.model, request.request_id)
+        has_adapter = request.adapter is None or self._fleet.has_adapter(request.model, request.adapter)
+        if live.failure is None and not has_adapter:
+            error = adapter_not_found(request)
         for choice in list(live.pending):
             self.end(choice, FINISH_REASON_ERROR, error, now)
 

@@ -10,12 +10,15 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from kvloom.process.control_socket import SOCKET, short_path
 from kvloom.process.service import MAX_MESSAGE_BYTES
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
     FollowRolloutRequest,
     GetStateRequest,
+    ListModelAdaptersRequest,
+    LoadModelAdapterRequest,
     LoadModelRequest,
     ReadLogsRequest,
     ReloadRequest,
@@ -23,17 +26,19 @@ from kvloom.v1.supervisor_service_pb2 import (
     RollBackModelRequest,
     SleepModelRequest,
     StartRolloutRequest,
+    UnloadModelAdapterRequest,
     UnloadModelRequest,
     WakeModelRequest,
 )
 from tools.failures import CommandError
+from tools.supervisor.adapter_changes import ListedAdapter
 from tools.supervisor.logs.entries import LogEntry
 from tools.supervisor.logs.files import LogQuery
-from tools.supervisor.service.server import SOCKET, short_path
 from tools.supervisor.service.state_messages import state_from_proto
 from tools.supervisor.state import FabricState
 
 STATE_TIMEOUT_SECONDS: Final = 5.0
+LIST_TIMEOUT_SECONDS: Final = 10.0
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
@@ -108,6 +113,29 @@ class SupervisorClient:
             if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                 raise CommandError(error.details() or "") from error
             raise self._unreachable(error) from error
+
+    async def load_adapter(self, model: str, name: str, path: str, on_step: Callable[[str], None]) -> None:
+        """Returns when all shards of the model have the adapter. Raises CommandError with the reason if they cannot."""
+        call = self._stub.LoadModelAdapter(LoadModelAdapterRequest(model=model, name=name, path=path))
+        await self._follow(call, on_step, "the adapter was loaded")
+
+    async def unload_adapter(
+        self, model: str, name: str, timeout_seconds: float, on_step: Callable[[str], None]
+    ) -> None:
+        """Returns when no shard has the adapter any more. Raises CommandError with the reason if some still have it."""
+        request = UnloadModelAdapterRequest(model=model, name=name, timeout_seconds=timeout_seconds)
+        await self._follow(self._stub.UnloadModelAdapter(request), on_step, "the adapter was unloaded")
+
+    async def adapters(self) -> list[ListedAdapter]:
+        """Raises UnreachableError."""
+        try:
+            answer = await self._stub.ListModelAdapters(ListModelAdaptersRequest(), timeout=LIST_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable(error) from error
+        return [
+            ListedAdapter(one.model, one.name, one.checksum, one.rank, list(one.shards), list(one.loaded_on))
+            for one in answer.adapters
+        ]
 
     async def _follow(self, call: Any, on_step: Callable[[str], None], end: str) -> None:
         """Raises CommandError."""

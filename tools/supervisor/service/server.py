@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import grpc
 
-from kvloom.config import ModelConfig
+from kvloom.config import AdapterConfig, ModelConfig
 from kvloom.process import service
+from kvloom.process.control_socket import SOCKET, short_path
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
@@ -24,9 +24,14 @@ from kvloom.v1.supervisor_service_pb2 import (
     FollowRolloutResponse,
     GetStateRequest,
     GetStateResponse,
+    ListModelAdaptersRequest,
+    ListModelAdaptersResponse,
+    LoadModelAdapterRequest,
+    LoadModelAdapterResponse,
     LoadModelRequest,
     LoadModelResponse,
     LogEntry,
+    ModelAdapter,
     ReadLogsRequest,
     ReadLogsResponse,
     ReloadRequest,
@@ -39,12 +44,15 @@ from kvloom.v1.supervisor_service_pb2 import (
     SleepModelResponse,
     StartRolloutRequest,
     StartRolloutResponse,
+    UnloadModelAdapterRequest,
+    UnloadModelAdapterResponse,
     UnloadModelRequest,
     UnloadModelResponse,
     WakeModelRequest,
     WakeModelResponse,
 )
 from tools.failures import CommandError
+from tools.supervisor.adapter_changes import ListedAdapter, adapter_config
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.logs.entries import LEVELS
 from tools.supervisor.logs.entries import LogEntry as Entry
@@ -54,7 +62,6 @@ from tools.supervisor.rollout.plan import RolloutPlan, shard_settings
 from tools.supervisor.service.state_messages import state_to_proto
 from tools.supervisor.state import FabricState
 
-SOCKET: Final = "control.sock"
 MAX_LOG_LINES: Final = 100_000
 MAX_LOG_READERS: Final = 16
 MAX_CONCURRENT_RPCS: Final = 64
@@ -91,6 +98,17 @@ class RolloutCommands(Protocol):
     def roll_back(self, name: str) -> None: ...
 
 
+class AdapterCommands(Protocol):
+    """What can be done with the adapters of the machine's models."""
+
+    async def load_adapter(self, model: str, adapter: AdapterConfig, on_step: OnStep) -> None:
+        """Raises CommandError; the following likewise."""
+
+    async def unload_adapter(self, model: str, name: str, timeout_seconds: float, on_step: OnStep) -> None: ...
+
+    async def list_adapters(self) -> Sequence[ListedAdapter]: ...
+
+
 class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
     """Answers with what these functions return; `log_paths` gives the logs by the names of their processes."""
 
@@ -106,6 +124,7 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         sleep_model: SleepModel,
         wake_model: WakeModel,
         rollouts: RolloutCommands,
+        adapters: AdapterCommands,
     ) -> None:
         self._rollouts = rollouts
         self._current_state = current_state
@@ -113,6 +132,7 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         self._reload = reload
         self._sleep_model = sleep_model
         self._wake_model = wake_model
+        self._adapters = adapters
         self._load_model = load_model
         self._unload_model = unload_model
         self._log_paths = log_paths
@@ -178,6 +198,48 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         except CommandError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
         return RollBackModelResponse()
+
+    async def LoadModelAdapter(
+        self, request: LoadModelAdapterRequest, context: Any
+    ) -> AsyncIterator[LoadModelAdapterResponse]:
+        if request.path and not Path(request.path).is_absolute():
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "path: it must be absolute")
+
+        async def load(on_step: OnStep) -> None:
+            adapter = adapter_config(request.name, request.path)
+            await self._adapters.load_adapter(request.model, adapter, on_step)
+
+        async for step in _steps(load, context):
+            yield LoadModelAdapterResponse(step=step)
+
+    async def UnloadModelAdapter(
+        self, request: UnloadModelAdapterRequest, context: Any
+    ) -> AsyncIterator[UnloadModelAdapterResponse]:
+        timeout_seconds = request.timeout_seconds
+        if not 0 <= timeout_seconds <= MAX_UNLOAD_SECONDS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"timeout_seconds: from 0 to {MAX_UNLOAD_SECONDS:g}")
+
+        async def unload(on_step: OnStep) -> None:
+            await self._adapters.unload_adapter(request.model, request.name, timeout_seconds, on_step)
+
+        async for step in _steps(unload, context):
+            yield UnloadModelAdapterResponse(step=step)
+
+    async def ListModelAdapters(self, request: ListModelAdaptersRequest, context: Any) -> ListModelAdaptersResponse:
+        listed = await self._adapters.list_adapters()
+        return ListModelAdaptersResponse(
+            adapters=[
+                ModelAdapter(
+                    model=adapter.model,
+                    name=adapter.name,
+                    checksum=adapter.checksum,
+                    rank=adapter.rank,
+                    shards=adapter.shards,
+                    loaded_on=adapter.loaded_on,
+                )
+                for adapter in listed
+            ]
+        )
 
     async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:
         query = _query(request)
@@ -275,13 +337,3 @@ async def serving(
         finally:
             await server.stop(_STOP_GRACE_SECONDS)
             (run_dir / SOCKET).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def short_path(directory: Path) -> Iterator[str]:
-    """A short alias of a directory, because paths of sockets are limited to about 100 characters."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
