@@ -10,7 +10,8 @@ import pytest
 from kvloom.models.likelihood_gap import GapSums
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import GenerateRequest, TokenIds
 from router.shadow.sampling import is_sampled
 from shard_server.engines.sim_sequence import CHOSEN_LOGPROB
 from tests.fakes.router_world import Answer, eventually, link_request
@@ -70,6 +71,27 @@ async def test_answers_are_scored_and_nobody_notices(shadowed: ShadowWorld) -> N
     assert shadowed.metric("kvloom_router_tokens_total", model=CANDIDATE, token_type="input") == 0
     assert shadowed.metric("kvloom_router_requests_live") == 0
     assert shadowed.metric("kvloom_router_clients_connected") == 1
+
+
+async def test_an_answer_over_grpc_is_the_same_too(shadowed: ShadowWorld) -> None:
+    """Clients without an edge have no other place where logprobs could be taken out."""
+    await serve(shadowed, MODEL, CANDIDATE)
+    wanted = GenerateRequest(
+        model=MODEL,
+        token_ids=TokenIds(ids=PROMPT),
+        sampling=SamplingParams(seed=1),
+        stop=StopConditions(max_tokens=NUM_TOKENS),
+    )
+    seen: list[list[object]] = []
+    for shadows in (False, True):
+        if shadows:
+            shadowed.shadow()
+        call = (await shadowed.stub()).Generate(wanted)
+        deltas = [delta async for response in call for delta in response.deltas]
+        text, token_ids = "".join(delta.text for delta in deltas), [one for delta in deltas for one in delta.token_ids]
+        seen.append([text, token_ids, [delta.logprobs[:] for delta in deltas if delta.logprobs]])
+    assert seen[0] == seen[1]
+    await eventually(lambda: shadowed.sums.num_answers == 1, "the score")
 
 
 async def test_logprobs_that_a_client_has_asked_for_stay(shadowed: ShadowWorld) -> None:

@@ -14,6 +14,7 @@ explain.py        explain
 metrics.py        metrics targets
 models.py         models
 rollouts.py       `kvloom models rollout`, `rollback` and `history`
+compare.py        `kvloom models compare`
 secret.py         secret
 keys.py           keys
 router_client.py  finds the router for chat and explain

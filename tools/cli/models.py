@@ -11,6 +11,7 @@ import msgspec
 
 from kvloom.config import KvloomConfig
 from kvloom.models.adapters import full_name
+from tools.cli.compare import compare_models
 from tools.cli.rollouts import history, roll_back, roll_out
 from tools.models.registry import ModelRegistry
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
@@ -238,5 +239,5 @@ def registry_in(data_dir: Path | None) -> ModelRegistry:
     return ModelRegistry(choose_data_dir(data_dir, KvloomConfig()) / "models.json")
 
 
-for _command in (roll_out, roll_back, history):
+for _command in (roll_out, roll_back, history, compare_models):
     models.add_command(_command)

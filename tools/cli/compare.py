@@ -1,0 +1,132 @@
+"""`kvloom models compare`: whether a candidate finds the answers of a model as likely as the model does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import click
+import psutil
+
+from kvloom.client.client import Client
+from tools.bench.comparison import Comparison, ComparisonPlan, compare, fetched_model, lines, report
+from tools.cli.router_client import choose_routers, client_options
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.child_fabric import child_fabric
+from tools.supervisor.state import RunFolder
+
+EXIT_WORSE = 5
+
+
+@click.command("compare")
+@click.argument("model")
+@click.argument("candidate")
+@option(
+    "--requests", scope="models", type=click.IntRange(10, 200), default=60, show_default=True, help="Prompts to ask."
+)
+@option(
+    "--max-tokens", scope="models", type=click.IntRange(1, 4096), default=64, show_default=True, help="Of an answer."
+)
+@option(
+    "--temperature", scope="models", type=click.FloatRange(0, 2), default=1.0, show_default=True, help="Of the answers."
+)
+@option(
+    "--threshold",
+    scope="models",
+    type=click.FloatRange(0),
+    default=0.05,
+    show_default=True,
+    help="The likelihood gap, in nats per token, above which the candidate is worse.",
+)
+@option(
+    "--concurrency",
+    scope="models",
+    type=click.IntRange(1, 256),
+    default=4,
+    show_default=True,
+    help="Requests at a time.",
+)
+@option("--json", "as_json", scope="models", is_flag=True, help="Print one JSON object.")
+@client_options
+@data_dir_option
+@config_option
+def compare_models(
+    model: str,
+    candidate: str,
+    requests: int,
+    max_tokens: int,
+    temperature: float,
+    threshold: float,
+    concurrency: int,
+    as_json: bool,
+    router_address: str | None,
+    api_key: str | None,
+    tls: bool,
+    tls_ca: Path | None,
+    data_dir: Path | None,
+    config_file: Path | None,
+) -> None:
+    """Have MODEL answer prompts, and CANDIDATE say how likely it finds the answers.
+
+    Both must be served by the fabric of the data directory. If none runs there, one is started for the measurement,
+    with the --config file. Exits with 5 if the candidate is worse than the threshold allows.
+    """
+    if model == candidate:
+        raise click.UsageError("name two models")
+    plan = ComparisonPlan(model, candidate, requests, max_tokens, temperature, concurrency, threshold)
+
+    def tell(text: str) -> None:
+        click.echo(f"  {text}", err=True)
+
+    async def measure() -> Comparison:
+        async with _fabric(data_dir, config_file, router_address) as folder:
+            where = None if folder is None else folder.data_dir
+            routers = choose_routers(router_address, where, None, api_key=api_key, tls=tls, tls_ca=tls_ca)
+            address, open_channel = routers.any_address, routers.open_channel
+            async with Client(address, open_channel=open_channel) as client:
+                return await compare(
+                    client,
+                    plan,
+                    lambda name: fetched_model(client, open_channel, address, name),
+                    lambda name: None if folder is None else _cpu_seconds(folder, name),
+                    tell,
+                )
+
+    found = asyncio.run(measure())
+    click.echo(json.dumps(report(found)) if as_json else "\n".join(lines(found)))
+    if found.verdict == "worse":
+        raise click.exceptions.Exit(EXIT_WORSE)
+
+
+@contextlib.asynccontextmanager
+async def _fabric(
+    data_dir: Path | None, config_file: Path | None, router_address: str | None
+) -> AsyncIterator[RunFolder | None]:
+    """The fabric that runs, or one that is started for the measurement; None: one somewhere else."""
+    if router_address is not None:
+        yield None
+        return
+    config = load_config_file(config_file)
+    running = RunFolder(choose_data_dir(data_dir, config))
+    if config_file is None or running.read_running() is not None:
+        running.require_running()
+        yield running
+        return
+    with tempfile.TemporaryDirectory(prefix="kvloom-compare-") as folder:
+        async with child_fabric(config, Path(folder)):
+            yield RunFolder(Path(folder))
+
+
+def _cpu_seconds(folder: RunFolder, model: str) -> float | None:
+    """Of the model's shards on this machine; None if there are none, or another process is in their place."""
+    state = folder.read_running()
+    pids = [] if state is None else [p.pid for p in state.processes if p.role == "shard" and p.model == model and p.pid]
+    try:
+        times = [psutil.Process(pid).cpu_times() for pid in pids]
+    except psutil.NoSuchProcess:
+        return None
+    return sum(time.user + time.system for time in times) if times else None
