@@ -435,6 +435,8 @@ class SimConfig(Section):
     """Text with which every answer begins, for `kvloom bench data-plane --compare tool-calls`."""
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 100.0
     """How long it takes to load an adapter."""
+    answer_seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    """Models with different ones answer the same prompt differently, so that a test can tell which one has answered."""
     shards_per_process: PositiveInt = 1
     """How many shards `kvloom up` puts into one process, for fleets of hundreds on one machine."""
 

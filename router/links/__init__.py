@@ -8,6 +8,7 @@ local_link.py       a RouterLink for an edge that runs in the router's own proce
 fleet_links.py      which shards have a link, and which process may answer at its end
 fleet_watcher.py    keeps one shard link per registered or connected shard
 shard_link.py       the router's end of one shard's stream (`ShardService.Connect`)
+tokenizer_claims.py  keeps shards out whose tokenizer is not that of their model
 reconnect.py        what links to shards and to the safety service share: timeouts, backoff, errors
 safety_finder.py    the safety services that a router may use
 safety_link.py      the router's connection to the safety service, with hand-over to a successor

@@ -18,6 +18,7 @@ from router.core_driver import CoreDriver
 from router.links.fleet_links import LinkTarget, follow_registry, lose_registry
 from router.links.reconnect import reconnect_backoff
 from router.links.shard_link import ShardLink
+from router.links.tokenizer_claims import TokenizerClaims
 
 log = structlog.get_logger()
 
@@ -56,6 +57,7 @@ class FleetWatcher:
         self._router_id = router_id
         self._driver = driver
         self._trust = trust
+        self._tokenizers = TokenizerClaims()
         self._links: dict[str, _RunningLink] = {}
         self._registry_read = asyncio.Event()
         """Set once the registry has been read, or could not be read, for the first time."""
@@ -102,6 +104,6 @@ class FleetWatcher:
             self._start(record, links)
 
     def _start(self, record: ShardRecord, links: asyncio.TaskGroup) -> None:
-        link = ShardLink(record, self._router_id, self._driver, self._trust, self._catalogue)
+        link = ShardLink(record, self._router_id, self._driver, self._trust, self._catalogue, self._tokenizers)
         task = links.create_task(link.run(), name=f"shard link {record.shard_id}")
         self._links[record.shard_id] = _RunningLink(link, task)

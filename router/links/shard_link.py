@@ -41,6 +41,7 @@ from router.core.events import (
 from router.core_driver import CoreDriver
 from router.links.fleet_links import LinkTarget
 from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, LinkError, cause_of, reconnect_backoff
+from router.links.tokenizer_claims import TokenizerClaims
 
 log = structlog.get_logger()
 
@@ -66,10 +67,14 @@ class ShardLink:
         driver: CoreDriver,
         trust: FabricTrust = NO_SECRET,
         catalogue: Catalogue | None = None,
+        tokenizers: TokenizerClaims | None = None,
     ) -> None:
-        """`catalogue` gets the card of the shard's model before the core knows of the shard."""
+        """`catalogue` gets the card of the shard's model before the core knows of the shard. `tokenizers` are those of
+        all shards of the router."""
         self.target = LinkTarget(record)
         self._catalogue = catalogue
+        self._tokenizers = tokenizers or TokenizerClaims()
+        self._reported_refusal = ""
         self._router_id = router_id
         self._driver = driver
         self._trust = trust
@@ -145,9 +150,11 @@ class ShardLink:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
                     first = await self._greet(call)
+                self._claim_tokenizer(first.hello.info)
                 await self._learn_model(first.hello.info, channel)
                 await self._serve_frames(call, first)
             finally:
+                self._tokenizers.release(self)
                 call.cancel()
 
     def _open_channel(self) -> grpc.aio.Channel:
@@ -166,6 +173,15 @@ class ShardLink:
             raise LinkError(refusal)
         self.target.accept(info.incarnation_id)
         return first
+
+    def _claim_tokenizer(self, info: shard_service_pb2.ShardInfo) -> None:
+        """Raises LinkError for a shard whose tokenizer is not that of the other shards of its model."""
+        refusal = self._tokenizers.claim(self, info.shard_id, info.model, info.tokenizer_checksum)
+        if refusal and refusal != self._reported_refusal:  # it is tried again and again
+            log.warning("shard refused", shard_id=info.shard_id, cause=refusal)
+        self._reported_refusal = refusal
+        if refusal:
+            raise LinkError(refusal)
 
     async def _learn_model(self, info: shard_service_pb2.ShardInfo, channel: grpc.aio.Channel) -> None:
         """Fetch the model's card if this router does not have it. Raises LinkError."""

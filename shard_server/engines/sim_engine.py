@@ -109,6 +109,7 @@ class SimEngine:
         self._prefill_tokens_per_second = config.sim.prefill_tokens_per_second
         self._max_prefill_tokens = config.max_prefill_tokens_per_step
         self._queue_order = config.queue_order
+        self._answer_seed = config.sim.answer_seed
         self._stamps = stamps
         self._opening = opening
         self._pool = SimBlockPool(num_blocks)
@@ -141,7 +142,8 @@ class SimEngine:
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id} is already live")
         adapter = self.adapters.find(request.adapter) if request.adapter else None
-        sequence = SimSequence(request, self._info, time.monotonic(), adapter.checksum if adapter is not None else "")
+        checksum = adapter.checksum if adapter is not None else ""
+        sequence = SimSequence(request, self._info, time.monotonic(), checksum, self._answer_seed)
         if request.adapter:
             self._prepare(sequence)
         else:

@@ -32,7 +32,14 @@ class SimSequence:
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, info: EngineInfo, now: float, adapter_checksum: str = "") -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        info: EngineInfo,
+        now: float,
+        adapter_checksum: str = "",
+        answer_seed: int = 0,
+    ) -> None:
         check_request(request, info)
         self.request = request
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -50,7 +57,7 @@ class SimSequence:
         self.started = False
         self.submitted_at = now
         self.scheduled_at: float | None = None
-        self._key = sequence_key(request.prompt_token_ids, request.sampling.seed, adapter_checksum)
+        self._key = sequence_key(request.prompt_token_ids, request.sampling.seed, adapter_checksum, answer_seed)
         self._block_size = info.block_size
         self._hashes: list[int] = []
 

@@ -1,4 +1,5 @@
-"""The simulated engine's text: a pure function of (prompt, seed, position); any token can be checked anywhere."""
+"""The simulated engine's text: a pure function of (prompt, seed, position) and the model's `shard.sim.answer_seed`; any
+token can be checked anywhere."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ WORD_TOKEN_IDS: Final = (
 # fmt: on
 
 _MASK_64: Final = 2**64 - 1
+_SPREAD: Final = 0x9E3779B97F4A7C15
 
 
 def expected_token_id(prompt_token_ids: Sequence[int], seed: int, position: int, adapter_checksum: str = "") -> int:
@@ -38,11 +40,12 @@ def expected_token_id(prompt_token_ids: Sequence[int], seed: int, position: int,
     return token_at(sequence_key(prompt_token_ids, seed, adapter_checksum), position)
 
 
-def sequence_key(prompt_token_ids: Sequence[int], seed: int, adapter_checksum: str = "") -> int:
+def sequence_key(prompt_token_ids: Sequence[int], seed: int, adapter_checksum: str = "", answer_seed: int = 0) -> int:
     """The 64-bit key of a sequence for `token_at`."""
     if adapter_checksum:
         seed ^= xxhash.xxh3_64_intdigest(adapter_checksum.encode())
-    return xxhash.xxh3_64_intdigest(token_bytes(prompt_token_ids), seed=seed & _MASK_64)
+    key = xxhash.xxh3_64_intdigest(token_bytes(prompt_token_ids), seed=seed & _MASK_64)
+    return key ^ (answer_seed * _SPREAD & _MASK_64)
 
 
 def token_at(key: int, position: int) -> int:

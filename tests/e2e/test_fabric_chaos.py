@@ -18,10 +18,11 @@ def test_a_minute_of_chaos_loses_doubles_and_changes_nothing(
     model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ):
     """The promise of the whole fabric, at once and with real processes; docs/reliability.md has the long run. Fewer
-    users and shards than there, for machines with two cores."""
+    users and shards than there, for machines with two cores, and two models, which come and go."""
     scratch = tmp_path_factory.mktemp("chaos")
     done = run_kvloom(
-        *("chaos", "--minutes", str(MINUTES), "--seed", "11", "--shards", "2", "--users", "8", "--json"),
+        *("chaos", "--minutes", str(MINUTES), "--seed", "3", "--shards", "2", "--users", "8", "--json"),
+        *("--models", "2"),
         *("--model", str(model_dir)),
         env=kvloom_environment(tmp_path, TMPDIR=str(scratch)),
         timeout_seconds=60.0 * MINUTES + 340.0,
@@ -36,6 +37,8 @@ def test_a_minute_of_chaos_loses_doubles_and_changes_nothing(
     assert report["requests"] > 70 * MINUTES
     assert verdicts["ok"] > 0.7 * report["requests"]
     assert report["metering"]["exact"] > 0
+    assert report["absences"]["sleep-model: 503 no_shard_ready"] > 0
+    assert report["absences"]["unload-model: 404 model_not_found"] > 0
     incarnations = {row["name"]: row["incarnations"] for row in report["memory"]}
     assert max(incarnations.values()) > 1, incarnations
     assert not list(scratch.iterdir())

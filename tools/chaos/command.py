@@ -33,7 +33,7 @@ _NAMES: Final = ", ".join(FaultKind)
 
 def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: str) -> list[FaultKind]:
     if value == "all":
-        return [kind for kind in FaultKind if not unavailable(kind)]
+        return _available()
     try:
         kinds = [FaultKind(name.strip()) for name in value.split(",")]
     except ValueError as error:
@@ -42,6 +42,22 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
         if reason := unavailable(kind):
             raise click.BadParameter(f"{kind} is not available here: {reason}")
     return kinds
+
+
+def _for_models(kinds: list[FaultKind], num_models: int, engine: str) -> list[FaultKind]:
+    """The faults that there are with so many models. Raises UsageError."""
+    if num_models > 1:
+        if engine != "sim":
+            raise click.UsageError("--models: several models have answers of their own only with --engine sim")
+        return kinds
+    others = [kind for kind in kinds if kind.part != "model"]
+    if len(others) < len(kinds) and len(kinds) < len(_available()):
+        raise click.UsageError(f"--faults: {', '.join(sorted({*kinds} - {*others}))} needs --models 2 or more")
+    return others
+
+
+def _available() -> list[FaultKind]:
+    return [kind for kind in FaultKind if not unavailable(kind)]
 
 
 def _parse_attacks(_context: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
@@ -93,7 +109,16 @@ def _list_faults(context: click.Context, _parameter: click.Parameter, value: boo
     scope="chaos",
     default=3,
     show_default=True,
-    help="The number of shards.",
+    help="The number of shards of each model.",
+)
+@option(
+    "--models",
+    "num_models",
+    type=click.IntRange(1, 8),
+    scope="chaos",
+    default=1,
+    show_default=True,
+    help="The number of models (sim engine). Users ask for one at random, and models are unloaded and put to sleep.",
 )
 @option(
     "--edges",
@@ -198,6 +223,7 @@ def chaos(
     """
     if soak and attack_seconds:
         raise click.UsageError("--soak is without faults: leave --attack-seconds out")
+    kinds = _for_models(kinds, sizes["num_models"], sizes["engine"])
     table = "soak" if soak else "attack" if attack_seconds else "chaos"
     if page is not None:
         check_page(page, [table])
@@ -211,7 +237,11 @@ def chaos(
         num_users=num_users or (_NUM_SOAK_USERS if soak else _NUM_USERS),
         **sizes,
     )
-    show.say(f"starting {plan.num_edges} edges, {plan.num_routers} routers and {plan.num_shards} {plan.engine} shards")
+    of_models = f" of each of {plan.num_models} models" if plan.num_models > 1 else ""
+    show.say(
+        f"starting {plan.num_edges} edges, {plan.num_routers} routers and {plan.num_shards} {plan.engine} shards"
+        f"{of_models}"
+    )
     try:
         report = asyncio.run(run_chaos(plan, show.update))
     except asyncio.CancelledError as error:
@@ -231,12 +261,14 @@ def _command(plan: ChaosPlan, kinds: list[FaultKind], soak: bool) -> str:
     words = ["kvloom chaos", f"--minutes {plan.minutes:g}", f"--seed {plan.seed}", f"--engine {plan.engine}"]
     words += [f"--shards {plan.num_shards}", f"--edges {plan.num_edges}", f"--routers {plan.num_routers}"]
     words += [f"--users {plan.num_users}"]
+    if plan.num_models > 1:
+        words.append(f"--models {plan.num_models}")
     if soak:
         words.append("--soak")
     elif plan.attack_seconds:
         words[1] = f"--attack-seconds {plan.attack_seconds:g}"
         words += [f"--attacks {','.join(plan.attacks)}"] if plan.attacks else []
-    elif len(kinds) < len(FaultKind):
+    elif len(kinds) < len(_for_models(_available(), plan.num_models, plan.engine)):
         words.append("--faults " + ",".join(kinds))
     if plan.long_hang_share != LONG_HANG_SHARE:
         words.append(f"--long-hangs {plan.long_hang_share:g}")

@@ -19,6 +19,7 @@ from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.errors import KvloomError
 from kvloom.text.tokenizer import ModelTokenizer
 from tools.chaos.attackers.targets import attackers_tenants
+from tools.chaos.checking.absences import absence_figures, absence_problems
 from tools.chaos.checking.attack_report import attack_figures
 from tools.chaos.checking.explanations import FleetSize
 from tools.chaos.checking.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
@@ -38,6 +39,7 @@ from tools.chaos.fabric.quiescence import wait_for_quiescence
 from tools.chaos.users import PATIENCE_SECONDS, QuestionSource, UserContext, run_user
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
+from tools.supervisor.process_specs import models_of_shards
 
 _NUM_RECORDED: Final = 40
 _NUM_SOAK_QUESTIONS: Final = 500
@@ -61,7 +63,10 @@ class ChaosPlan:
     kinds: Sequence[FaultKind]
     """Empty for a soak."""
     engine: str = "sim"
+    num_models: int = 1
+    """More only with simulated shards: all have the files of `model`, and each has answers of its own."""
     num_shards: int = 3
+    """Of each model."""
     num_edges: int = 2
     num_routers: int = 2
     num_users: int = 12
@@ -89,10 +94,27 @@ class ChaosPlan:
 
     @property
     def fleet(self) -> FleetSize:
-        return FleetSize(self.num_edges, self.num_routers, self.num_shards, self.config().router.max_attempts)
+        config = self.config()
+        models = models_of_shards(config)
+        return FleetSize(self.num_edges, self.num_routers, self.num_shards, config.router.max_attempts, models)
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        others = range(1, self.num_models)
+        return [
+            self.model,
+            *(
+                ModelConfig(
+                    name=f"{self.model.name}-{number + 1}",
+                    path=self.model.path,
+                    shard={"sim": {"answer_seed": number}},
+                )
+                for number in others
+            ),
+        ]
 
     def config(self) -> KvloomConfig:
-        config = KvloomConfig(model=self.model)
+        config = KvloomConfig(models=self.models) if self.num_models > 1 else KvloomConfig(model=self.model)
         config.shard.engine = self.engine
         config.shard.num_shards = self.num_shards
         config.edge.num_edges = self.num_edges
@@ -183,21 +205,22 @@ class _Run:
         cluster, plan = self._cluster, self._plan
         oracle, questions = await self._oracle()
         async with (
-            HttpClient(cluster.edge_urls, plan.model.name) as http,
-            SdkClient(cluster.router_address, 2 * plan.num_routers, plan.model.name) as sdk,
+            HttpClient(cluster.edge_urls) as http,
+            SdkClient(cluster.router_address, 2 * plan.num_routers) as sdk,
         ):
             yield UserContext(http, sdk, oracle, self._tokenizer, questions, self._note_record)
 
     async def _oracle(self) -> tuple[Oracle, QuestionSource]:
         rng = random.Random(f"questions of {self._plan.seed}")
+        names = [model.name for model in self._plan.models]
         if self._plan.engine == "sim":
-            oracle = SimOracle(self._tokenizer)
-            questions = QuestionSource(stop_words=oracle.words[:_MAX_STOP_WORDS])
+            oracle = SimOracle(self._tokenizer, {name: number for number, name in enumerate(names)})
+            questions = QuestionSource(stop_words=oracle.words[:_MAX_STOP_WORDS], models=names)
             return oracle, questions if self._plan.faults else questions.limited_to(_NUM_SOAK_QUESTIONS, rng)
-        pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS) for _ in range(_NUM_RECORDED)]
+        pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS, names) for _ in range(_NUM_RECORDED)]
         try:
             async with Client(self._cluster.router_address) as client:
-                recorded = await RecordedOracle.record(client, self._plan.model.name, pool, self._tokenizer)
+                recorded = await RecordedOracle.record(client, pool, self._tokenizer)
         except KvloomError as error:
             raise CommandError(f"the answers could not be recorded before the first fault: {error.message}") from error
         return recorded, QuestionSource(pool=pool)
@@ -260,7 +283,10 @@ class _Run:
             self._records, self._injector.disturbances, self._usage_log.records, plan.fleet, self._begin
         )
         memory = self._memory.figures()
+        disturbances = self._injector.disturbances
         figures["problems"] += [*self._injector.never_restarted, *problems]
+        figures["problems"] += absence_problems(self._cluster.probes, disturbances, self._begin)
+        figures["absences"] = absence_figures(self._cluster.probes)
         if plan.attack_seconds:
             (attack,) = self._injector.disturbances
             answers = self._cluster.attack_answers
@@ -271,6 +297,7 @@ class _Run:
             "minutes": round(plan.seconds / 60, 2),
             "seed": plan.seed,
             "engine": plan.engine,
+            "models": plan.num_models,
             "shards": plan.num_shards,
             "edges": plan.num_edges,
             "routers": plan.num_routers,

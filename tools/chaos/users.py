@@ -31,15 +31,18 @@ class QuestionSource:
     """The only questions. If it is empty, questions are drawn freely."""
     stop_words: Sequence[str] = ()
     max_tokens: tuple[int, int] = (8, 90)
+    models: Sequence[str] = ("",)
 
     def limited_to(self, num_questions: int, rng: random.Random) -> QuestionSource:
         """The same, but with a fixed pool of so many questions."""
-        pool = [draw_question(rng, self.stop_words, self.max_tokens) for _ in range(num_questions)]
+        pool = [self._draw_question(rng) for _ in range(num_questions)]
         return dataclasses.replace(self, pool=pool)
 
     def draw(self, rng: random.Random) -> UserCall:
-        question = rng.choice(self.pool) if self.pool else draw_question(rng, self.stop_words, self.max_tokens)
-        return draw_call(rng, question)
+        return draw_call(rng, rng.choice(self.pool) if self.pool else self._draw_question(rng))
+
+    def _draw_question(self, rng: random.Random) -> Question:
+        return draw_question(rng, self.stop_words, self.max_tokens, self.models)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -53,7 +54,7 @@ class FleetView:
     bare: Sequence[ProcessStatus] = ()
     """Processes that no `kvloom up` started, without pid."""
     problems: Sequence[str] = ()
-    """What could not be asked, besides machines."""
+    """What could not be asked, besides machines, and what does not fit together."""
 
     @property
     def local(self) -> Machine | None:
@@ -149,7 +150,27 @@ def with_loads(view: FleetView, infos: Mapping[str, GetInfoResponse | None]) -> 
         if state is not None:
             state = msgspec.structs.replace(state, processes=[seen(process) for process in state.processes])
         machines.append(dataclasses.replace(machine, state=state))
-    return dataclasses.replace(view, machines=machines, bare=[seen(process) for process in view.bare])
+    return dataclasses.replace(
+        view,
+        machines=machines,
+        bare=[seen(process) for process in view.bare],
+        problems=[*view.problems, *_tokenizer_problems(infos)],
+    )
+
+
+def _tokenizer_problems(infos: Mapping[str, GetInfoResponse | None]) -> Iterator[str]:
+    """A line for each model whose shards have different tokenizers, of which a router uses only one."""
+    by_model: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, found in sorted(infos.items()):
+        if found is not None and found.info.tokenizer_checksum:
+            by_model[found.info.model][found.info.tokenizer_checksum].append(name)
+    for model, shards in by_model.items():
+        if len(shards) > 1:
+            groups = " against ".join(", ".join(names) for names in shards.values())
+            yield (
+                f"shards of the model {model} have different tokenizers ({groups}): routers use only those with the "
+                "tokenizer that they found first; give the others another model name"
+            )
 
 
 def plan_fleet_restart(view: FleetView, wanted: Sequence[str]) -> list[tuple[Machine, list[str]]]:

@@ -8,6 +8,7 @@ traces/        recorded calls, and their file formats
 decisions.py   a router's decision file as a trace and a fleet
 bound.py       a bound that no router can beat by much
 runs.py        simulations as values that can be sent to another process
+rows.py        the figures of the printed table
 capacity.py    finds the highest load that a fleet sustains
 parallel.py    runs jobs in parallel processes
 statistics.py  the figures of a simulation

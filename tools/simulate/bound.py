@@ -3,14 +3,16 @@
 There are as many prefill servers as shards. They take calls from one queue in order of arrival, one call at a time, and
 have every block of every earlier call. Prefill takes the time of the fleet model without concurrent decoding, and
 answers are decoded as if alone on a shard. Reordering the queue could still do better: the bound is for FCFS shards.
+Each model has a pool of its own.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.workload import Call, Outcome, SimulationResult, Workload
 
@@ -18,17 +20,23 @@ _PROGRESS_EVERY: Final = 256
 
 
 def simulate_bound(
-    workload: Workload, profile: Profile, num_shards: int, on_progress: Callable[[int], None] | None = None
+    workload: Workload, models: Sequence[ModelFleet], on_progress: Callable[[int], None] | None = None
 ) -> SimulationResult:
-    """`on_progress` is called with the number of calls that have ended."""
+    """With one model all calls are for it. `on_progress` is called with the number of calls that have ended."""
     arrivals = [(arrival, call.call_id, call) for arrival, call in workload.first_calls()]
     heapq.heapify(arrivals)
-    servers = [(0.0, index) for index in range(num_shards)]
-    """A heap of (free from, index)."""
+    pools: dict[str, tuple[Profile, list[tuple[float, int]]]] = {}
+    """The profile of each model, and a heap of (free from, index)."""
+    num_servers = 0
+    for model in models:
+        first, num_servers = num_servers, num_servers + model.num_shards
+        pools[model.name] = (model.profile, [(0.0, index) for index in range(first, num_servers)])
+    only = next(iter(pools.values())) if len(pools) == 1 else None
     cached: set[int] = set()
     outcomes: list[Outcome] = []
     while arrivals:
         arrived_at, _, call = heapq.heappop(arrivals)
+        profile, servers = only or pools[call.model]
         free_at, server = servers[0]
         num_cached_tokens = _look_up(call, cached, workload.block_size)
         first_token_at = max(arrived_at, free_at) + prefill_seconds(profile, call.num_prompt_tokens, num_cached_tokens)

@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
-import msgspec
 from rich.console import Console
 
 from kvloom.plugins import PluginError
@@ -19,20 +18,18 @@ from router.placement_plugins import PLACEMENT_POLICIES, plugin_policy
 from tools.failures import CommandError
 from tools.options import option
 from tools.simulate.decisions import RECORDED, Replay, read_decision_log
-from tools.simulate.fleet.profile import load_profile
-from tools.simulate.parallel import perform_all
+from tools.simulate.fleet.fleet import ModelFleet
+from tools.simulate.fleet.models_option import parse_models, parse_shares
+from tools.simulate.fleet.profile import Profile, load_profile
 from tools.simulate.plot import check_plot_file, draw
+from tools.simulate.rows import measure_capacities, measure_runs
 from tools.simulate.runs import (
     BOUND,
-    CapacitySpec,
     EngineOrder,
-    RunReport,
     RunSpec,
     TraceSource,
-    perform_capacity,
-    perform_run,
 )
-from tools.simulate.statistics import Slo, combine, recorded_row
+from tools.simulate.statistics import Slo, recorded_row
 from tools.simulate.table import print_table
 from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, TraceFormat, guess_format
 
@@ -73,11 +70,26 @@ _FILE_WIDTH: Final = 200
     help=f"The number of shards.  [default: {DEFAULT_SHARDS}, or as in the decision file]",
 )
 @option(
+    "--models",
+    "models_text",
+    scope="simulate",
+    metavar="MODEL=SHARDS,...",
+    help="A fleet of several models, each with so many shards. The trace names the model of each call, unless "
+    "--model-shares divides them.",
+)
+@option(
+    "--model-shares",
+    "shares_text",
+    scope="simulate",
+    metavar="MODEL=SHARE,...",
+    help="Divide the sessions of the trace between the models by a stable hash, whatever models it names.",
+)
+@option(
     "--profile",
     "profile_name",
     scope="simulate",
     metavar="8b|70b|FILE",
-    help="The model and machine of a shard. A FILE is JSON or TOML.  "
+    help="The model and machine of a shard, or MODEL=PROFILE,... with --models. A FILE is JSON or TOML.  "
     f"[default: {DEFAULT_PROFILE}, or as in the decision file]",
 )
 @option(
@@ -216,6 +228,8 @@ def simulate_command(
     decision_file: Path | None,
     trace_format: TraceFormat | None,
     shards: int | None,
+    models_text: str | None,
+    shares_text: str | None,
     profile_name: str | None,
     rate: float | None,
     users: int | None,
@@ -249,13 +263,18 @@ def simulate_command(
             raise CommandError("--block-size is for azure traces: decision files define the block size")
         replay = read_decision_log(decision_file)
         _print_notes(replay)
+    models = _choose_models(models_text, shares_text, shards, decision_file, profile_name, capacity_blocks)
     num_shards = shards or (replay.fleet.num_shards if replay else DEFAULT_SHARDS)
+    if models:
+        num_shards = sum(model.num_shards for model in models)
     run = RunSpec(
         trace=source,
         load=load,
         policy="",
-        profile=replay.fleet.profile if replay and not profile_name else load_profile(profile_name or DEFAULT_PROFILE),
+        profile=_choose_profile(models, replay, profile_name),
         num_shards=num_shards,
+        models=models,
+        model_shares=parse_shares(shares_text, models) if shares_text else (),
         max_requests=max_requests,
         num_routers=routers,
         capacity_blocks=capacity_blocks or (replay.fleet.capacity_blocks if replay else None),
@@ -270,12 +289,13 @@ def simulate_command(
     policies = _parse_policies(f"{in_force},{policy_names}" if in_force else policy_names)
     chosen_seeds = range(seed, seed + seeds)
     num_processes = jobs or os.cpu_count() or 1
-    measure = _measure_capacities if with_capacity else _measure_runs
+    measure = measure_capacities if with_capacity else measure_runs
     rows, first_runs = measure(run, policies, chosen_seeds, num_processes)
     if replay is not None:
         recorded = recorded_row(RECORDED, replay.recorded(run.slo, max_requests), with_capacity=with_capacity)
         rows = [recorded, *({**row, "in_force": row["policy"] == in_force} for row in rows)]
-    fleet = f"{Path(source.path).name}, {num_shards} × {run.profile.name}"
+    shown = [f"{model.name}: {model.num_shards} × {model.profile.name}" for model in models]
+    fleet = f"{Path(source.path).name}, {', '.join(shown) or f'{num_shards} × {run.profile.name}'}"
     if as_json:
         click.echo(json.dumps(rows))
     else:
@@ -287,28 +307,31 @@ def simulate_command(
         draw(plot_file, curves, f"{fleet}, seed {seed}")
 
 
-def _measure_runs(
-    run: RunSpec, policies: Sequence[str], seeds: Sequence[int], num_processes: int
-) -> tuple[list[dict[str, Any]], dict[str, RunReport]]:
-    specs = [msgspec.structs.replace(run, policy=policy, seed=seed) for policy in policies for seed in seeds]
-    names = [spec.policy if len(seeds) == 1 else f"{spec.policy}, seed {spec.seed}" for spec in specs]
-    reports = perform_all(perform_run, specs, names, num_processes)
-    by_policy = {policy: reports[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(policies)}
-    rows = [combine(policy, [report.statistics for report in found]) for policy, found in by_policy.items()]
-    return rows, {policy: found[0] for policy, found in by_policy.items()}
+def _choose_models(
+    text: str | None,
+    shares: str | None,
+    shards: int | None,
+    decision_file: Path | None,
+    profile_name: str | None,
+    capacity_blocks: int | None,
+) -> tuple[ModelFleet, ...]:
+    """() for one model. Raises CommandError."""
+    if text is None:
+        if shares is not None:
+            raise CommandError("--model-shares is for fleets of several models: give --models")
+        return ()
+    if decision_file is not None:
+        raise CommandError("--models is for traces: of a decision file the most requested model is replayed")
+    if shards is not None:
+        raise CommandError("--shards is for one model: --models has the number of shards of each")
+    return parse_models(text, profile_name or DEFAULT_PROFILE, capacity_blocks)
 
 
-def _measure_capacities(
-    run: RunSpec, policies: Sequence[str], seeds: Sequence[int], num_processes: int
-) -> tuple[list[dict[str, Any]], dict[str, RunReport]]:
-    specs = [CapacitySpec(run=msgspec.structs.replace(run, policy=policy), seeds=tuple(seeds)) for policy in policies]
-    reports = perform_all(perform_capacity, specs, policies, num_processes)
-    rows: list[dict[str, Any]] = []
-    for policy, report in zip(policies, reports, strict=True):
-        row = combine(policy, [one.statistics for one in report.runs])
-        unit = "users" if run.trace.format == "weka" else "rate"
-        rows.append({**row, "capacity": report.capacity, "load_unit": unit})
-    return rows, {policy: report.runs[0] for policy, report in zip(policies, reports, strict=True)}
+def _choose_profile(models: Sequence[ModelFleet], replay: Replay | None, name: str | None) -> Profile:
+    """That of the only model. Raises CommandError."""
+    if models:
+        return models[0].profile  # each has its own
+    return replay.fleet.profile if replay and not name else load_profile(name or DEFAULT_PROFILE)
 
 
 def _choose_source(

@@ -12,9 +12,24 @@ import msgspec
 from tools.simulate.bound import simulate_bound
 from tools.simulate.capacity import find_capacity
 from tools.simulate.decisions import read_decision_log
+from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.profile import Profile
-from tools.simulate.statistics import Slo, Statistics, measured_outcomes, summarise, without_warm_up
-from tools.simulate.traces import MAX_THINK_SECONDS, Trace, TraceFormat, read_trace
+from tools.simulate.statistics import (
+    Slo,
+    Statistics,
+    measured_outcomes,
+    summarise,
+    summarise_models,
+    without_warm_up,
+)
+from tools.simulate.traces import (
+    MAX_THINK_SECONDS,
+    MeasuredWorkload,
+    ModelWorkload,
+    Trace,
+    TraceFormat,
+    read_trace,
+)
 from tools.simulate.traces.reading import ReadFraction
 from tools.simulate.workload import ShardSample, SimulationResult
 from tools.simulate.world import FleetOptions, simulate
@@ -45,6 +60,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A placement policy of kvloom or of a plugin, or BOUND."""
     profile: Profile
     num_shards: int
+    """Of all models together."""
+    models: tuple[ModelFleet, ...] = ()
+    """Several models. () means one, with `num_shards`, `profile` and `capacity_blocks`."""
+    model_shares: tuple[float, ...] = ()
+    """The share of the sessions of each model. () means that the trace names the models."""
     seed: int = 0
     max_requests: int | None = None
     num_routers: int = 1
@@ -74,6 +94,9 @@ class Curves(msgspec.Struct, frozen=True):
 
 class RunReport(msgspec.Struct, frozen=True):
     statistics: Statistics
+    """Of all models together."""
+    models: dict[str, Statistics] = {}
+    """Of each model, if there are several."""
     curves: Curves | None = None
 
 
@@ -86,21 +109,24 @@ class CapacityReport(msgspec.Struct, frozen=True):
 def perform_run(spec: RunSpec, report_progress: ProgressCallback) -> RunReport:
     """Raises CommandError for a bad trace."""
     trace = _read_once(spec.trace, report_progress)
-    workload = trace.workload(spec.load, spec.seed, spec.max_requests)
+    workload: MeasuredWorkload = trace.workload(spec.load, spec.seed, spec.max_requests)
+    if spec.models:
+        workload = ModelWorkload(workload, [model.name for model in spec.models], spec.model_shares)
     num_calls = max(workload.num_measured_calls, 1)
 
     def on_progress(num_ended: int) -> None:
         report_progress("", min(1.0, num_ended / num_calls))
 
+    options = _fleet_options(spec)
     if spec.policy == BOUND:
-        result = simulate_bound(workload, spec.profile, spec.num_shards, on_progress)
+        result = simulate_bound(workload, options.parts, on_progress)
     else:
-        result = simulate(workload, _fleet_options(spec), on_progress)
-    summary = summarise(
-        result, num_shards=spec.num_shards, num_measured_calls=workload.num_measured_calls, slo=spec.slo
-    )
-    curves = _curves(result, workload.num_measured_calls) if spec.with_curves else None
-    return RunReport(summary, curves)
+        result = simulate(workload, options, on_progress)
+    num_measured_calls = workload.num_measured_calls
+    summary = summarise(result, num_shards=spec.num_shards, num_measured_calls=num_measured_calls, slo=spec.slo)
+    by_model = summarise_models(result, spec.models, num_measured_calls=num_measured_calls, slo=spec.slo)
+    curves = _curves(result, num_measured_calls) if spec.with_curves else None
+    return RunReport(summary, by_model, curves)
 
 
 def perform_capacity(spec: CapacitySpec, report_progress: ProgressCallback) -> CapacityReport:
@@ -153,6 +179,7 @@ def _fleet_options(spec: RunSpec) -> FleetOptions:
     return FleetOptions(
         profile=spec.profile,
         num_shards=spec.num_shards,
+        models=spec.models,
         policy=spec.policy,
         seed=spec.seed,
         num_routers=spec.num_routers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import defaultdict
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.workload import Outcome, ShardSample, SimulationResult
 
 WARM_UP_SHARE: Final = 0.1
@@ -88,6 +90,36 @@ def summarise(result: SimulationResult, *, num_shards: int, num_measured_calls: 
         in_flight_imbalance=in_flight_imbalance(result.samples, num_shards, window),
         router_microseconds=1e6 * result.router_cpu_seconds / max(len(result.outcomes), 1),
     )
+
+
+def summarise_models(
+    result: SimulationResult, models: Sequence[ModelFleet], *, num_measured_calls: int, slo: Slo
+) -> dict[str, Statistics]:
+    """The figures of each model by itself. CPU time is the same for every request."""
+    measured = measured_outcomes(result.outcomes, num_measured_calls)
+    found: dict[str, Statistics] = {}
+    first = 0
+    for model in models:
+        own = range(first, first + model.num_shards)
+        first = own.stop
+        outcomes = [
+            dataclasses.replace(outcome, shard_index=outcome.shard_index - own.start)
+            for outcome in measured
+            if outcome.call.model == model.name
+        ]
+        samples = [
+            dataclasses.replace(sample, shard_index=sample.shard_index - own.start)
+            for sample in result.samples
+            if sample.shard_index in own
+        ]
+        cpu_seconds = result.router_cpu_seconds * len(outcomes) / max(len(result.outcomes), 1)
+        found[model.name] = summarise(
+            SimulationResult(outcomes, samples, cpu_seconds, result.num_router_events),
+            num_shards=model.num_shards,
+            num_measured_calls=len(outcomes),
+            slo=slo,
+        )
+    return found
 
 
 def hit_rate(outcomes: Sequence[Outcome]) -> float:

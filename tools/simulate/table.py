@@ -74,10 +74,16 @@ def _make_table(rows: Sequence[dict[str, Any]], title: str, columns: Sequence[_C
     for name, _, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        spread = row.get("spread", {})
-        cells = [_cell(row[field], spread.get(field), form) for _, field, form in columns]
-        table.add_row(f"{row['policy']} (in force)" if row.get("in_force") else row["policy"], *cells)
+        table.add_row(f"{row['policy']} (in force)" if row.get("in_force") else row["policy"], *_cells(row, columns))
+        for name, of_model in row.get("models", {}).items():
+            table.add_row(f"  {name}", *_cells(of_model, columns))
     return table
+
+
+def _cells(row: dict[str, Any], columns: Sequence[_Column]) -> list[str]:
+    """The capacity of a fleet is not that of one of its models."""
+    spread = row.get("spread", {})
+    return [_cell(row.get(field), spread.get(field), form) for _, field, form in columns]
 
 
 def _cell(value: float | None, spread: float | None, form: _Format) -> str:

@@ -19,6 +19,9 @@ class Call:
     block_hashes: Sequence[int]
     """Hashes of the full blocks of the prompt. Blocks with equal hashes have the same KV."""
     session_key: str = ""
+    model: str = ""
+    """The model that the trace names, or in a fleet of several the one that it is for. It has no effect in a fleet of
+    one model."""
 
 
 class Workload(Protocol):

@@ -20,7 +20,7 @@ from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttem
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
 from router.placement_plugins import plugin_policy
-from tools.simulate.fleet.fleet import FleetOptions, make_shards
+from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard, StepResult
 from tools.simulate.fleet.shard_frames import step_of, too_long
@@ -28,7 +28,6 @@ from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult
 
 __all__ = ["FleetOptions", "simulate"]
 
-MODEL: Final = "simulated"
 REPORT_SHARE_OF_STALENESS: Final = 0.25
 MIN_REPORT_INTERVAL_SECONDS: Final = 0.05
 _FOREVER_SECONDS: Final = 1e9
@@ -130,7 +129,7 @@ class _World:
         request = Request(
             request_id=request_id,
             client_id="trace",
-            model=MODEL,
+            model=call.model if self._options.models else MODEL,
             prompt_token_ids=range(call.num_prompt_tokens),
             prompt_text="",
             choices=(ChoiceSpec(call.call_id, 0),),
@@ -165,15 +164,16 @@ class _World:
     # -- routers --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
+        parts = [part for part in self._options.parts for _ in range(part.num_shards)]
         for link in self._links:
-            for shard in self._shards:
+            for shard, part in zip(self._shards, parts, strict=True):
                 description = ShardDescription(
                     shard_id=shard.shard_id,
                     incarnation_id="1",
-                    model=MODEL,
+                    model=part.name,
                     block_size=self._block_size,
                     num_blocks=shard.cache.num_blocks,
-                    max_batch=self._options.profile.max_batch,
+                    max_batch=part.profile.max_batch,
                     max_model_len=_UNLIMITED,
                 )
                 self._deliver(link, ev.ShardUp(description))
@@ -188,6 +188,10 @@ class _World:
             handler = _ACTION_HANDLERS.get(type(action))
             if handler is not None:
                 handler(self, link, action)
+        if self._options.models:
+            # So that the calls of one model do not wake the router earlier for another. A fleet of one model does this
+            # only after calls and ticks, which its published figures depend on.
+            self._schedule_tick(link)
 
     def _refresh_loads(self, link: RouterLink) -> None:
         """Deliver load reports before a placement. Without staleness they are needed, and made, only then."""

@@ -131,6 +131,11 @@ def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
     return {process: config.metrics.port + number for number, process in enumerate(started)}
 
 
+def models_of_shards(config: KvloomConfig) -> dict[str, str]:
+    """The model of each shard that has a process of its own, by its name."""
+    return {name: model for module, name, _, model in _shards(config, lambda _: ()) if module == "shard_server"}
+
+
 class _Shard(NamedTuple):
     """A process with one shard or several."""
 

@@ -23,7 +23,7 @@ from router.core.placement.policy import Candidate
 REPLACE_SECONDS: Final = 1.0
 """How often waiting requests are placed again: shards may be faster or slower than they seemed, or hang."""
 MAX_REPLACED: Final = 64
-"""The most requests that are placed again at a time."""
+"""The most requests of a model that are placed again at a time."""
 MAX_STEAL_CANDIDATES: Final = 4
 """Requests of other queues that are considered when a shard runs out of work."""
 MIN_TICK_SECONDS: Final = 0.001
@@ -71,7 +71,8 @@ class DispatchQueue:
         """Shards that may have room since `serve` last ran."""
         self._opens_at: dict[str, float] = {}
         """Shards with a queue → when they are expected to take more, if no event comes before."""
-        self._replace_at = math.inf
+        self._replace_at: dict[str, float] = {}
+        """Models with requests in queues of shards → when these are placed again."""
 
     def __len__(self) -> int:
         return len(self.queues)
@@ -152,7 +153,8 @@ class DispatchQueue:
         at = self._fair_shares.next_deadline()
         if not self.queues.num_requests:
             return at
-        return min(at, min(self._opens_at.values(), default=math.inf), self._replace_at)
+        opens_at = min(self._opens_at.values(), default=math.inf)
+        return min(at, opens_at, min(self._replace_at.values(), default=math.inf))
 
     def can_make_room(self, model: str, tenant: str) -> bool:
         """Whether a request of the tenant would be served soon, whatever waits."""
@@ -175,8 +177,8 @@ class DispatchQueue:
         self._fair_shares.end_serving()
 
     def _serve_shards(self, now: float) -> None:
-        if now >= self._replace_at:
-            self._place_again(now)
+        for model in [model for model, at in self._replace_at.items() if at <= now]:
+            self._place_again(model, now)
         due = [shard_id for shard_id, at in self._opens_at.items() if at <= now]
         for shard_id in [*due, *(shard_id for shard_id in self._dirty_shards if shard_id not in due)]:
             shard = self._fleet.shards.get(shard_id)
@@ -258,7 +260,7 @@ class DispatchQueue:
         live.placed_at = now
         view.held[live.request.request_id] = candidate.own_seconds
         self._note_opening(shard, now)
-        self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
+        self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _note_opening(self, shard: Shard, now: float) -> None:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
@@ -298,7 +300,7 @@ class DispatchQueue:
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
         view.held[live.request.request_id] = live.own_seconds
-        self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
+        self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _take(self, shard: Shard, queue_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts, so that no request waits for ever."""
@@ -343,14 +345,18 @@ class DispatchQueue:
         held[live.request.request_id] = own_seconds
         return picked
 
-    def _place_again(self, now: float) -> None:
-        """Place again those that have waited for long since their last placement, the earliest first. A request that
-        stays keeps its turn."""
+    def _place_again(self, model: str, now: float) -> None:
+        """Place again those of a model that have waited for long since their last placement, the earliest first. A
+        request that stays keeps its turn."""
         before = now - REPLACE_SECONDS
         due = [
             v
             for v in self.queues
-            if v.prefill_chunk is None and v.queue_id and v.queue_id.shard_id and v.placed_at <= before
+            if v.prefill_chunk is None
+            and v.queue_id
+            and v.queue_id.shard_id
+            and v.queue_id.model == model
+            and v.placed_at <= before
         ]
         due.sort(key=lambda live: live.placed_at)
         for live in due[:MAX_REPLACED]:
@@ -364,4 +370,7 @@ class DispatchQueue:
             else:
                 self.leave(live)
                 self._settle(live, shard, candidate, now)
-        self._replace_at = now + REPLACE_SECONDS if self.queues else math.inf
+        if self.queues.num_waiting(model):
+            self._replace_at[model] = now + REPLACE_SECONDS
+        else:
+            del self._replace_at[model]

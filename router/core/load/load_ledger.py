@@ -81,6 +81,7 @@ class LoadView:
         "foreign_running",
         "foreign_waiting",
         "held",
+        "model",
         "num_blocks",
         "own_blocks",
         "own_context_tokens",
@@ -96,7 +97,8 @@ class LoadView:
         "started_at",
     )
 
-    def __init__(self, num_blocks: int, fleet_speed: SpeedModel) -> None:
+    def __init__(self, model: str, num_blocks: int, fleet_speed: SpeedModel) -> None:
+        self.model = model
         self.num_blocks = num_blocks
         self.report = ShardLoad(num_available_blocks=num_blocks)
         self.fleet_speed = fleet_speed
@@ -204,20 +206,22 @@ class LoadLedger:
         self._views: dict[str, LoadView] = {}
         self._reservations: dict[ReservationKey, Reservation] = {}
         self._fleet_speeds: dict[str, SpeedModel] = {}
-        """By model. Models whose last shard has gone are kept, since it may return."""
+        """By model. A model's is forgotten with its last shard: names come and go without end."""
 
     def add_shard(self, shard_id: str, model: str, num_blocks: int) -> None:
         assert shard_id not in self._views
         fleet_speed = self._fleet_speeds.get(model)
         if fleet_speed is None:
             fleet_speed = self._fleet_speeds[model] = SpeedModel()
-        self._views[shard_id] = LoadView(num_blocks, fleet_speed)
+        self._views[shard_id] = LoadView(model, num_blocks, fleet_speed)
 
     def remove_shard(self, shard_id: str) -> None:
         """All reservations of the shard must have been released."""
         view = self._views.pop(shard_id)
         assert not view.own_running
         assert not view.own_waiting
+        if all(other.model != view.model for other in self._views.values()):
+            del self._fleet_speeds[view.model]
 
     def view(self, shard_id: str) -> LoadView:
         return self._views[shard_id]
@@ -302,7 +306,9 @@ class LoadLedger:
         return set(self._reservations)
 
     def check_integrity(self) -> None:
-        """Assert that every sum is the sum of its parts and that nothing is negative."""
+        """Assert that every sum is the sum of its parts, that nothing is negative, and that nothing is kept of models
+        that have gone."""
+        assert self._fleet_speeds.keys() == {view.model for view in self._views.values()}
         for shard_id, view in self._views.items():
             reserved = {key: r for key, r in self._reservations.items() if r.shard_id == shard_id}
             running = [r for key, r in reserved.items() if key not in view.queued]

@@ -14,6 +14,7 @@ from shard_server.engines.base import EngineError, EngineRequest, Sampling
 from shard_server.engines.create import create_engine
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS
+from tests.conformance.engine_driver import EngineDriver
 
 
 async def time_of(engine: SimEngine, *requests: EngineRequest) -> list[float]:
@@ -105,6 +106,18 @@ def test_text_depends_on_prompt_seed_and_position_alone() -> None:
     assert len(set(first)) > 30
     assert first != [expected_token_id([1, 2, 4], 7, position) for position in range(50)]
     assert first != [expected_token_id([1, 2, 3], 2**64 - 1, position) for position in range(50)]
+
+
+async def test_models_with_answer_seeds_of_their_own_answer_differently() -> None:
+    """So that a test can tell which of two models has answered."""
+    answers = []
+    for answer_seed in (0, 1):
+        sim = SimConfig(step_ms=0, prefill_tokens_per_second=1e9, answer_seed=answer_seed)
+        driver = EngineDriver(SimEngine("model", ShardConfig(engine="sim", sim=sim), vocab_size=49152))
+        (tokens,) = await driver.run(EngineRequest("a", [1, 2, 3], Sampling(seed=7), 50))
+        answers.append(tokens)
+    assert answers[0] == [expected_token_id([1, 2, 3], 7, position) for position in range(50)]
+    assert sum(one == other for one, other in zip(*answers, strict=True)) < 5
 
 
 def test_a_vocabulary_without_the_words_is_refused() -> None:

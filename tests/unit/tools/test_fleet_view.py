@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.config import KvloomConfig
 from kvloom.discovery.records import ProcessRecord, RouterRecord, ShardRecord
-from kvloom.v1.shard_service_pb2 import GetInfoResponse, LoadReport
+from kvloom.v1.shard_service_pb2 import GetInfoResponse, LoadReport, ShardInfo
 from tools.failures import CommandError
 from tools.fleet.view import merged, plan_fleet_restart, skipped_by_restart, with_loads
 from tools.supervisor.fleet_records import FleetRecords
@@ -90,6 +90,18 @@ def test_shards_that_drain_are_shown_as_they_see_themselves() -> None:
     states = {p.name: p.state for p in with_loads(VIEW, infos).processes}
     assert (states["b-shard-0"], states["b-shard-1"], states["lonely"]) == ("draining", "drained", "silent")
     assert states["a-edge"] == "ready"
+
+
+def test_shards_whose_tokenizers_differ_are_named() -> None:
+    """Routers keep the second one out, and its process looks ready."""
+
+    def info(model: str, tokenizer: str) -> GetInfoResponse:
+        return GetInfoResponse(info=ShardInfo(model=model, tokenizer_checksum=tokenizer))
+
+    same = {"b-shard-0": info("m", "t"), "b-shard-1": info("n", "u"), "lonely": info("m", "t")}
+    assert not with_loads(VIEW, same).problems
+    (problem,) = with_loads(VIEW, same | {"lonely": info("m", "u")}).problems
+    assert "the model m have different tokenizers (b-shard-0 against lonely)" in problem
 
 
 def test_several_simulated_shards_of_one_process_are_not_taken_for_unsupervised_ones() -> None:

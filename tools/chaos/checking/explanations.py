@@ -4,7 +4,7 @@ functions."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tools.chaos.checking.verdicts import NEVER_ALLOWED, Finding, Verdict
@@ -20,8 +20,11 @@ class FleetSize:
     num_edges: int
     num_routers: int
     num_shards: int
+    """Of each model."""
     max_attempts: int
     """`router.max_attempts`"""
+    model_of: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The models of shards, by name. It may be empty if there is only one."""
 
 
 _ALL_SHARDS: Final = frozenset({"no_shard_ready", "shard_lost", "queue_timeout", "queue_full"})
@@ -36,13 +39,14 @@ def is_explained(
     call: UserCall, transcript: Transcript, finding: Finding, disturbances: Sequence[Disturbance], fleet: FleetSize
 ) -> bool:
     """Whether this answer may have ended like this. `disturbances` are those of the whole run. Planned restarts explain
-    no failure."""
+    no failure, nor does what happens to shards of other models."""
     if finding.verdict in NEVER_ALLOWED:
         return False
+    model = call.question.model
     by_part: dict[str, list[Disturbance]] = {}
     restarted: dict[str, set[str]] = {}
     for one in disturbances:
-        if not one.is_felt(transcript.sent_at, transcript.ended_at):
+        if not one.is_felt(transcript.sent_at, transcript.ended_at) or _model_struck(one, fleet) not in ("", model):
             continue
         if one.kind.verb == "restart":
             restarted.setdefault(one.kind.part, set()).add(one.target)
@@ -60,6 +64,8 @@ def is_explained(
     if transcript.end is End.UNREACHABLE:
         return "edge" in by_part or "clients" in by_part
     code = transcript.code
+    if _is_refused_for_its_model(transcript, by_part):
+        return True
     if code in _CAUSED_BY_CLIENT:
         return call.behaviour is Behaviour.SLOW or "clients" in by_part
     if code in _LOST_ROUTER and no_router:
@@ -84,6 +90,25 @@ def is_explained(
     struck = by_part.get("shard", []) + by_part.get("link", [])
     attempts_used_up = len(struck) >= fleet.max_attempts
     return attempts_used_up or _is_none_left(struck, restarted.get("shard", set()), fleet.num_shards)
+
+
+def _model_struck(disturbance: Disturbance, fleet: FleetSize) -> str:
+    """The only model whose requests the disturbance concerns; "" if it may concern all."""
+    if disturbance.kind.part == "model":
+        return disturbance.target
+    return fleet.model_of.get(disturbance.target, "") if disturbance.kind.part in ("shard", "link") else ""
+
+
+def _is_refused_for_its_model(transcript: Transcript, by_part: dict[str, list[Disturbance]]) -> bool:
+    """Whether nothing was delivered because the model was unloaded or asleep. That breaks no answer that runs."""
+    if transcript.first_at is not None:
+        return False
+    for one in by_part.get("model", []):
+        if transcript.code == "no_shard_ready":
+            return True
+        if transcript.code == "model_not_found" and (one.kind.verb == "unload" or "shard" in by_part):
+            return True  # a model whose shards have all died is as unknown as one that was unloaded
+    return False
 
 
 def _is_sdk(call: UserCall) -> bool:

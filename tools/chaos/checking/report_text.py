@@ -12,7 +12,7 @@ def summary(report: dict[str, Any]) -> str:
     """The report for the terminal."""
     verdicts, latency, metering = report["verdicts"], report["latency"], report["metering"]
     lines = [
-        f"{report['minutes']:g} minutes, seed {report['seed']}, {report['engine']} engine: "
+        f"{report['minutes']:g} minutes, seed {report['seed']}, {report['engine']} engine{_models(report)}: "
         f"{report['requests']:,} requests, {report['num_faults']} faults",
         "answers: "
         + ", ".join(f"{count:,} {name}" for name, count in verdicts.items() if count or name in _NEVER)
@@ -27,6 +27,9 @@ def summary(report: dict[str, Any]) -> str:
         f"longest pause: calm {_pair(latency['calm']['longest_pause'])} s, "
         f"under faults {_pair(latency['disturbed']['longest_pause'])} s (p50 / p99)",
     ]
+    if report["absences"]:
+        counts = ", ".join(f"{count} {name}" for name, count in report["absences"].items())
+        lines.append(f"requests for models that were away: {counts}")
     if report["failures"]:
         lines.append("failures: " + ", ".join(f"{count} {name}" for name, count in report["failures"].items()))
         lines += report["explained"]
@@ -36,10 +39,17 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _models(report: dict[str, Any]) -> str:
+    return f", {report['models']} models" if report["models"] > 1 else ""
+
+
 def chaos_page(report: dict[str, Any]) -> str:
     """The Markdown between the markers of `chaos`."""
     verdicts, latency, metering = report["verdicts"], report["latency"], report["metering"]
-    fleet = f"{report['edges']} edges, {report['routers']} routers, {report['shards']} {report['engine']} shards"
+    models = f" of each of {report['models']} models" if report["models"] > 1 else ""
+    fleet = (
+        f"{report['edges']} edges, {report['routers']} routers, {report['shards']} {report['engine']} shards{models}"
+    )
     rows = [
         ("run", f"{report['minutes']:g} minutes, seed {report['seed']}; {fleet}; {report['users']} users"),
         ("faults", f"{report['num_faults']}"),

@@ -30,9 +30,8 @@ _REJECTIONS: Final = frozenset({429, 503})
 class HttpClient:
     """Sends requests to any of the edges. `edge_urls` maps the name of a proxy to its URL. Use `async with`."""
 
-    def __init__(self, edge_urls: Mapping[str, str], model: str) -> None:
+    def __init__(self, edge_urls: Mapping[str, str]) -> None:
         self._edge_urls = edge_urls
-        self._model = model
 
     async def __aenter__(self) -> HttpClient:
         # Every try has a connection of its own, so that a broken connection affects no other answer.
@@ -53,7 +52,7 @@ class HttpClient:
     def _body(self, call: UserCall, prompt_ids: Sequence[int]) -> dict[str, Any]:
         question = call.question
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": question.model,
             "max_tokens": question.max_tokens,
             "temperature": question.temperature,
             "seed": question.seed,

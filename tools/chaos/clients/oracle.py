@@ -32,8 +32,10 @@ async def prompt_ids_of(question: Question, tokenizer: ModelTokenizer) -> list[i
 class SimOracle:
     """Computes the answers of the simulated engine without running it."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, answer_seeds: Mapping[str, int]) -> None:
+        """`answer_seeds`: `shard.sim.answer_seed` of each model. All have this tokenizer."""
         self._tokenizer = tokenizer
+        self._answer_seeds = answer_seeds
         self._pieces = {token_id: tokenizer.decode([token_id]) for token_id in WORD_TOKEN_IDS}
 
     @property
@@ -49,7 +51,7 @@ class SimOracle:
         )
 
     def _choice(self, question: Question, prompt: Sequence[int], seed: int) -> ExpectedChoice:
-        key = sequence_key(prompt, seed)
+        key = sequence_key(prompt, seed, answer_seed=self._answer_seeds[question.model])
         token_ids = [token_at(key, position) for position in range(question.max_tokens)]
         return cut_at_stop(token_ids, [self._pieces[token_id] for token_id in token_ids], question.stop)
 
@@ -78,21 +80,19 @@ class RecordedOracle:
         return self._answers[question]
 
     @classmethod
-    async def record(
-        cls, client: Client, model: str, questions: Sequence[Question], tokenizer: ModelTokenizer
-    ) -> RecordedOracle:
+    async def record(cls, client: Client, questions: Sequence[Question], tokenizer: ModelTokenizer) -> RecordedOracle:
         """Ask every question once. Raises KvloomError or CommandError."""
-        return cls({question: await _record_one(client, model, question, tokenizer) for question in questions})
+        return cls({question: await _record_one(client, question, tokenizer) for question in questions})
 
 
-async def _record_one(client: Client, model: str, question: Question, tokenizer: ModelTokenizer) -> Expected:
+async def _record_one(client: Client, question: Question, tokenizer: ModelTokenizer) -> Expected:
     prompt = await prompt_ids_of(question, tokenizer)
     token_ids: list[list[int]] = [[] for _ in range(question.n)]
     lengths: list[list[int]] = [[] for _ in range(question.n)]
     texts = [""] * question.n
     reasons = [""] * question.n
     async for delta in client.generate(
-        model=model,
+        model=question.model,
         token_ids=prompt,
         max_tokens=question.max_tokens,
         temperature=question.temperature,

@@ -41,7 +41,8 @@ class Behaviour(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """A question with a deterministic answer: it is the same for every user, at any time and on any shard."""
+    """A question with a deterministic answer: it is the same for every user, at any time and on any shard of its
+    model."""
 
     prompt: str
     is_chat: bool
@@ -51,6 +52,7 @@ class Question:
     seed: int
     n: int = 1
     stop: tuple[str, ...] = ()
+    model: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +85,11 @@ _SDK_BEHAVIOURS: Final = {
 }
 
 
-def draw_question(rng: random.Random, stop_words: Sequence[str], max_tokens: tuple[int, int]) -> Question:
-    """`stop_words` are words that occur in answers. `max_tokens` is the smallest and the largest limit."""
+def draw_question(
+    rng: random.Random, stop_words: Sequence[str], max_tokens: tuple[int, int], models: Sequence[str] = ("",)
+) -> Question:
+    """`stop_words` are words that occur in answers. `max_tokens` is the smallest and the largest limit. `models` are
+    those that may be asked."""
     subjects = f"{rng.choice(_SUBJECTS)} and {rng.choice(_SUBJECTS)}"
     return Question(
         prompt=f"{rng.choice(_WISHES)} {subjects}, number {rng.randrange(10**6)}.",
@@ -94,6 +99,7 @@ def draw_question(rng: random.Random, stop_words: Sequence[str], max_tokens: tup
         seed=rng.getrandbits(63),
         n=2 if rng.random() < 0.15 else 1,
         stop=tuple(rng.sample(stop_words, min(4, len(stop_words)))) if rng.random() < 0.2 else (),
+        model=rng.choice(models) if len(models) > 1 else models[0],
     )
 
 

@@ -24,9 +24,8 @@ _FINISH_REASONS: Final = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "len
 class SdkClient:
     """Keeps several connections to the address that the routers share. Use `async with`."""
 
-    def __init__(self, address: str, num_connections: int, model: str) -> None:
+    def __init__(self, address: str, num_connections: int) -> None:
         self._clients = [Client(address, client_id=f"chaos-{number}") for number in range(num_connections)]
-        self._model = model
 
     async def __aenter__(self) -> SdkClient:
         for client in self._clients:
@@ -65,7 +64,8 @@ class SdkClient:
         try:
             async for delta in answer:
                 transcript.num_events += 1
-                transcript.record_piece(time.monotonic())
+                if delta.text or delta.token_ids:  # not a refusal, which is an event as well
+                    transcript.record_piece(time.monotonic())
                 received = transcript.choices[delta.index]
                 received.text += delta.text
                 if received.token_ids is not None:
@@ -89,7 +89,7 @@ class SdkClient:
     def _options(self, call: UserCall, prompt_ids: Sequence[int], name: str) -> GenerateOptions:
         question = call.question
         options: GenerateOptions = {
-            "model": self._model,
+            "model": question.model,
             "max_tokens": question.max_tokens,
             "temperature": question.temperature,
             "seed": question.seed,

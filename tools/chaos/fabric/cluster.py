@@ -14,17 +14,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloom.config import KvloomConfig, dump_config
+from kvloom.config import KvloomConfig, ModelConfig, dump_config
+from kvloom.models.configured import configured_models, find_configured, num_configured_shards
 from kvloom.process.backoff import Backoff
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from tools.chaos.fabric.faults import Probe
 from tools.chaos.fabric.proxy import FaultProxy
 from tools.fabric_trust import provide_secret, trust_of
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.free_ports import pick_free_ports
-from tools.supervisor.process_specs import STOP_ORDER, plan_stages
-from tools.supervisor.readiness import is_complete, router_address
+from tools.supervisor.model_changes import ModelChanges
+from tools.supervisor.process_specs import STOP_ORDER, models_of_shards, plan_stages
+from tools.supervisor.readiness import edges_without, is_complete, router_address
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
@@ -33,6 +36,8 @@ from tools.supervisor.supervisor import Supervisor
 _START_TIMEOUT_SECONDS: Final = 180.0
 _READY_TIMEOUT_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.02
+_LET_END_SECONDS: Final = 60.0
+"""As long as users are patient: no answer may be broken off."""
 
 
 class Cluster:
@@ -58,6 +63,9 @@ class Cluster:
         self.edge_proxies: dict[str, FaultProxy] = {}
         """The proxies between the clients and the edges. There are as many as edges, which share a port."""
         self._ports: list[SharedPort] = []
+        self._changing = asyncio.Lock()
+        self.probes: list[Probe] = []
+        """Requests for models that were away."""
         self._stack = contextlib.ExitStack()
         self.trust: FabricTrust = NO_SECRET
         self.user_seed = 0
@@ -72,7 +80,7 @@ class Cluster:
         config = self.config
         self._ports = [SharedPort(section.host, 0) for section in (config.edge, config.router)]
         config.edge.port, config.router.port = (port.port for port in self._ports)
-        shards = [f"shard-{number}" for number in range(config.shard.num_shards)]
+        shards = list(models_of_shards(config))
         for name in shards:
             await self._start_link_proxy(name)
         # After everything that picks a port for itself, which could pick one of these before anything listens on them.
@@ -85,20 +93,21 @@ class Cluster:
         provide_secret(config, self.folder.data_dir)
         self.trust = trust_of(config)
         dump_config(config, self.folder.config_path)
-        stages = plan_stages(
-            config,
-            self.folder.config_path,
-            embed_redis=True,
-            start_timeout_seconds=_START_TIMEOUT_SECONDS,
-            http_port=self._ports[0],
-        )
         self._supervisor = Supervisor(
-            [[self._change_spec(self._behind_proxy(spec)) for spec in stage] for stage in stages],
+            self._plan_stages(config),
             stop_order=STOP_ORDER,
             log_dir=self.folder.log_dir,
             on_change=lambda: None,
             on_event=self._on_event,
             make_backoff=lambda: Backoff(0.2, max_seconds=1.0, stable_seconds=3.0),
+        )
+        self._changes = ModelChanges(
+            config,
+            self.folder.config_path,
+            self._supervisor,
+            self.trust,
+            plan=lambda changed: [spec for stage in self._plan_stages(changed) for spec in stage],
+            resolve=lambda model, _: model,
         )
         try:
             await self._supervisor.start()
@@ -166,11 +175,52 @@ class Cluster:
 
     async def restart(self, name: str) -> bool:
         """Do a planned restart. Returns when the old process has exited, or False if it was not running steadily."""
-        try:
-            await self._supervisor.replace(name)
-        except ChildFailedError:
-            return False
+        async with self._changing:
+            if name not in [status.name for status in self.statuses]:
+                return False
+            try:
+                await self._supervisor.replace(name)
+            except ChildFailedError:
+                return False
         return True
+
+    # --- models, which come and go one at a time
+
+    async def unload_model(self, model: str) -> None:
+        """Returns once its answers have ended and its shards have stopped. Raises CommandError."""
+        async with self._changing:
+            await self._changes.unload(model, _LET_END_SECONDS, _ignore)
+
+    async def load_model(self, model: ModelConfig) -> None:
+        """Returns when all edges serve the model. Raises CommandError."""
+        async with self._changing:
+            if model.name not in self.model_names:
+                await self._changes.load(model, None, _ignore)
+        await self._wait_served(model.name)
+
+    async def sleep_model(self, model: str) -> None:
+        """Returns once its answers have ended and its shards sleep. Raises CommandError."""
+        async with self._changing:
+            await self._changes.sleep(model, _LET_END_SECONDS, _ignore)
+
+    async def keep_asleep(self) -> None:
+        """Put shards of sleeping models to sleep that have been restarted. Raises CommandError."""
+        async with self._changing:
+            await self._changes.keep_asleep()
+
+    async def wake_model(self, model: str) -> None:
+        """Returns when all edges serve the model. Raises CommandError."""
+        async with self._changing:
+            if model in self._changes.asleep:
+                await self._changes.wake(model, _ignore)
+        await self._wait_served(model)
+
+    @property
+    def model_names(self) -> list[str]:
+        return [model.name for model in configured_models(self.config)]
+
+    def configured(self, model: str) -> ModelConfig:
+        return find_configured(self.config, model)
 
     def wake(self, pid: int) -> None:
         """End a SIGSTOP. The process may have died."""
@@ -181,13 +231,16 @@ class Cluster:
             return
 
     async def wait_replaced(self, name: str, pid: int, timeout_seconds: float) -> bool:
-        """Returns when another process of that name is ready, or False if that takes too long."""
+        """Returns when another process of that name is ready or none is wanted any more, or False if that takes too
+        long."""
         deadline = time.monotonic() + timeout_seconds
-        while (status := self.status(name)).pid in (pid, None) or status.state != ProcessState.READY:
+        while status := next((status for status in self.statuses if status.name == name), None):
+            if status.pid not in (pid, None) and status.state == ProcessState.READY:
+                return True
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
-        return True
+        return True  # its model has been unloaded
 
     # --- setting up
 
@@ -195,6 +248,16 @@ class Cluster:
         proxy = FaultProxy(lambda: ("127.0.0.1", self._shard_ports[shard]))
         await proxy.start()
         self.link_proxies[shard] = proxy
+
+    def _plan_stages(self, config: KvloomConfig) -> list[list[ChildSpec]]:
+        stages = plan_stages(
+            config,
+            self.folder.config_path,
+            embed_redis=True,
+            start_timeout_seconds=_START_TIMEOUT_SECONDS,
+            http_port=self._ports[0],
+        )
+        return [[self._change_spec(self._behind_proxy(spec)) for spec in stage] for stage in stages]
 
     def _behind_proxy(self, spec: ChildSpec) -> ChildSpec:
         """Have a shard listen on the port behind its proxy and announce the proxy."""
@@ -211,7 +274,18 @@ class Cluster:
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-        while not await is_complete(self._supervisor.statuses, self.config.shard.num_shards, self.trust):
+        while not await is_complete(self._supervisor.statuses, num_configured_shards(self.config), self.trust):
             if time.monotonic() > deadline:
                 raise CommandError(f"the fabric did not become ready within {_READY_TIMEOUT_SECONDS:g} s")
             await asyncio.sleep(0.05)
+
+    async def _wait_served(self, model: str) -> None:
+        deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
+        while missing := await edges_without(self.statuses, model, self.trust):
+            if time.monotonic() > deadline:
+                raise CommandError(f"{model} was not served within {_READY_TIMEOUT_SECONDS:g} s: {missing[0]}")
+            await asyncio.sleep(0.05)
+
+
+def _ignore(_step: str) -> None:
+    """Nobody reads what a change of models reports."""

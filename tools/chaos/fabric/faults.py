@@ -29,6 +29,10 @@ class FaultKind(enum.StrEnum):
     """A planned restart as by `kvloom restart`, which no client may notice."""
     RESTART_ROUTER = "restart-router"
     RESTART_EDGE = "restart-edge"
+    UNLOAD_MODEL = "unload-model"
+    """As by `kvloom models unload`, which no answer that runs may notice; then the model is loaded again."""
+    SLEEP_MODEL = "sleep-model"
+    """As by `kvloom models sleep`, likewise; then it is woken."""
     RESET_CLIENTS = "reset-clients"
     """The connections between clients and an edge."""
     STALL_CLIENTS = "stall-clients"
@@ -50,8 +54,8 @@ class FaultKind(enum.StrEnum):
 
     @property
     def part(self) -> str:
-        """ "shard", "router", "edge", "safety", "redis", "clients" or "link"; of a fault of the surroundings "redis" or
-        its own name, which explains no failure."""
+        """ "shard", "router", "edge", "safety", "redis", "clients", "link" or "model"; of a fault of the surroundings
+        "redis" or its own name, which explains no failure."""
         if self in SURROUNDINGS:
             return "redis" if self in (FaultKind.REDIS_FULL, FaultKind.REDIS_TAKEOVER) else self.value
         return self.value.partition("-")[2]
@@ -90,6 +94,8 @@ _STORIES_BY_VERB: Final = {
     "stall": "{} transfer nothing for some seconds",
 }
 _STORIES: Final = {
+    FaultKind.UNLOAD_MODEL: "a model is unloaded while its answers run, and loaded again some seconds later",
+    FaultKind.SLEEP_MODEL: "a model is put to sleep while its answers run, and woken some seconds later",
     FaultKind.DISK_FULL: "no process of the fabric can write to a file, logs included",
     FaultKind.EMFILE: "a shard, router, edge or safety service can open no more files and sockets",
     FaultKind.BAD_RECORDS: "garbage, foreign, stale and mistyped records in the registry",
@@ -108,7 +114,7 @@ class Fault:
     choice: float
     """Which part of its kind it strikes: 0 is the first one, 1 is just past the last."""
     duration_seconds: float = 0.0
-    """The duration of a hang or stall."""
+    """The duration of a hang or stall, or for how long a model is away."""
 
 
 SETTLE_SECONDS: Final = 3.0
@@ -121,7 +127,7 @@ class Disturbance:
 
     kind: FaultKind
     target: str
-    """The name of the process, of the shard of a link, or of an edge proxy."""
+    """The name of the process, of the shard of a link, of an edge proxy, or of the model."""
     began_at: float
     ended_at: float | None = None
     """When the part was restored. None means not yet."""
@@ -129,6 +135,19 @@ class Disturbance:
     def is_felt(self, begin: float, end: float) -> bool:
         """Whether it was in effect at any time between `begin` and `end`."""
         return self.began_at <= end and (self.ended_at is None or begin <= self.ended_at + SETTLE_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Probe:
+    """One request for a model that is away. Times are those of the monotonic clock."""
+
+    kind: FaultKind
+    """Why the model is away."""
+    model: str
+    began_at: float
+    ended_at: float
+    answer: str
+    """The HTTP status and the code of the error."""
 
 
 WARM_UP_SECONDS: Final = 4.0
@@ -144,9 +163,14 @@ _MAX_HANG_SECONDS: Final = 4.0
 LONG_HANG_SHARE: Final = 0.35
 _LONG_HANG_SECONDS: Final = {"shard": (6.0, 9.0), "link": (6.0, 9.0), "router": (15.5, 18.0)}
 """Longer than a process may be silent before the others continue without it (docs/reliability.md)."""
-_LASTING: Final = frozenset({"hang", "stall", "surround"})
+_LASTING: Final = frozenset({"hang", "stall", "surround", "unload", "sleep"})
 _NEIGHBOUR_SECONDS: Final = (6.0, 12.0)
 """Its slower attacks take some seconds."""
+
+
+def pick(names: Sequence[str], choice: float) -> str:
+    """`choice` as in `Fault`."""
+    return names[min(int(choice * len(names)), len(names) - 1)]
 
 
 def plan_faults(

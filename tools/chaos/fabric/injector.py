@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tools.chaos.fabric.cluster import Cluster
-from tools.chaos.fabric.faults import Disturbance, Fault
+from tools.chaos.fabric.faults import Disturbance, Fault, pick
+from tools.chaos.fabric.model_faults import StrikeSkippedError
 from tools.chaos.fabric.proxy import FaultProxy
 from tools.chaos.fabric.surroundings import STRIKES
 from tools.supervisor.supervised_process import ProcessState
@@ -29,7 +30,7 @@ class Injector:
         self._on_fault = on_fault
         self.disturbances: list[Disturbance] = []
         self.num_skipped = 0
-        """Faults that were skipped because the part was already down."""
+        """Faults that were skipped because the part was already down, or the only one."""
         self.never_restarted: list[str] = []
 
     async def run(self, faults: Sequence[Fault], begin: float) -> None:
@@ -42,17 +43,20 @@ class Injector:
     async def _strike(self, fault: Fault) -> None:
         part = fault.kind.part
         if fault.kind in STRIKES:
-            await self._disturb_surroundings(fault)
+            try:
+                await self._disturb_for_a_while(fault)
+            except StrikeSkippedError:
+                self.num_skipped += 1
         elif part in ("clients", "link"):
             proxies = self._cluster.edge_proxies if part == "clients" else self._cluster.link_proxies
-            name = _pick(list(proxies), fault.choice)
+            name = pick(list(proxies), fault.choice)
             await self._disturb_link(fault, name, proxies[name])
         elif fault.kind.verb == "restart":
-            await self._restart_process(fault, _pick(self._cluster.names(part), fault.choice))
+            await self._restart_process(fault, pick(self._cluster.names(part), fault.choice))
         else:
-            await self._disturb_process(fault, _pick(self._cluster.names(part), fault.choice))
+            await self._disturb_process(fault, pick(self._cluster.names(part), fault.choice))
 
-    async def _disturb_surroundings(self, fault: Fault) -> None:
+    async def _disturb_for_a_while(self, fault: Fault) -> None:
         rng = random.Random(f"{fault.kind} at {fault.at_seconds}")
         began_at = time.monotonic()
         async with STRIKES[fault.kind](self._cluster, fault, rng) as name:
@@ -102,7 +106,3 @@ class Injector:
         disturbance = Disturbance(fault.kind, name, time.monotonic())
         self.disturbances.append(disturbance)
         return disturbance
-
-
-def _pick(names: Sequence[str], choice: float) -> str:
-    return names[min(int(choice * len(names)), len(names) - 1)]

@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from kvloom.models.configured import num_configured_shards
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from tools.chaos.fabric.cluster import Cluster
 from tools.supervisor.readiness import fleet_is_complete
@@ -38,7 +39,7 @@ async def _problems(cluster: Cluster) -> list[str]:
             wrong.append(
                 f"{name} still runs {load.num_running + load.num_waiting} sequences although all clients are done"
             )
-    num_shards = cluster.config.shard.num_shards
+    num_shards = num_configured_shards(cluster.config)
     wrong += [
         f"{name} does not see all {num_shards} shards"
         for name in cluster.names("router")

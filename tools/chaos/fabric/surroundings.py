@@ -1,4 +1,5 @@
-"""The faults of what processes depend on: each strikes when its context is entered, and is undone when it is left."""
+"""The faults of what processes depend on: each strikes when its context is entered, and is undone when it is left.
+`STRIKES` has all faults of that form."""
 
 from __future__ import annotations
 
@@ -12,17 +13,19 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from kvloom.models.configured import configured_models
 from tools.chaos.attackers.neighbour import AttackOrder, attack
 from tools.chaos.attackers.targets import Targets
 from tools.chaos.fabric import clocks, redis_faults
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Fault, FaultKind
+from tools.chaos.fabric.model_faults import sleep_model, unload_model
 
 _NUM_GUESSED_USERS: Final = 12
 _ROLES: Final = ("shard", "router", "edge", "safety")
 
 Strike = Callable[[Cluster, Fault, random.Random], AbstractAsyncContextManager[str]]
-"""Yields the name of what was struck."""
+"""Yields the name of what was struck. Entering it raises StrikeSkippedError if the fault cannot strike now."""
 
 
 def unavailable(kind: FaultKind) -> str:
@@ -98,7 +101,7 @@ def targets_of(cluster: Cluster) -> Targets:
     return Targets(
         http_address=cluster.http_address,
         router_address=cluster.router_address,
-        model=config.model.name,
+        model=configured_models(config)[0].name,
         inner_addresses=sorted(inner - public),
         redis_socket=unquote(urlsplit(config.redis.url).path),
         user_seed=cluster.user_seed,
@@ -107,6 +110,8 @@ def targets_of(cluster: Cluster) -> Targets:
 
 
 STRIKES: Final[dict[FaultKind, Strike]] = {
+    FaultKind.UNLOAD_MODEL: unload_model,
+    FaultKind.SLEEP_MODEL: sleep_model,
     FaultKind.DISK_FULL: disk_full,
     FaultKind.EMFILE: emfile,
     FaultKind.BAD_RECORDS: redis_faults.bad_records,

@@ -1,6 +1,7 @@
 """The model of a fleet of shards: speed, prefix cache, queue and continuous batching.
 
 fleet.py           the options of a fleet, and its shards
+models_option.py   a fleet of several models, as the options of the command describe it
 shard.py           a shard: continuous batching with chunked prefill
 sequence.py        a sequence on a shard
 engine_order.py    the waiting queue and the order of prefills

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Final, Literal
+
+import msgspec
 
 from router.core.actions import Action
 from router.core.core import CoreConfig
@@ -14,6 +16,25 @@ from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.shard import SimShard
 
+MODEL: Final = "simulated"
+"""The name of the model of a fleet that has only one."""
+
+
+class ModelFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The shards of one model."""
+
+    name: str
+    num_shards: int
+    profile: Profile
+    capacity_blocks: int | None = None
+    """KV blocks of a shard. None means the capacity in the profile."""
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise ValueError("a fleet needs at least one shard and one router")
+        if self.capacity_blocks is not None and self.capacity_blocks < 1:
+            raise ValueError(f"a shard needs at least one KV block, not {self.capacity_blocks}")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
@@ -21,6 +42,10 @@ class FleetOptions:
 
     profile: Profile
     num_shards: int
+    """Of all models together."""
+    models: Sequence[ModelFleet] = ()
+    """Models by name, whose shards follow one another. () means a single one without a name, with `num_shards`,
+    `profile` and `capacity_blocks`."""
     policy: str = "ect"
     seed: int = 0
     num_routers: int = 1
@@ -41,10 +66,10 @@ class FleetOptions:
     """Called with every action of every router and its time."""
 
     def __post_init__(self) -> None:
-        if self.num_shards < 1 or self.num_routers < 1:
+        if self.num_routers < 1:
             raise ValueError("a fleet needs at least one shard and one router")
-        if self.capacity_blocks is not None and self.capacity_blocks < 1:
-            raise ValueError(f"a shard needs at least one KV block, not {self.capacity_blocks}")
+        if sum(part.num_shards for part in self.parts) != self.num_shards:
+            raise ValueError(f"the models have other numbers of shards than {self.num_shards} together")
         if self.speed_factors and len(self.speed_factors) != self.num_shards:
             raise ValueError(f"{len(self.speed_factors)} speed factors for {self.num_shards} shards")
         if any(not factor > 0 for factor in self.speed_factors):
@@ -52,14 +77,33 @@ class FleetOptions:
         if not self.sample_interval_seconds > 0 or self.staleness_seconds < 0:
             raise ValueError("the sample interval must be above 0, staleness not below")
 
+    @property
+    def parts(self) -> Sequence[ModelFleet]:
+        """The models, or the only one."""
+        return self.models or (
+            ModelFleet(
+                name=MODEL, num_shards=self.num_shards, profile=self.profile, capacity_blocks=self.capacity_blocks
+            ),
+        )
+
 
 def make_shards(options: FleetOptions, block_size: int) -> list[SimShard]:
-    profile = options.profile
-    num_blocks = options.capacity_blocks or profile.capacity_tokens // block_size
-    caches = [KvCache(num_blocks) for _ in range(options.num_shards)]
+    """The shards of all models, in their order."""
+    shards: list[SimShard] = []
+    for part in options.parts:
+        shards += _make_shards(options, part, block_size, len(shards))
+    return shards
+
+
+def _make_shards(options: FleetOptions, part: ModelFleet, block_size: int, first_index: int) -> list[SimShard]:
+    """The shards of one model are called as in a fleet that has only this one: names decide between equal costs."""
+    profile = part.profile
+    label = f"shard-{part.name}" if options.models else "shard"
+    num_blocks = part.capacity_blocks or profile.capacity_tokens // block_size
+    caches = [KvCache(num_blocks) for _ in range(part.num_shards)]
     bandwidth = options.peer_fetch_bytes_per_second
     shards: list[SimShard] = []
-    for index, cache in enumerate(caches):
+    for index, cache in enumerate(caches, first_index):
         slowness = options.speed_factors[index] if options.speed_factors else 1.0
         order: EngineOrder = FirstComeFirstServed()
         if options.engine_order == "shortest_prefill":
@@ -68,7 +112,7 @@ def make_shards(options: FleetOptions, block_size: int) -> list[SimShard]:
         peer_link = PeerLink(profile, block_size, bandwidth, slowness, peers) if bandwidth else None
         shards.append(
             SimShard(
-                f"shard-{index}",
+                f"{label}-{index - first_index}",
                 profile,
                 block_size,
                 cache,

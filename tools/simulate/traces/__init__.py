@@ -4,6 +4,7 @@ trace.py        what all traces have in common
 reading.py      reads lines and records, and reports errors in them
 open_loop.py    recorded arrivals at any rate
 closed_loop.py  users who play sessions
+models.py       which model each call is for
 mooncake.py     the format of Mooncake's traces
 azure.py        the format of Azure's traces
 weka.py         the format of WEKA's traces
@@ -17,6 +18,7 @@ from typing import Final
 from tools.failures import CommandError
 from tools.simulate.traces.azure import BLOCK_SIZE as AZURE_BLOCK_SIZE
 from tools.simulate.traces.azure import read_azure
+from tools.simulate.traces.models import ModelWorkload
 from tools.simulate.traces.mooncake import read_mooncake
 from tools.simulate.traces.reading import ReadFraction
 from tools.simulate.traces.trace import HashRuns, MeasuredWorkload, Trace, TraceFormat
@@ -27,6 +29,7 @@ __all__ = [
     "MAX_THINK_SECONDS",
     "HashRuns",
     "MeasuredWorkload",
+    "ModelWorkload",
     "Trace",
     "TraceFormat",
     "guess_format",

@@ -1,5 +1,5 @@
 """Azure's LLM inference traces (github.com/Azure/AzurePublicDataset): CSV of arrivals and
-lengths, without prefixes.
+lengths, without prefixes. A further column `Model` may name the model of each call.
 
 No block of a call equals a block of another one, so that these traces show only burstiness and lengths.
 """
@@ -20,6 +20,7 @@ from tools.simulate.workload import Call
 
 BLOCK_SIZE: Final = 512
 _COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MODEL_COLUMN: Final = "Model"
 _SECONDS_FRACTION: Final = re.compile(r"\.(\d+)")
 
 
@@ -35,7 +36,7 @@ def read_azure(path: Path, on_fraction: ReadFraction | None = None, block_size: 
             continue
         if len(cells) <= max(places):
             raise line_error(path, line_number, "", f"{len(cells)} columns, expected at least {max(places) + 1}")
-        timestamp, context, generated = (cells[place] for place in places)
+        timestamp, context, generated, *model = (cells[place] for place in places)
         call_id = len(calls)
         if call_id >= MAX_CALLS:
             raise line_error(path, line_number, "", f"more than {MAX_CALLS} calls")
@@ -43,7 +44,7 @@ def read_azure(path: Path, on_fraction: ReadFraction | None = None, block_size: 
         num_output_tokens = _tokens(path, line_number, "GeneratedTokens", generated, minimum=0)
         base = hash_base("azure", call_id)
         hashes = HashRuns((range(base, base + num_prompt_tokens // block_size),))
-        calls.append(Call(call_id, num_prompt_tokens, max(1, num_output_tokens), hashes))
+        calls.append(Call(call_id, num_prompt_tokens, max(1, num_output_tokens), hashes, model="".join(model)))
         timestamps.append(_seconds(path, line_number, timestamp))
     if not calls:
         raise CommandError(f"{path}: no calls in it")
@@ -62,7 +63,7 @@ def _find_columns(path: Path, line_number: int, header: list[str]) -> list[int]:
     for column in _COLUMNS:
         if column not in header:
             raise line_error(path, line_number, column, "there is no such column in the header")
-    return [header.index(column) for column in _COLUMNS]
+    return [header.index(column) for column in (*_COLUMNS, _MODEL_COLUMN) if column in header]
 
 
 def _tokens(path: Path, line_number: int, field: str, cell: str, *, minimum: int) -> int:

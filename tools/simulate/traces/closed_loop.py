@@ -20,6 +20,8 @@ class Turn:
     num_output_tokens: int
     id_runs: tuple[tuple[int, int], ...]
     """Block ids of the prompt as half-open runs (first, end), local to the session."""
+    model: str = ""
+    """The model that the trace names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class ClosedLoopWorkload:
             base = hash_base("session", name)
             for turn in session.turns:
                 hashes = session.hashes(turn, base)
-                call = Call(self._num_calls, turn.num_prompt_tokens, turn.num_output_tokens, hashes, name)
+                call = Call(self._num_calls, turn.num_prompt_tokens, turn.num_output_tokens, hashes, name, turn.model)
                 self._num_calls += 1
                 yield turn.think_seconds, call
 

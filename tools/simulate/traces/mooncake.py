@@ -1,5 +1,5 @@
 """Mooncake's traces (github.com/kvcache-ai/Mooncake, FAST25-release): JSON lines with ids of
-prefix blocks of 512 tokens.
+prefix blocks of 512 tokens. A line may name its `model`, which the published ones do not.
 
 Timestamps are milliseconds, quantised to ticks of about 3 s. A call arrives at a random time within its tick.
 """
@@ -34,6 +34,7 @@ class _Line(msgspec.Struct):
     input_length: PromptTokenCount
     output_length: TokenCount
     hash_ids: list[BlockId]
+    model: str = ""
 
 
 def read_mooncake(path: Path, on_fraction: ReadFraction | None = None, block_size: int = BLOCK_SIZE) -> OpenTrace:
@@ -57,7 +58,7 @@ def read_mooncake(path: Path, on_fraction: ReadFraction | None = None, block_siz
         hashes = [_spread(base + block_id) for block_id in line.hash_ids[:num_full_blocks]]
         own_base = hash_base("mooncake", call_id)
         hashes += range(own_base + len(hashes), own_base + num_full_blocks)
-        calls.append(Call(call_id, line.input_length, max(1, line.output_length), tuple(hashes)))
+        calls.append(Call(call_id, line.input_length, max(1, line.output_length), tuple(hashes), model=line.model))
         timestamps.append(line.timestamp / 1e3)
     if not calls:
         raise CommandError(f"{path}: no calls in it")

@@ -45,6 +45,7 @@ class _Call(msgspec.Struct, tag_field="type", tag="n"):
     hash_ids: list[BlockId]
     think_time: Seconds | None = None
     api_time: Seconds | None = None
+    model: str = ""
 
 
 class _StreamedCall(_Call, tag="s"):
@@ -133,7 +134,8 @@ class _SessionReader:
         if len(request.hash_ids) > num_full_blocks + (rest > 0):
             problem = f"{len(request.hash_ids)} blocks for a prompt of {request.prompt} tokens"
             raise line_error(self.path, self.line_number, f"{place}.hash_ids", problem)
-        return Turn(think_seconds, request.prompt, max(1, request.out), _runs(request.hash_ids[:num_full_blocks]))
+        runs = _runs(request.hash_ids[:num_full_blocks])
+        return Turn(think_seconds, request.prompt, max(1, request.out), runs, request.model)
 
 
 def _runs(ids: list[int]) -> tuple[tuple[int, int], ...]:

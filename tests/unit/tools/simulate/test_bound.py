@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.tools.simulate.test_traces import play, session, turn, write_lines
 from tools.simulate.bound import decode_seconds, prefill_seconds, simulate_bound
+from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.traces import read_trace
 from tools.simulate.traces.open_loop import OpenLoopWorkload
@@ -23,6 +24,10 @@ PROFILE = Profile(
     chunk_tokens=100,
     capacity_tokens=1000,
 )
+
+
+def one_model(num_shards: int) -> list[ModelFleet]:
+    return [ModelFleet(name="m", num_shards=num_shards, profile=PROFILE)]
 
 
 def test_prefill_costs_what_its_steps_cost():
@@ -55,7 +60,7 @@ def test_one_queue_and_one_cache_for_all_servers():
         (1.0, Call(2, 150, 1, (1, 2, 9))),
         (1.0, Call(3, 100, 1, (3, 4))),
     ]
-    result = simulate_bound(OpenLoopWorkload(50, calls), PROFILE, num_shards=2)
+    result = simulate_bound(OpenLoopWorkload(50, calls), one_model(2))
     by_id = {outcome.call.call_id: outcome for outcome in result.outcomes}
     alone = prefill_seconds(PROFILE, 100, 0)
     assert [by_id[index].num_cached_tokens for index in range(4)] == [0, 0, 100, 99]
@@ -70,7 +75,7 @@ def test_sessions_continue_when_their_answers_end(tmp_path):
     """In a closed loop the next call follows the end of the previous one and finds its prefix."""
     lines = [session([turn(0, [1, 2]), turn(9, [1, 2, 3], think=5.0)])]
     trace = read_trace(write_lines(tmp_path / "t.jsonl", lines), "weka")
-    first, second = simulate_bound(trace.workload(1, 0), PROFILE, num_shards=3).outcomes[:2]
+    first, second = simulate_bound(trace.workload(1, 0), one_model(3)).outcomes[:2]
     assert second.arrived_at == pytest.approx(first.finished_at + 5)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 128)
     assert len(play(trace, 1, 2)) == 2

@@ -147,6 +147,42 @@ def test_the_table_has_one_line_per_policy(mooncake: Path):
     assert not result.stderr
 
 
+def test_several_models_have_rows_of_their_own(mooncake: Path):
+    """Which of them suffers is not visible in the total."""
+    flags = ("--trace", mooncake, "--models", "big=3,small=1", "--model-shares", "small=1,big=3")
+    flags += ("--profile", "big=70b,small=8b")
+    for row in rows(*flags, "--policy", "ect"):
+        assert list(row["models"]) == ["big", "small"]
+        assert row["requests"] == 108
+        counts = [one["requests"] for one in row["models"].values()]
+        assert counts[0] > counts[1] > 0
+        assert row["models"]["small"]["ttft_mean"] < row["models"]["big"]["ttft_mean"]
+    shown = invoke(*flags, "--policy", "round_robin", "--seeds", "2")
+    assert "big: 3 × 70b, small: 1 × 8b" in shown.stdout
+    assert re.search(r"^round_robin .*\n  big .*\n  small .*\nbound .*\n  big", shown.stdout, re.MULTILINE)
+    assert invoke(*flags, "--policy", "ect", "--capacity").exit_code == 0
+
+
+def test_a_trace_may_name_the_models(tmp_path: Path):
+    """In every format; a fleet of one model serves them all, as if they were not named."""
+    turns = [turn(0, list(range(1, 40))) | {"model": "x"}, turn(9, list(range(1, 60))) | {"model": "y"}]
+    line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}
+    traces = [
+        write_lines(tmp_path / "weka.jsonl", [session(turns)] * 20),
+        write_lines(tmp_path / "mooncake.jsonl", [line | {"timestamp": n, "model": "xy"[n % 2]} for n in range(40)]),
+        tmp_path / "azure.csv",
+    ]
+    lines = [f"2024-05-10 00:00:{n:02}.0000000,600,5,{'xy'[n % 2]}" for n in range(40)]
+    traces[2].write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens,Model", *lines]) + "\n")
+    for trace in traces:
+        load = ("--users", "2") if "weka" in trace.name else ()
+        by_model = rows("--trace", trace, *load, "--models", "x=1,y=1")[0]["models"]
+        assert by_model["x"]["requests"] == pytest.approx(18, abs=2)
+        assert by_model["y"]["requests"] == pytest.approx(18, abs=2)
+        (row, _) = rows("--trace", trace, *load, "--shards", "2")
+        assert "models" not in row
+
+
 def test_a_narrow_terminal_gets_fewer_columns():
     """Cut-off figures are worse than none."""
     nothing = SimulationResult((), (), 0, 0)
@@ -183,6 +219,11 @@ def test_a_plot_is_drawn(mooncake: Path, tmp_path: Path, suffix: str):
         (("--block-size", "16"), "--block-size is for azure"),
         (("--format", "weka"), "line 1: "),
         (("--format", "weka", "--rate", "2"), "--rate is for mooncake"),
+        (("--models", "a=1"), "expected 2 to 256 models"),
+        (("--models", "a=1,b=1", "--shards", "3"), "--shards is for one model"),
+        (("--models", "a=1,b=1"), "names no model; --model-shares"),
+        (("--model-shares", "a=1"), "give --models"),
+        (("--profile", "a=8b"), "--profile a=8b"),
     ],
 )
 def test_wrong_use_is_one_line(mooncake: Path, flags: tuple[str, ...], problem: str):

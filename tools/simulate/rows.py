@@ -1,0 +1,44 @@
+"""The rows of the printed table: simulations in parallel processes, and their figures, combined over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tools.simulate.parallel import perform_all
+from tools.simulate.runs import CapacitySpec, RunReport, RunSpec, perform_capacity, perform_run
+from tools.simulate.statistics import combine
+
+
+def measure_runs(
+    run: RunSpec, policies: Sequence[str], seeds: Sequence[int], num_processes: int
+) -> tuple[list[dict[str, Any]], dict[str, RunReport]]:
+    specs = [msgspec.structs.replace(run, policy=policy, seed=seed) for policy in policies for seed in seeds]
+    names = [spec.policy if len(seeds) == 1 else f"{spec.policy}, seed {spec.seed}" for spec in specs]
+    reports = perform_all(perform_run, specs, names, num_processes)
+    by_policy = {policy: reports[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(policies)}
+    rows = [_combine_reports(policy, found) for policy, found in by_policy.items()]
+    return rows, {policy: found[0] for policy, found in by_policy.items()}
+
+
+def measure_capacities(
+    run: RunSpec, policies: Sequence[str], seeds: Sequence[int], num_processes: int
+) -> tuple[list[dict[str, Any]], dict[str, RunReport]]:
+    specs = [CapacitySpec(run=msgspec.structs.replace(run, policy=policy), seeds=tuple(seeds)) for policy in policies]
+    reports = perform_all(perform_capacity, specs, policies, num_processes)
+    rows: list[dict[str, Any]] = []
+    for policy, report in zip(policies, reports, strict=True):
+        row = _combine_reports(policy, report.runs)
+        unit = "users" if run.trace.format == "weka" else "rate"
+        rows.append({**row, "capacity": report.capacity, "load_unit": unit})
+    return rows, {policy: report.runs[0] for policy, report in zip(policies, reports, strict=True)}
+
+
+def _combine_reports(policy: str, reports: Sequence[RunReport]) -> dict[str, Any]:
+    """A row, and in its `models` one for each model if there are several."""
+    row = combine(policy, [report.statistics for report in reports])
+    names = reports[0].models
+    by_model = {name: combine(policy, [report.models[name] for report in reports]) for name in names}
+    return {**row, "models": by_model} if by_model else row
