@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
@@ -39,7 +40,11 @@ def choose_model(
     chosen = routes.choose(
         wanted.model, wanted.models, _facts(wanted, caller), {model.name for model in models.values()}
     )
-    known = [model for name in chosen.models if (model := models.get(name)) is not None]
+    # It streams at once, so it takes no answer that would have to be judged first.
+    names = [name for name in chosen.models if name not in chosen.cascades]
+    known = [model for name in names if (model := models.get(name)) is not None]
+    if chosen.cascades:
+        chosen = dataclasses.replace(chosen, targets=names[:1])
     ready = next((model for model in known if is_ready(model.name)), None)
     return ModelChoice(ready or next(iter(known), None), chosen.how)
 
@@ -54,4 +59,18 @@ def _facts(wanted: GenerateRequest, caller: str) -> RouteFacts:
         features.add("logprobs")
     is_tokens = wanted.WhichOneof("input") == "token_ids"
     size = len(wanted.token_ids.ids) if is_tokens else wanted.ByteSize() // BYTES_PER_TOKEN
-    return RouteFacts(size, frozenset(features), wanted.tier == TIER_BATCH, wanted.session_key or caller)
+    return RouteFacts(
+        num_prompt_tokens=size,
+        features=frozenset(features),
+        is_batch=wanted.tier == TIER_BATCH,
+        share_key=wanted.session_key or caller,
+        max_answer_tokens=wanted.stop.max_tokens,
+        user_text=_user_text(wanted),
+    )
+
+
+def _user_text(wanted: GenerateRequest) -> str:
+    if wanted.WhichOneof("input") == "text":
+        return wanted.text
+    messages = wanted.conversation.messages
+    return next((message.content for message in reversed(messages) if message.role == "user"), "")

@@ -56,6 +56,15 @@ class RouteFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cascade:
+    """That of a route."""
+
+    route: str
+    """Its name."""
+    tests: CascadeConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChosenRoute:
     """The models to try, best first, each once."""
 
@@ -64,8 +73,8 @@ class ChosenRoute:
     """How the first was chosen, for people: the name, and the rule that held (`chat;rule=2`)."""
     targets: Sequence[str] = ()
     """The first of the route's models, if one was named, and the version of the first model, if it is shared."""
-    tests: Mapping[str, CascadeConfig] = dataclasses.field(default_factory=dict)
-    """By model: the tests that its answer must pass before the client gets it. The others' answers are not judged, and
+    cascades: Mapping[str, Cascade] = dataclasses.field(default_factory=dict)
+    """By model: the cascade that judges its answer before the client gets it. The others' answers are not judged, and
     the last one's never is."""
 
     @property
@@ -112,7 +121,7 @@ class ModelRoutes:
         """The models for a request that names `name` and, as fallbacks, `more`: models or routes. `served` are all
         models, which "auto" stands for if it is neither a route nor a model."""
         models: dict[str, None] = {}
-        tests: dict[str, CascadeConfig] = {}
+        cascades: dict[str, Cascade] = {}
         starts: list[tuple[str, Sequence[str]]] = []
         for wanted in (name, *more):
             route = self._configured.get(wanted)
@@ -131,13 +140,14 @@ class ModelRoutes:
             if route is not None and route.cascade is not None:
                 last = versions[-1]
                 judged = [version for one in versions for version in one if version not in last]
-                tests |= {version: route.cascade for version in judged if version not in models}
+                cascade = Cascade(route.name, route.cascade)
+                cascades |= {version: cascade for version in judged if version not in models}
             models.update(dict.fromkeys(version for one in versions for version in one))
             starts.append((start, targets))
         tried = list(models)[:MAX_CANDIDATES]
         for model in tried[-1:]:
-            tests.pop(model, None)
-        return ChosenRoute(tried, *starts[0], tests)
+            cascades.pop(model, None)
+        return ChosenRoute(tried, *starts[0], cascades)
 
     def _versions(self, model: str, share_key: str) -> Sequence[str]:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one

@@ -136,6 +136,13 @@ async def test_the_first_error_is_reported_if_no_model_can(world: EdgeWorld) -> 
     assert "models" in text
 
 
+async def test_any_model_is_none_if_there_is_none(world: EdgeWorld) -> None:
+    """An edge may start before it has learnt of the first model."""
+    world.edge.models, world.edge.routes = {}, ModelRoutes()
+    status, text, _ = await ask(world, model="auto")
+    assert (status, "'auto'" in text) == (404, True)
+
+
 async def test_a_key_stands_for_one_model(world: EdgeWorld) -> None:
     """With an idempotency key the answer is remembered, so it may not become another model's by a repetition."""
     world.link.script = fails_for("tiny", OVERLOADED)
