@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from kvloom.errors import invalid_argument
-from kvloom.models.model_routes import MAX_CANDIDATES, Feature, ModelRoutes, RouteFacts
+from kvloom.models.model_routes import MAX_CANDIDATES, ChosenRoute, Feature, ModelRoutes, RouteFacts
 from kvloom.models.served_model import ServedModel
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 
@@ -18,8 +18,8 @@ BYTES_PER_TOKEN: Final = 4
 class ModelChoice(NamedTuple):
     model: ServedModel | None
     """None: the name stands for none."""
-    how: str = ""
-    """How it was chosen; "" if it was named."""
+    chosen: ChosenRoute | None = None
+    """How it was chosen; None if it was named."""
 
 
 def choose_model(
@@ -46,7 +46,7 @@ def choose_model(
     if chosen.cascades:
         chosen = dataclasses.replace(chosen, targets=names[:1])
     ready = next((model for model in known if is_ready(model.name)), None)
-    return ModelChoice(ready or next(iter(known), None), chosen.how)
+    return ModelChoice(ready or next(iter(known), None), chosen)
 
 
 def _facts(wanted: GenerateRequest, caller: str) -> RouteFacts:

@@ -132,7 +132,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
                 request.request, PLAN_CLIENT_ID, scope=self._scopes.of(context)
             )
             return plan_to_proto(
-                self._core.plan(accepted.request, self._driver.now()), accepted.request.model, accepted.route
+                self._core.plan(accepted.request, self._driver.now()), accepted.request.model, accepted.chosen
             )
         except KvloomError as error:
             # The intake names fields of the nested request.

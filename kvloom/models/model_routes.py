@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
+import msgspec
 import xxhash
 
 from kvloom.config import CascadeConfig, ConfigError, RouteConfig, RouteRule, RouteTarget
@@ -20,7 +21,7 @@ AUTO: Final = "auto"
 MAX_CANDIDATES: Final = 8
 """How many models are tried for one request."""
 
-Feature = Literal["tools", "schema", "logprobs"]
+Feature = Literal["tools", "schema", "logprobs", "vision"]
 
 FALLBACK_REASONS: Final = frozenset(
     (
@@ -73,6 +74,8 @@ class ChosenRoute:
     """How the first was chosen, for people: the name, and the rule that held (`chat;rule=2`)."""
     targets: Sequence[str] = ()
     """The first of the route's models, if one was named, and the version of the first model, if it is shared."""
+    rule: RouteRule | None = None
+    """The one that held."""
     cascades: Mapping[str, Cascade] = dataclasses.field(default_factory=dict)
     """By model: the cascade that judges its answer before the client gets it. The others' answers are not judged, and
     the last one's never is."""
@@ -81,6 +84,15 @@ class ChosenRoute:
     def how(self) -> str:
         """`auto;rule=2;target=small`"""
         return self.start + "".join(f";target={target}" for target in self.targets)
+
+    @property
+    def conditions(self) -> str:
+        """Those of the rule that held, as in the configuration: `features tools, languages de/fr`; "" if none did."""
+        given = {} if self.rule is None else msgspec.structs.asdict(self.rule)
+        shown = {name: value for name, value in given.items() if value and name != "targets"}
+        return ", ".join(
+            f"{name} {'/'.join(value) if isinstance(value, list) else value}" for name, value in shown.items()
+        )
 
 
 class ModelRoutes:
@@ -122,15 +134,17 @@ class ModelRoutes:
         models, which "auto" stands for if it is neither a route nor a model."""
         models: dict[str, None] = {}
         cascades: dict[str, Cascade] = {}
-        starts: list[tuple[str, Sequence[str]]] = []
+        starts: list[tuple[str, Sequence[str], RouteRule | None]] = []
         for wanted in (name, *more):
             route = self._configured.get(wanted)
+            rule = None
             if route is None and wanted == AUTO and AUTO not in (names := sorted(served)):
                 found, start, targets = [name for name in names if name not in self._new_versions], AUTO, []
             elif route is None:
                 found, start, targets = [wanted], wanted, []
             else:
                 number, weighted = _targets(route, facts)
+                rule = route.rules[number - 1] if number else None
                 first = _drawn(route.name, weighted, facts.share_key)
                 found = list(dict.fromkeys((first, *route.fallback)))
                 start, targets = f"{wanted}{f';rule={number}' * bool(number)}", [first]
@@ -143,7 +157,7 @@ class ModelRoutes:
                 cascade = Cascade(route.name, route.cascade)
                 cascades |= {version: cascade for version in judged if version not in models}
             models.update(dict.fromkeys(version for one in versions for version in one))
-            starts.append((start, targets))
+            starts.append((start, targets, rule))
         tried = list(models)[:MAX_CANDIDATES]
         for model in tried[-1:]:
             cascades.pop(model, None)

@@ -173,6 +173,31 @@ async def test_all_apis_are_routed(world: EdgeWorld) -> None:
         assert headers["x-kvloom-model"] == "tiny"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
+            },
+        ),
+    ],
+)
+async def test_images_are_for_models_that_see(world: EdgeWorld, path: str, body: dict[str, Any]) -> None:
+    """A rule sends them there; where there is none, the error says what is missing."""
+    rules = [RouteRule(features=["vision"], targets=["guided"])]
+    world.edge.routes = ModelRoutes([RouteConfig(name="seen", rules=rules, targets=["tiny"])])
+    status, text, _ = await ask(world, path, body={"model": "seen", **body})
+    assert status == 400
+    assert "'guided'" in text
+    assert "'vision'" in text
+    assert not world.link.requests
+
+
 async def test_routes_are_listed_as_models(world: EdgeWorld) -> None:
     """Chat pages offer what /v1/models lists."""
     async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="none", max_retries=0) as client:

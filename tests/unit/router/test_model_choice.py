@@ -15,7 +15,8 @@ MODELS = {name: tiny_model(name) for name in ("small", "large", "largest")}
 def chosen(routes: ModelRoutes, request: GenerateRequest, ready: set[str] | None = None) -> tuple[str, str]:
     found = choose_model(request, MODELS, routes, (ready or set(MODELS)).__contains__, "caller")
     assert found.model is not None
-    return found.model.name, found.how
+    assert found.chosen is not None
+    return found.model.name, found.chosen.how
 
 
 def test_no_answer_is_streamed_that_a_cascade_would_judge_first() -> None:
