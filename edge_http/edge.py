@@ -51,7 +51,7 @@ class LossReports(Protocol):
     def note_delegated_loss(self, link_id: str, request_id: str, num_tokens: int) -> None: ...
 
 
-_CAPABILITIES: Final[Mapping[Feature, str]] = {"schema": "guided", "logprobs": "logprobs"}
+_CAPABILITIES: Final[Mapping[Feature, str]] = {"schema": "guided", "logprobs": "logprobs", "vision": "vision"}
 """What shards must be capable of. Tools are a matter of the prompt and of parsing."""
 
 

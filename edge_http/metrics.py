@@ -102,8 +102,8 @@ class EdgeMetrics:
         )
         self._discarded = Counter(
             "kvloom_edge_cascade_discarded_tokens",
-            "Tokens of answers that did not pass their cascade's tests, so that no client got them. Unit: tokens.",
-            ("model", "reason"),
+            "Tokens of candidates of cascades that did not pass a test, or failed: no client got them. Unit: tokens.",
+            ("route", "model", "reason"),
             registry=registry,
         )
         running = Gauge(
@@ -202,9 +202,9 @@ class EdgeMetrics:
         self._expired.inc()
         self._unclaimed.inc(num_unclaimed_events)
 
-    def on_discarded(self, model: str, reason: str, num_tokens: int) -> None:
+    def on_discarded(self, route: str, model: str, reason: str, num_tokens: int) -> None:
         """A cascade went on to its next model; so many tokens of this one's answer were generated in vain."""
-        self._discarded.labels(model, reason).inc(num_tokens)
+        self._discarded.labels(route, model, reason).inc(num_tokens)
 
     def on_evicted(self) -> None:
         self._evicted.inc()

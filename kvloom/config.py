@@ -135,8 +135,8 @@ class RouteRule(Section):
 
     targets: Annotated[list[str | RouteTarget], Meta(min_length=1, max_length=8)]
     """As those of the route."""
-    features: list[Literal["tools", "schema", "logprobs"]] = []
-    """What the request asks for, all of it: tools, a form that the answer must have, logprobs."""
+    features: list[Literal["tools", "schema", "logprobs", "vision"]] = []
+    """What the request asks for, all of it: tools, a form that the answer must have, logprobs, that images are seen."""
     tiers: list[Literal["interactive", "batch"]] = []
     """One of them is the request's."""
     min_prompt_tokens: NonNegativeInt = 0

@@ -20,7 +20,7 @@ from kvloom.guide import GUIDE_FIELD, check_guide
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.models.adapters import Adapter, full_name, unknown_name
-from kvloom.models.model_routes import NO_ROUTES, ModelRoutes
+from kvloom.models.model_routes import NO_ROUTES, ChosenRoute, ModelRoutes
 from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
@@ -79,13 +79,18 @@ class AcceptedGenerate(NamedTuple):
     """None: the output is text."""
     guide_field: str
     """The field that asked for the guide."""
-    route: str
-    """How the model was chosen; "" if it was named."""
+    chosen: ChosenRoute | None
+    """How the model was chosen; None if it was named."""
+
+    @property
+    def route(self) -> str:
+        """The same for people; "" if it was named."""
+        return "" if self.chosen is None else self.chosen.how
 
     @property
     def chosen_model(self) -> str:
         """The name of the model if the request did not name it, else ""."""
-        return self.model if self.route else ""
+        return "" if self.chosen is None else self.model
 
     @property
     def model(self) -> str:
@@ -198,7 +203,7 @@ class Intake:
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
-        model, route = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant)
+        model, chosen = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant)
         if model is None:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
@@ -243,7 +248,7 @@ class Intake:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
-        return AcceptedGenerate(request, output, guide_field, route)
+        return AcceptedGenerate(request, output, guide_field, chosen)
 
     async def _tokenized(
         self, wanted: GenerateRequest, model: ServedModel, *, add_special_tokens: bool

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from kvloom.errors import invalid_argument
-from kvloom.models.model_routes import MAX_CANDIDATES, Feature, ModelRoutes, RouteFacts
+from kvloom.models.model_routes import MAX_CANDIDATES, ChosenRoute, Feature, ModelRoutes, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 
@@ -17,8 +18,8 @@ BYTES_PER_TOKEN: Final = 4
 class ModelChoice(NamedTuple):
     model: ServedModel | None
     """None: the name stands for none."""
-    how: str = ""
-    """How it was chosen; "" if it was named."""
+    chosen: ChosenRoute | None = None
+    """How it was chosen; None if it was named."""
 
 
 def choose_model(
@@ -37,9 +38,13 @@ def choose_model(
     if len(wanted.models) > MAX_CANDIDATES:
         raise invalid_argument(f"models may have at most {MAX_CANDIDATES} names.", "models")
     chosen = routes.choose(wanted.model, wanted.models, _facts(wanted, caller), adapters_by_model(models.values()))
-    known = [model for name in chosen.models if (model := models.get(name)) is not None]
+    # It streams at once, so it takes no answer that would have to be judged first.
+    names = [name for name in chosen.models if name not in chosen.cascades]
+    known = [model for name in names if (model := models.get(name)) is not None]
+    if chosen.cascades:
+        chosen = dataclasses.replace(chosen, targets=names[:1])
     ready = next((model for model in known if is_ready(model.base_name or model.name)), None)
-    return ModelChoice(ready or next(iter(known), None), chosen.how)
+    return ModelChoice(ready or next(iter(known), None), chosen)
 
 
 def _facts(wanted: GenerateRequest, caller: str) -> RouteFacts:
@@ -52,4 +57,18 @@ def _facts(wanted: GenerateRequest, caller: str) -> RouteFacts:
         features.add("logprobs")
     is_tokens = wanted.WhichOneof("input") == "token_ids"
     size = len(wanted.token_ids.ids) if is_tokens else wanted.ByteSize() // BYTES_PER_TOKEN
-    return RouteFacts(size, frozenset(features), wanted.tier == TIER_BATCH, wanted.session_key or caller)
+    return RouteFacts(
+        num_prompt_tokens=size,
+        features=frozenset(features),
+        is_batch=wanted.tier == TIER_BATCH,
+        share_key=wanted.session_key or caller,
+        max_answer_tokens=wanted.stop.max_tokens,
+        user_text=_user_text(wanted),
+    )
+
+
+def _user_text(wanted: GenerateRequest) -> str:
+    if wanted.WhichOneof("input") == "text":
+        return wanted.text
+    messages = wanted.conversation.messages
+    return next((message.content for message in reversed(messages) if message.role == "user"), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from edge_http.answers.answer import Answer
@@ -16,24 +16,34 @@ from kvloom.limits.byte_budget import ByteLease
 from kvloom.models.cascade import CandidateChoice
 from kvloom.parsers.events import Event, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 
 LEASE_BYTES: Final = 64 * 2**10
 """How much is taken from the budget of all answers at a time."""
 UPDATE_BYTES: Final = 250
 """The size of an update without its text and tokens."""
+UPDATES_IN_A_ROW: Final = 64
+"""How many are passed on before other streams have their turn."""
+
+
+class _HeldTokens:
+    """An update of a choice. It is passed on as it arrived: what is counted as reasoning depends on it."""
+
+    __slots__ = ("delta", "logprobs", "token_ids")
+
+    def __init__(self, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self.delta = delta
+        self.token_ids = array("I", token_ids)
+        self.logprobs = logprobs
 
 
 class _HeldChoice:
-    """What has arrived of one choice."""
+    """What there is to judge of one choice."""
 
-    __slots__ = ("calls", "candidate", "deltas", "logprobs", "texts", "token_ids")
+    __slots__ = ("calls", "candidate", "texts")
 
     def __init__(self) -> None:
         self.candidate = CandidateChoice()
-        self.deltas: list[str] = []
-        self.token_ids: array[int] = array("I")
-        self.logprobs: list[TokenLogprobs] = []
         self.texts: list[str] = []
         """The text without reasoning and calls."""
         self.calls: list[tuple[str, list[str]]] = []
@@ -55,7 +65,7 @@ class _HeldChoice:
 class HeldAnswer(Answer):
     """What it costs is counted while it grows."""
 
-    __slots__ = ("_choices", "_lease", "_max_bytes", "_num_bytes", "_shows_logprobs")
+    __slots__ = ("_choices", "_lease", "_max_bytes", "_num_bytes", "_shows_logprobs", "_updates", "response_id")
 
     def __init__(
         self,
@@ -65,16 +75,20 @@ class HeldAnswer(Answer):
         lease: ByteLease,
         parsed: Sequence[ParsedOutput] = (),
         *,
+        response_id: str,
         shows_logprobs: bool,
     ) -> None:
-        """`lease` is the answer's part of the memory of all answers. `shows_logprobs`: the client asked for the
-        log-probabilities; otherwise they are only used to judge the answer."""
+        """`lease` is the answer's part of the memory of all answers. `response_id`: the response's, if it is delivered.
+        `shows_logprobs`: the client asked for the log-probabilities; otherwise they are only used to judge the
+        answer."""
         super().__init__(prompt_sizes, n, parsed)
+        self.response_id = response_id
         self._max_bytes = max_bytes
         self._lease = lease
         self._shows_logprobs = shows_logprobs
         self._num_bytes = 0
         self._choices = [_HeldChoice() for _ in range(self.num_choices)]
+        self._updates: list[tuple[int, SequenceStart | _HeldTokens | SequenceFinish]] = []
 
     def candidates(self) -> Sequence[CandidateChoice]:
         """What there is to judge, once the answer has ended without an error."""
@@ -83,15 +97,31 @@ class HeldAnswer(Answer):
             held.candidate.calls = [(name, "".join(pieces)) for name, pieces in held.calls]
         return [held.candidate for held in self._choices]
 
-    async def deliver(self, answer: Answer) -> None:
-        """Pass everything on, each choice in one piece: a token at a time, a long answer could fill the buffer of a
-        client that reads as fast as any."""
-        for index, held in enumerate(self._choices):
-            if index in self.starts:
-                answer.on_start(index, self.starts[index])
-            answer.on_tokens(index, "".join(held.deltas), held.token_ids, held.logprobs)
-            answer.on_finish(index, self.finishes[index])
-            await asyncio.sleep(0)
+    async def deliver(self, answer: Answer, drain: Callable[[], Awaitable[None]], deadline: float | None) -> None:
+        """Pass the updates on, as fast as the client reads: `drain` returns when there is room for more. `deadline` is
+        one of the event loop's clock. Raises the error that ended the other answer."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._pass_on(answer, drain)
+        except TimeoutError:
+            answer.fail(KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took too long."))
+        if answer.error is not None:
+            raise answer.error
+
+    async def _pass_on(self, answer: Answer, drain: Callable[[], Awaitable[None]]) -> None:
+        for number, (index, update) in enumerate(self._updates, 1):
+            match update:
+                case _HeldTokens():
+                    answer.on_tokens(index, update.delta, update.token_ids, update.logprobs)
+                case SequenceStart():
+                    answer.on_start(index, update)
+                case SequenceFinish():
+                    answer.on_finish(index, update)
+            if answer.error is not None:
+                return
+            if number % UPDATES_IN_A_ROW == 0:
+                await asyncio.sleep(0)
+                await drain()
 
     @property
     def _is_visible(self) -> bool:
@@ -99,7 +129,7 @@ class HeldAnswer(Answer):
 
     def _add_start(self, index: int) -> None:
         start = self.starts[index]
-        self._count(UPDATE_BYTES + (start.ByteSize() if start.prompt_logprobs else 0))
+        self._hold(index, start, start.ByteSize() if start.prompt_logprobs else 0)
 
     def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._note_first_token()
@@ -107,14 +137,9 @@ class HeldAnswer(Answer):
         held.candidate.sum_logprobs += sum(each.logprob for each in logprobs)
         held.candidate.num_logprobs += len(logprobs)
         held.read(self._parsed[index].feed(delta, len(token_ids)) if self._parsed else [TextDelta(delta)])
-        held.deltas.append(delta)
-        held.token_ids.extend(token_ids)
-        num_bytes = UPDATE_BYTES + 4 * len(delta)
-        if self._shows_logprobs:
-            copies = [_copied(each) for each in logprobs]
-            held.logprobs += copies
-            num_bytes += sum(each.ByteSize() + UPDATE_BYTES for each in copies)
-        self._count(num_bytes)
+        shown = [_copied(each) for each in logprobs] if self._shows_logprobs else []
+        num_bytes = 4 * len(delta) + sum(each.ByteSize() + UPDATE_BYTES for each in shown)
+        self._hold(index, _HeldTokens(delta, token_ids, shown), num_bytes)
 
     def _add_finish(self, index: int, finish: Finish) -> None:
         held = self._choices[index]
@@ -122,12 +147,14 @@ class HeldAnswer(Answer):
             held.read(self._parsed[index].finish())
             finish = self._parsed[index].completed(finish)
         held.candidate.finish_reason = finish.reason
+        self._hold(index, self.finishes[index], 0)
 
     def _complete(self) -> None:
         pass
 
-    def _count(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
+    def _hold(self, index: int, update: SequenceStart | _HeldTokens | SequenceFinish, num_bytes: int) -> None:
+        self._updates.append((index, update))
+        self._num_bytes += UPDATE_BYTES + num_bytes
         if self._num_bytes > self._max_bytes:
             message = f"A candidate's answer had more than {self._max_bytes} bytes (edge.max_answer_bytes)."
             self.fail(KvloomError(ErrorReason.ERROR_REASON_ANSWER_TOO_LARGE, message))

@@ -107,7 +107,7 @@ async def generate(
     Raises KvloomError while nothing has been sent."""
     if held is None:
         check_job_window(edge, job)
-    envelope = _envelope(edge, job)
+    envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
     formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
     name = envelope.id
     key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
@@ -125,7 +125,7 @@ async def generate(
         if held is None:
             await run_submission(edge, submission_of(edge, request, job, name), streamed)
         else:
-            await held.deliver(streamed)
+            await held.deliver(streamed, request.writer.drain, job.deadline)
     except KvloomError:
         if not events.has_begun:
             raise
@@ -143,10 +143,10 @@ def check_job_window(edge: Edge, job: GenerationJob) -> None:
             check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
 
 
-def _envelope(edge: Edge, job: GenerationJob) -> Envelope:
+def _envelope(job: GenerationJob, response_id: str) -> Envelope:
     """Create the envelope. Its id also names the request inside the fabric."""
     return Envelope(
-        id=new_response_id(job.id_prefix, edge.tag),
+        id=response_id,
         model=job.model.name,
         system_fingerprint=job.model.system_fingerprint,
         num_choices=job.num_choices,
@@ -209,9 +209,7 @@ async def _whole_body(
     if held is None:
         await run_submission(edge, submission_of(edge, request, job, name), collected)
     else:
-        await held.deliver(collected)
-        if collected.error is not None:
-            raise collected.error
+        await held.deliver(collected, request.writer.drain, job.deadline)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     headers = {**job.headers, **more}
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Final
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from edge_http.answers.held_answer import HeldAnswer
@@ -12,44 +14,77 @@ from edge_http.answers.shape import parsed_outputs
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, check_job_window, submission_of
 from edge_http.resume.response_name import new_response_id
-from edge_http.submission import run_submission
+from edge_http.submission import Submission, run_submission
+from edge_http.wire.request_record import begin_answer
 from kvloom.config import CascadeConfig
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.models.cascade import ANY_JSON, AnswerForm, Objection, objection
+from kvloom.models.model_routes import Cascade
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
 
-_CALL_FIELDS = ("tools", "functions")
+log = structlog.get_logger()
+
+_CALL_FIELDS: Final = ("tools", "functions")
 """The fields of a guide that is about calls: their arguments are judged by the tools' own schemas."""
 
 
 async def hold_candidate(
-    edge: Edge, request: web.BaseRequest, job: GenerationJob, tests: CascadeConfig, lease: ByteLease
+    edge: Edge, request: web.BaseRequest, job: GenerationJob, cascade: Cascade, lease: ByteLease
 ) -> tuple[HeldAnswer, Objection | None]:
-    """The answer of the job's model, and what is wrong with it; None: it may be delivered. Raises KvloomError if there
-    is no answer."""
+    """The answer of the job's model, and what is wrong with it; None: it may be delivered. What no client gets is
+    counted. Raises KvloomError if there is no answer."""
+    tests = cascade.tests
     check_job_window(edge, job)
+    name = new_response_id(job.id_prefix, edge.tag)
     shows_logprobs = job.sampling.HasField("logprobs")
     parsed = parsed_outputs(job.shape, job.num_choices)
-    held = HeldAnswer(
-        job.prompt_sizes, job.n, edge.config.max_answer_bytes, lease, parsed, shows_logprobs=shows_logprobs
-    )
+    limit = edge.config.max_answer_bytes
+    held = HeldAnswer(job.prompt_sizes, job.n, limit, lease, parsed, response_id=name, shows_logprobs=shows_logprobs)
     if "logprob" in tests.escalate_on and not shows_logprobs:
         sampling = SamplingParams()
         sampling.CopyFrom(job.sampling)
         sampling.logprobs = 0  # those of the chosen tokens
         job = msgspec.structs.replace(job, sampling=sampling)
-    name = new_response_id(job.id_prefix, edge.tag)
+    begin_answer(name, job.model.name, held)
+    found: Objection | None = None
+    is_judged = False
     try:
-        await run_submission(edge, submission_of(edge, request, job, name), held)
+        found = await _objection(edge, submission_of(edge, request, job, name), held, tests, answer_form(job))
+        is_judged = True
+    finally:
+        if found is not None or not is_judged:
+            _note_discarded(edge, cascade, job.model.name, found or "failed", held)
+    return held, found
+
+
+def _note_discarded(edge: Edge, cascade: Cascade, model: str, reason: str, held: HeldAnswer) -> None:
+    edge.metrics.on_discarded(cascade.route, model, reason, held.num_output_tokens)
+    names = held.request_context.log_fields() if held.request_context else {}
+    log.info(
+        "answer discarded",
+        **names,
+        route=cascade.route,
+        model=model,
+        reason=reason,
+        num_output_tokens=held.num_output_tokens,
+    )
+
+
+async def _objection(
+    edge: Edge, submission: Submission, held: HeldAnswer, tests: CascadeConfig, form: AnswerForm
+) -> Objection | None:
+    """Raises KvloomError if there is no answer."""
+    try:
+        await run_submission(edge, submission, held)
     except KvloomError as error:
         if error.reason == ErrorReason.ERROR_REASON_ANSWER_TOO_LARGE:
-            return held, "too_large"
+            return "too_large"
         if error.reason == ErrorReason.ERROR_REASON_CONTENT_FILTERED and "refusal" in tests.escalate_on:
-            return held, "refusal"
+            return "refusal"
         raise
-    return held, objection(held.candidates(), tests, answer_form(job))
+    return objection(held.candidates(), tests, form)
 
 
 def answer_form(job: GenerationJob) -> AnswerForm:

@@ -10,7 +10,7 @@ from aiohttp import web
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
-from edge_http.endpoints.model_choice import last_user_text
+from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.guide import guide_of, with_calls
 from edge_http.openai.messages import chat_messages
@@ -131,6 +131,8 @@ def _features(body: GenerationBody) -> frozenset[Feature]:
     found: set[Feature] = set()
     if isinstance(body, ChatBody) and (body.tools or body.functions):
         found.add("tools")
+    if isinstance(body, ChatBody) and has_images(body.messages):
+        found.add("vision")
     if body.structured_outputs is not None or (
         body.response_format is not None and body.response_format.type != "text"
     ):

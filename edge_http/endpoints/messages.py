@@ -25,7 +25,7 @@ from edge_http.anthropic.settings import (
 from edge_http.anthropic.tools import MessageTools, tools_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
-from edge_http.endpoints.model_choice import last_user_text
+from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.wire.body import digest_of
@@ -158,6 +158,8 @@ def _features(body: MessagesBody) -> frozenset[Feature]:
         found.add("tools")
     if output_guide(body) is not None:
         found.add("schema")
+    if has_images(body.messages):
+        found.add("vision")
     return frozenset(found)
 
 

@@ -9,12 +9,15 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
+from edge_http.anthropic.blocks import RefusedBlock
 from edge_http.edge import Edge
 from edge_http.wire.headers import IDEMPOTENCY_KEY, MODEL, ROUTE, session_key, wants_resume
 from kvloom.errors import KvloomError
 from kvloom.models.model_routes import ChosenRoute
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
+IMAGE_KINDS: Final = ("image_url", "input_image", "image")
+"""In chat completions, the Responses API and Anthropic's API."""
 BYTES_PER_TOKEN: Final = 4
 """The usual size of a token in a body. Before a model is chosen, there is no tokenizer to count with."""
 
@@ -37,6 +40,23 @@ def last_user_text(messages: Sequence[Any]) -> str:
             texts = (_field(part, "text") for part in content or ())
             return "".join(text for text in texts if isinstance(text, str))
     return ""
+
+
+def has_images(messages: Sequence[Any]) -> bool:
+    """Whether some message, in the form of any API, has an image. Whether it can be read is a matter of the model."""
+    for message in messages:
+        if isinstance(message, msgspec.Raw):
+            if b"input_image" not in bytes(message):
+                continue
+            message = msgspec.json.decode(message)
+        content = _field(message, "content")
+        if isinstance(content, list) and any(_kind(part) in IMAGE_KINDS for part in content):
+            return True
+    return False
+
+
+def _kind(part: Any) -> Any:
+    return part.kind() if isinstance(part, RefusedBlock) else _field(part, "type")
 
 
 def _field(value: Any, name: str) -> Any:

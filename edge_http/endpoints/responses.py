@@ -9,7 +9,7 @@ from aiohttp import web
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
-from edge_http.endpoints.model_choice import last_user_text
+from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.guide import with_calls
 from edge_http.openai.prompt import chat_prompt
@@ -74,6 +74,8 @@ def _features(body: ResponsesBody) -> frozenset[Feature]:
         found.add("schema")
     if LOGPROBS in (body.include or ()):
         found.add("logprobs")
+    if not isinstance(body.input, str) and has_images(body.input):
+        found.add("vision")
     return frozenset(found)
 
 

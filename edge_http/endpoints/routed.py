@@ -16,7 +16,7 @@ from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_b
 from edge_http.endpoints.cascading import hold_candidate
 from edge_http.endpoints.model_choice import BYTES_PER_TOKEN, outlives_connection, route_headers, share_key
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import FALLBACK_REASONS, ChosenRoute, Feature, RouteFacts
+from kvloom.models.model_routes import FALLBACK_REASONS, Cascade, ChosenRoute, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
 
 
@@ -92,18 +92,18 @@ class _RoutedRequest(Generic[Body]):
                 continue
             may_pass = not outlives_connection(self.edge, self.request, is_stream=job.stream)
             try:
-                if name in chosen.tests:
-                    response = await self._cascade(chosen, msgspec.structs.replace(job, deadline=deadline))
-                    if response is not None:
-                        return response
-                else:
-                    return await generate(
-                        self.edge, self.request, self.permit, msgspec.structs.replace(job, deadline=deadline)
-                    )
+                job = msgspec.structs.replace(job, deadline=deadline)
+                if name not in chosen.cascades:
+                    return await generate(self.edge, self.request, self.permit, job)
+                response = await self._judged(chosen.cascades[name], job)
+                if response is not None:
+                    return response
             except KvloomError as error:
                 if not may_pass:
                     raise
                 self._pass_on(name, error)
+        if not self.passed:  # "auto", and there is no model
+            self.edge.find_model(self.body.model)
         raise self.passed[0][1]
 
     def _choose(self) -> ChosenRoute:
@@ -122,15 +122,16 @@ class _RoutedRequest(Generic[Body]):
         """An answer that outlives its connection cannot be judged first, as it belongs to a task that its name stands
         for: no model is asked whose answer may be discarded."""
         is_stream = bool(getattr(self.body, "stream", False))
-        if chosen.tests and outlives_connection(self.edge, self.request, is_stream=is_stream):
-            return [name for name in chosen.models if name not in chosen.tests]
+        if chosen.cascades and outlives_connection(self.edge, self.request, is_stream=is_stream):
+            return [name for name in chosen.models if name not in chosen.cascades]
         return list(chosen.models)
 
     async def _job(self, chosen: ChosenRoute, name: str) -> GenerationJob | None:
         """The request for a model; None: it cannot take it, which has been noted."""
         try:
             features: frozenset[Feature] = self.api.features(self.body)
-            if name in chosen.tests and "logprob" in chosen.tests[name].escalate_on:
+            cascade = chosen.cascades.get(name)
+            if cascade is not None and "logprob" in cascade.tests.escalate_on:
                 features |= _LOGPROBS
             model = self.edge.model_able_to(name, features)
             job = await self.api.make_job(self.edge, self.request, self.raw, self.body, model)
@@ -140,15 +141,14 @@ class _RoutedRequest(Generic[Body]):
         headers = route_headers(chosen, model.name, self.passed, self.discarded)
         return msgspec.structs.replace(job, headers={**job.headers, **headers})
 
-    async def _cascade(self, chosen: ChosenRoute, job: GenerationJob) -> web.StreamResponse | None:
+    async def _judged(self, cascade: Cascade, job: GenerationJob) -> web.StreamResponse | None:
         """Deliver the model's answer if it passes the tests; None: it does not, and was discarded."""
-        edge, name = self.edge, job.model.name
+        edge = self.edge
         with edge.collected.lease(edge.callers.caller_of(self.request)) as lease:
-            held, objection = await hold_candidate(edge, self.request, job, chosen.tests[name], lease)
+            held, objection = await hold_candidate(edge, self.request, job, cascade, lease)
             if objection is None:
                 return await generate(edge, self.request, self.permit, job, held)
-        edge.metrics.on_discarded(name, objection, held.num_output_tokens)
-        self.discarded.append((name, objection))
+        self.discarded.append((job.model.name, objection))
         return None
 
     def _pass_on(self, name: str, error: KvloomError) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
+import msgspec
 import xxhash
 
 from kvloom.config import CascadeConfig, ConfigError, RouteConfig, RouteRule, RouteTarget
@@ -20,7 +21,7 @@ AUTO: Final = "auto"
 MAX_CANDIDATES: Final = 8
 """How many models are tried for one request."""
 
-Feature = Literal["tools", "schema", "logprobs"]
+Feature = Literal["tools", "schema", "logprobs", "vision"]
 
 FALLBACK_REASONS: Final = frozenset(
     (
@@ -56,6 +57,15 @@ class RouteFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cascade:
+    """That of a route."""
+
+    route: str
+    """Its name."""
+    tests: CascadeConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChosenRoute:
     """The models to try, best first, each once."""
 
@@ -64,14 +74,25 @@ class ChosenRoute:
     """How the first was chosen, for people: the name, and the rule that held (`chat;rule=2`)."""
     targets: Sequence[str] = ()
     """The first of the route's models, if one was named, and the version of the first model, if it is shared."""
-    tests: Mapping[str, CascadeConfig] = dataclasses.field(default_factory=dict)
-    """By model: the tests that its answer must pass before the client gets it. The others' answers are not judged, and
+    rule: RouteRule | None = None
+    """The one that held."""
+    cascades: Mapping[str, Cascade] = dataclasses.field(default_factory=dict)
+    """By model: the cascade that judges its answer before the client gets it. The others' answers are not judged, and
     the last one's never is."""
 
     @property
     def how(self) -> str:
         """`auto;rule=2;target=small`"""
         return self.start + "".join(f";target={target}" for target in self.targets)
+
+    @property
+    def conditions(self) -> str:
+        """Those of the rule that held, as in the configuration: `features tools, languages de/fr`; "" if none did."""
+        given = {} if self.rule is None else msgspec.structs.asdict(self.rule)
+        shown = {name: value for name, value in given.items() if value and name != "targets"}
+        return ", ".join(
+            f"{name} {'/'.join(value) if isinstance(value, list) else value}" for name, value in shown.items()
+        )
 
 
 class ModelRoutes:
@@ -112,16 +133,18 @@ class ModelRoutes:
         """The models for a request that names `name` and, as fallbacks, `more`: models or routes. `served` are all
         models, which "auto" stands for if it is neither a route nor a model."""
         models: dict[str, None] = {}
-        tests: dict[str, CascadeConfig] = {}
-        starts: list[tuple[str, Sequence[str]]] = []
+        cascades: dict[str, Cascade] = {}
+        starts: list[tuple[str, Sequence[str], RouteRule | None]] = []
         for wanted in (name, *more):
             route = self._configured.get(wanted)
+            rule = None
             if route is None and wanted == AUTO and AUTO not in (names := sorted(served)):
                 found, start, targets = [name for name in names if name not in self._new_versions], AUTO, []
             elif route is None:
                 found, start, targets = [wanted], wanted, []
             else:
                 number, weighted = _targets(route, facts)
+                rule = route.rules[number - 1] if number else None
                 first = _drawn(route.name, weighted, facts.share_key)
                 found = list(dict.fromkeys((first, *route.fallback)))
                 start, targets = f"{wanted}{f';rule={number}' * bool(number)}", [first]
@@ -131,13 +154,14 @@ class ModelRoutes:
             if route is not None and route.cascade is not None:
                 last = versions[-1]
                 judged = [version for one in versions for version in one if version not in last]
-                tests |= {version: route.cascade for version in judged if version not in models}
+                cascade = Cascade(route.name, route.cascade)
+                cascades |= {version: cascade for version in judged if version not in models}
             models.update(dict.fromkeys(version for one in versions for version in one))
-            starts.append((start, targets))
+            starts.append((start, targets, rule))
         tried = list(models)[:MAX_CANDIDATES]
         for model in tried[-1:]:
-            tests.pop(model, None)
-        return ChosenRoute(tried, *starts[0], tests)
+            cascades.pop(model, None)
+        return ChosenRoute(tried, *starts[0], cascades)
 
     def _versions(self, model: str, share_key: str) -> Sequence[str]:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kvloom.errors import KvloomError
+from kvloom.models.model_routes import Cascade, ChosenRoute
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import (
     ExplainResponse,
@@ -20,16 +22,25 @@ from router.decisions.log import RememberedRequest
 from router.decisions.records import AttemptRecord
 
 
-def plan_to_proto(plan: PlacementPlan, model: str = "", route: str = "") -> PlanResponse:
+def plan_to_proto(plan: PlacementPlan, model: str = "", chosen: ChosenRoute | None = None) -> PlanResponse:
+    """`chosen`: how the model was chosen, if it was not named."""
     return PlanResponse(
         model=model,
-        route=route,
+        route="" if chosen is None else chosen.how,
+        conditions="" if chosen is None else chosen.conditions,
+        candidates=() if chosen is None else list(chosen.cascades),
+        tests=() if chosen is None else list(dict.fromkeys(itertools.chain(*map(_tests, chosen.cascades.values())))),
         num_prompt_tokens=plan.num_prompt_tokens,
         shards=[_shard_to_proto(shard) for shard in plan.shards],
         picked_shard_id=plan.picked_shard_id,
         error=None if plan.error is None else plan.error.to_proto(),
         regret=_regret(plan),
     )
+
+
+def _tests(cascade: Cascade) -> Sequence[str]:
+    least = f" >= {cascade.tests.min_mean_logprob:g}"
+    return [f"{test}{least if test == 'logprob' else ''}" for test in cascade.tests.escalate_on]
 
 
 def _regret(plan: PlacementPlan) -> PlacementRegret | None:

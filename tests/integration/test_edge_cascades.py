@@ -3,6 +3,7 @@ router."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from kvloom.config import CascadeConfig, RouteConfig, RouteRule
 from kvloom.errors import KvloomError
 from kvloom.models.model_routes import ModelRoutes
+from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
@@ -90,7 +92,7 @@ async def test_a_good_answer_of_the_small_model_is_delivered_whole(world: EdgeWo
     small_says(world, "It is Paris.")
     status, text, headers = await ask(world, stream=stream)
     assert status == 200, text
-    assert "It is Paris." in text
+    assert "".join(_texts(text, stream=stream)).strip() == "It is Paris."
     assert "logprob" not in text.replace('"logprobs":null', "")
     assert (headers["x-kvloom-model"], headers["x-kvloom-route"]) == ("tiny", "chat;target=tiny")
     assert asked(world) == ["tiny"]
@@ -120,7 +122,10 @@ async def test_an_answer_that_fails_a_test_is_never_shown(
     assert asked(world) == ["tiny", "large"]
     metrics = world.edge.metrics.exposition().decode()
     num_tokens = float(len(text.split(" ")))
-    assert f'kvloom_edge_cascade_discarded_tokens_total{{model="tiny",reason="{reason}"}} {num_tokens}' in metrics
+    assert (
+        f'kvloom_edge_cascade_discarded_tokens_total{{model="tiny",reason="{reason}",route="chat"}} {num_tokens}'
+        in metrics
+    )
 
 
 def _texts(body: str, *, stream: bool) -> list[str]:
@@ -203,6 +208,70 @@ async def test_all_apis_and_the_official_client_have_cascades(world: EdgeWorld) 
             model="chat", messages=[{"role": "user", "content": "the fox"}], stream=True
         )
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Paris."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_delivered_answer_is_the_one_that_was_generated(stream: bool) -> None:
+    """Its usage has the reasoning tokens, its id is that of the request in the fabric, and it may be longer than the
+    bytes that may wait for a slow reader."""
+    link = FakeRouterLink()
+    link.tell(FleetState(models=[ModelInfo(name=name, num_ready_shards=1) for name in ("tiny", "large")]))
+    tests = CascadeConfig(escalate_on=["refusal"])
+    routes = ModelRoutes([RouteConfig(name="chat", targets=["tiny"], fallback=["large"], cascade=tests)])
+    words = ["<think>", *["hm "] * 9, "</think>", *["Paris "] * 9000]
+    link.script = answer(*words)
+    output = ParserSpec(reasoning="qwen3")
+    async with edge_world(link=link, routes=routes, more_models=[tiny_model("large")], output=output) as world:
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        _, text, headers = await ask(world, stream=stream, **options)
+        assert headers["x-kvloom-model"] == "tiny"
+        bodies = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] if stream else []
+        body = bodies[-1] if stream else json.loads(text)
+        assert body["usage"]["completion_tokens"] == len(words)
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 10
+        assert body["id"] == world.link.requests[0].request.request_id
+        assert sum(said.count("Paris") for said in _texts(text, stream=stream)) == 9000
+        assert not world.edge.collected.num_bytes
+
+
+async def test_a_client_that_leaves_ends_the_candidate(world: EdgeWorld) -> None:
+    """An answer that nobody waits for is generated in vain, whether it is held or not."""
+    asking = asyncio.create_task(ask(world, stream=True))
+    request = await world.link.next_request()
+    request.start()
+    request.tokens("It")
+    asking.cancel()
+    async with asyncio.timeout(5):
+        await request.cancelled.wait()
+        await world.edge.wait_idle()
+    assert [each.request.model for each in world.link.requests] == ["tiny"]
+    counted = 'discarded_tokens_total{model="tiny",reason="failed",route="chat"} 1.0'
+    assert counted in world.edge.metrics.exposition().decode()
+
+
+async def test_all_models_together_have_the_time_of_one_request() -> None:
+    """A client that waits for ten minutes must not wait for twenty."""
+    link = FakeRouterLink()
+    link.tell(FleetState(models=[ModelInfo(name=name, num_ready_shards=1) for name in ("tiny", "large")]))
+    tests = CascadeConfig(escalate_on=["refusal"])
+    routes = ModelRoutes([RouteConfig(name="chat", targets=["tiny"], fallback=["large"], cascade=tests)])
+    async with edge_world(link=link, routes=routes, more_models=[tiny_model("large")]) as world:
+        asking = asyncio.create_task(ask(world))
+        first = await link.next_request()
+        answer(REFUSAL)(first)
+        second = await link.next_request()
+        answer("Paris.")(second)
+        assert (await asking)[0] == 200
+        assert second.request.timeout_seconds < first.request.timeout_seconds <= 600
+
+
+async def test_aliases_may_be_candidates(world: EdgeWorld) -> None:
+    """A route may name its models as clients do."""
+    tests = CascadeConfig(escalate_on=["refusal"])
+    world.edge.routes = ModelRoutes([RouteConfig(name="chat", targets=["small"], fallback=["large"], cascade=tests)])
+    world.edge.models = {**world.edge.models, "small": world.edge.models["tiny"]}
+    small_says(world, REFUSAL)
+    assert (await ask(world))[2]["x-kvloom-route"] == "chat;cascade=tiny:refusal;target=large"
 
 
 @pytest.mark.parametrize(

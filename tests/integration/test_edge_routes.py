@@ -136,6 +136,13 @@ async def test_the_first_error_is_reported_if_no_model_can(world: EdgeWorld) -> 
     assert "models" in text
 
 
+async def test_any_model_is_none_if_there_is_none(world: EdgeWorld) -> None:
+    """An edge may start before it has learnt of the first model."""
+    world.edge.models, world.edge.routes = {}, ModelRoutes()
+    status, text, _ = await ask(world, model="auto")
+    assert (status, "'auto'" in text) == (404, True)
+
+
 async def test_a_key_stands_for_one_model(world: EdgeWorld) -> None:
     """With an idempotency key the answer is remembered, so it may not become another model's by a repetition."""
     world.link.script = fails_for("tiny", OVERLOADED)
@@ -164,6 +171,31 @@ async def test_all_apis_are_routed(world: EdgeWorld) -> None:
         status, text, headers = await ask(world, path, body=body)
         assert status == 200, text
         assert headers["x-kvloom-model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
+            },
+        ),
+    ],
+)
+async def test_images_are_for_models_that_see(world: EdgeWorld, path: str, body: dict[str, Any]) -> None:
+    """A rule sends them there; where there is none, the error says what is missing."""
+    rules = [RouteRule(features=["vision"], targets=["guided"])]
+    world.edge.routes = ModelRoutes([RouteConfig(name="seen", rules=rules, targets=["tiny"])])
+    status, text, _ = await ask(world, path, body={"model": "seen", **body})
+    assert status == 400
+    assert "'guided'" in text
+    assert "'vision'" in text
+    assert not world.link.requests
 
 
 async def test_routes_are_listed_as_models(world: EdgeWorld) -> None:

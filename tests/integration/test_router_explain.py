@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 
 import grpc
 import pytest
 import structlog.testing
+from rich.console import Console
 
 from kvloom.client.client import Client
+from kvloom.config import CascadeConfig, RouteConfig, RouteRule
 from kvloom.errors import KvloomError
 from kvloom.process.service import StartError
 from kvloom.transport.grpc_errors import from_rpc_error
@@ -20,6 +23,7 @@ from kvloom.v1.router_service_pb2 import ExplainRequest, GenerateRequest, ListMo
 from router.decisions.records import FleetLine, RequestLine, read_decisions
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+from tools.cli.explain import print_plan
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -247,3 +251,21 @@ async def test_every_rpc_leaves_a_line_with_its_code(world: RouterWorld) -> None
     ]
     assert all(line["client_request_id"] == "mine" and line["tenant"].startswith("key-") for line in rpcs)
     assert "sk-secret" not in repr(lines)
+
+
+async def test_a_plan_says_which_rule_held_and_what_a_cascade_asks_first(world: RouterWorld) -> None:
+    """An operator who writes rules sees what they do before traffic does."""
+    cascade = CascadeConfig(escalate_on=["refusal", "logprob"], min_mean_logprob=-0.7)
+    rule = RouteRule(languages=["de", "fr"], max_prompt_tokens=100, targets=["little"])
+    world.config.routes = [RouteConfig(name="chat", targets=["x"], rules=[rule], fallback=[MODEL], cascade=cascade)]
+    await start(world, num_shards=1)
+    request = GenerateRequest(model="chat", text="Was ist die Hauptstadt von Frankreich?")
+    plan = await (await world.stub()).Plan(PlanRequest(request=request), timeout=TIMEOUT_SECONDS)
+    assert (plan.model, plan.route) == (MODEL, f"chat;rule=1;target={MODEL}")
+    assert plan.conditions == "max_prompt_tokens 100, languages de/fr"
+    assert (list(plan.candidates), list(plan.tests)) == (["little"], ["refusal", "logprob >= -0.7"])
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(plan, console)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "chosen by chat;rule=1" in shown
+    assert "judges by refusal, logprob >= -0.7: little" in shown

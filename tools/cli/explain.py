@@ -149,7 +149,11 @@ NOTHING = "–"
 def print_plan(plan: PlanResponse, console: Console) -> None:
     """Print where a request would be placed."""
     if plan.route:
-        _print(console, f"model {plan.model}, chosen by {plan.route}")
+        rule = f" ({plan.conditions})" if plan.conditions else ""
+        _print(console, f"model {plan.model}, chosen by {plan.route}{rule}")
+    if plan.candidates:
+        tests = ", ".join(plan.tests)
+        _print(console, f"an edge asks first, and judges by {tests}: {', '.join(plan.candidates)}")
     if plan.shards:
         console.print(_table(plan))
     if plan.HasField("error"):

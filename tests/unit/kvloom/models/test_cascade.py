@@ -189,11 +189,11 @@ def test_the_last_model_is_never_judged() -> None:
     rules = [RouteRule(features=["tools"], targets=["large"])]
     routes = ModelRoutes([RouteConfig(name="r", targets=["s"], rules=rules, fallback=["m", "large"], cascade=ALL)])
     chosen = routes.choose("r", (), FACTS, ())
-    assert (chosen.models, list(chosen.tests), chosen.how) == (["s", "m", "large"], ["s", "m"], "r;target=s")
+    assert (chosen.models, list(chosen.cascades), chosen.how) == (["s", "m", "large"], ["s", "m"], "r;target=s")
     tools = RouteFacts(10, frozenset({"tools"}), is_batch=False, share_key="")
-    assert list(routes.choose("r", (), tools, ()).tests) == ["large"]  # then m, and large is not tried twice
-    assert list(routes.choose("s", ["r"], FACTS, ()).tests) == ["m"]  # the client named s itself
-    assert list(routes.choose("r", ["x"], FACTS, ()).tests) == ["s", "m"]
+    assert list(routes.choose("r", (), tools, ()).cascades) == ["large"]  # then m, and large is not tried twice
+    assert list(routes.choose("s", ["r"], FACTS, ()).cascades) == ["m"]  # the client named s itself
+    assert list(routes.choose("r", ["x"], FACTS, ()).cascades) == ["s", "m"]
 
 
 @given(st.lists(st.sampled_from(["r", *"abcdefghijk"]), max_size=12))
@@ -202,7 +202,7 @@ def test_whatever_a_client_lists_the_last_model_answers_live(more: list[str]) ->
     routes = ModelRoutes([RouteConfig(name="r", targets=["a"], fallback=list("bcdefgh"), cascade=ALL)])
     chosen = routes.choose("r", more, FACTS, ())
     assert len(chosen.models) == MAX_CANDIDATES
-    assert chosen.models[-1] not in chosen.tests
+    assert chosen.models[-1] not in chosen.cascades
 
 
 def test_a_cascade_needs_two_models() -> None:
