@@ -131,9 +131,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             accepted = await self._intake.accept_generate(
                 request.request, PLAN_CLIENT_ID, scope=self._scopes.of(context)
             )
-            return plan_to_proto(
-                self._core.plan(accepted.request, self._driver.now()), accepted.model, accepted.chosen
-            )
+            return plan_to_proto(self._core.plan(accepted.request, self._driver.now()), accepted.model, accepted.chosen)
         except KvloomError as error:
             # The intake names fields of the nested request.
             field = f"request.{error.field}" if error.field else ""
