@@ -95,12 +95,11 @@ def _allowed_path(folder: str, wanted: str) -> Path:
     root = Path(folder).resolve()
     try:
         path = (root / wanted).resolve()
-        is_below = path != root and path.is_relative_to(root) and path.is_dir()
+        if path != root and path.is_relative_to(root) and path.is_dir():
+            return path
     except (OSError, RuntimeError, ValueError):  # too long, links in a circle, a NUL character
-        is_below = False
-    if not is_below:
-        raise invalid_argument("lora_path must be a directory below edge.adapters_dir.", "lora_path")
-    return path
+        pass
+    raise invalid_argument("lora_path must be a directory below edge.adapters_dir.", "lora_path")
 
 
 async def _run(edge: Edge, rpc: str, request: Any) -> None:

@@ -35,6 +35,9 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if request.adapter is not None:
         if not fleet.has_adapter(request.model, request.adapter):
             return adapter_not_found(request)
+        shards = [shard for shard in shards if shard.adapters.has(request.adapter)]
+        if not shards:
+            return no_shard_ready(full_name(request.model, request.adapter.name), request.request_id)
         if request.pooling is not None:
             return unsupported(f"The adapter {request.adapter.name!r} gives no embeddings: its model may.", "model")
     if not request.prompt_token_ids:
