@@ -12,6 +12,7 @@ traffic.py      the clients' requests
 faults.py       the faults that strike by themselves
 registry_faults.py  those of the registry
 model_changes.py    models that are loaded and unloaded
+adapter_changes.py  adapters that are loaded, unloaded and replaced
 script.py       the answers of simulated sequences
 witness.py      the record of a router, reconstructed from outside
 observed.py     the requests, choices and shards in that record

@@ -5,12 +5,18 @@ from __future__ import annotations
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import DrainStarted, StepArrived
 from router.core.frames import Finish, Start, Step
+from tools.dst.adapter_changes import AdapterChanges
 from tools.dst.model_changes import ModelChanges
 from tools.dst.nodes.client import ClientStream
 from tools.dst.nodes.router_node import RouterNode
 from tools.dst.nodes.shard import SimShard
 from tools.dst.registry_faults import RegistryFaults
-from tools.dst.scenario import FAULTS_PER_SECOND, MODEL_CHANGES_PER_SECOND, REGISTRY_FAULTS_PER_SECOND
+from tools.dst.scenario import (
+    ADAPTER_CHANGES_PER_SECOND,
+    FAULTS_PER_SECOND,
+    MODEL_CHANGES_PER_SECOND,
+    REGISTRY_FAULTS_PER_SECOND,
+)
 from tools.dst.world import World
 
 UNKNOWN_SLOT = 10**6
@@ -18,17 +24,20 @@ UNKNOWN_SLOT = 10**6
 
 class Faults:
     """Until the world is calm. `FAULTS_PER_SECOND` names the methods, `REGISTRY_FAULTS_PER_SECOND` those of
-    RegistryFaults, and `MODEL_CHANGES_PER_SECOND` those of ModelChanges."""
+    RegistryFaults, `MODEL_CHANGES_PER_SECOND` those of ModelChanges, and `ADAPTER_CHANGES_PER_SECOND` those of
+    AdapterChanges."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._env = world.env
         self._registry = RegistryFaults(world)
         self._models = ModelChanges(world)
+        self._adapters = AdapterChanges(world)
         self._rng = world.env.rng
 
     def start(self) -> None:
-        for kind in (*FAULTS_PER_SECOND, *REGISTRY_FAULTS_PER_SECOND, *MODEL_CHANGES_PER_SECOND):
+        changes = (*MODEL_CHANGES_PER_SECOND, *ADAPTER_CHANGES_PER_SECOND)
+        for kind in (*FAULTS_PER_SECOND, *REGISTRY_FAULTS_PER_SECOND, *changes):
             if kind in self._env.scenario.rates:
                 self._schedule(kind)
 
@@ -41,6 +50,9 @@ class Faults:
             return
         if kind in MODEL_CHANGES_PER_SECOND:
             getattr(self._models, kind)()
+        elif kind in ADAPTER_CHANGES_PER_SECOND:
+            self._env.count_fault(kind)
+            getattr(self._adapters, kind)()
         else:
             self._env.count_fault(kind)
             getattr(self._registry if kind in REGISTRY_FAULTS_PER_SECOND else self, kind)()

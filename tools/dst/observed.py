@@ -145,6 +145,7 @@ class ObservedShard:
     """A shard that a router knows."""
 
     __slots__ = (
+        "adapters",
         "contended_until",
         "description",
         "hands_over",
@@ -160,6 +161,8 @@ class ObservedShard:
 
     def __init__(self, description: ShardDescription) -> None:
         self.description = description
+        self.adapters: dict[str, str] = {}
+        """The checksums of its adapters by name."""
         self.is_draining = False
         self.is_withdrawn = False
         """Its model is about to be unloaded."""
@@ -287,11 +290,18 @@ class ObservedShard:
             return None
         return choice
 
+    def has_adapter_of(self, request: ObservedRequest) -> bool:
+        """Whether it has the very adapter of the request, if that has one."""
+        adapter = request.request.adapter
+        return adapter is None or self.adapters.get(adapter.name) == adapter.checksum
+
     def can_take(self, request: ObservedRequest) -> bool:
-        """Whether it serves the model, does not drain, and has a large enough window. It may have no room."""
+        """Whether it serves the model and the adapter, does not drain, and has a large enough window. It may have no
+        room."""
         return (
             not self.is_draining
             and self.description.model == request.request.model
+            and self.has_adapter_of(request)
             and self.description.max_model_len >= request.min_window
         )
 

@@ -55,6 +55,13 @@ MODEL_CHANGES_PER_SECOND: Final[dict[str, float]] = {
 }
 """What an operator does while traffic runs, in about a third of the seeds. It is counted when it has been done."""
 
+ADAPTER_CHANGES_PER_SECOND: Final[dict[str, float]] = {
+    "adapter_loaded": 6.0,
+    "adapter_unloaded": 1.5,
+    "adapter_replaced": 1.0,
+}
+"""Likewise, in about a quarter of the seeds; in the others there are no adapters."""
+
 REGISTRY_FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "registry_garbage": 1.0,
     "registry_stale": 1.0,
@@ -84,6 +91,7 @@ OWN_DRAWS: Final = frozenset({"shard_hands_over", "router_drain_deadline", "flee
 FAULT_KINDS: Final = (
     *FAULTS_PER_SECOND,
     *MODEL_CHANGES_PER_SECOND,
+    *ADAPTER_CHANGES_PER_SECOND,
     *REGISTRY_FAULTS_PER_SECOND,
     *FAULTS_PER_CHANCE,
 )
@@ -133,6 +141,10 @@ class Scenario:
         return not MODEL_CHANGES_PER_SECOND.keys().isdisjoint(self.rates)
 
     @property
+    def has_adapters(self) -> bool:
+        return not ADAPTER_CHANGES_PER_SECOND.keys().isdisjoint(self.rates)
+
+    @property
     def is_harmless(self) -> bool:
         """Whether nothing happens that breaks off an answer."""
         return self.rates.keys() <= HARMLESS_KINDS
@@ -155,6 +167,8 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
             factor = drawn_by.choice((0.5, 1.0, 3.0) if rate < 1 else (0.5, 1.0))
             rates[kind] = min(0.9, rate * factor) if rate < 1 else rate * factor
     rates |= _draw_registry_rates(random.Random(f"{seed} registry rates"))
+    if random.Random(f"{seed} adapters").random() < 0.25:
+        rates |= ADAPTER_CHANGES_PER_SECOND
     num_tenants = rng.choice((1, 2, 2, 3, 4))
     num_epochs = rng.choice((1, 1, 2))
     model_rng = random.Random(f"{seed} models")

@@ -6,6 +6,7 @@ import random
 
 import msgspec
 
+from kvloom.models.adapters import Adapter
 from router.core.events import ChoiceSpec, Request, Tier
 from tools.dst import script
 from tools.dst.environment import Environment
@@ -24,12 +25,15 @@ class Traffic:
         self._rng: random.Random = env.rng
         self._tier_rng = random.Random(f"{env.scenario.seed} tier of each")
         self._model_rng = random.Random(f"{env.scenario.seed} model of each")
+        self._adapter_rng = random.Random(f"{env.scenario.seed} adapter of each")
         self.models = sorted({shard.model for shard in env.scenario.shards})
         """Those that are or were served: clients may ask for a model that has been unloaded."""
         self._num_streams = 0
         self.num_requests = 0
-        self.prompts: dict[tuple[str, str, tuple[int, ...]], None] = {}
-        """(model, tenant, prompt) of every request so far."""
+        self.prompts: dict[tuple[str, str, tuple[int, ...], Adapter | None], None] = {}
+        """(model, tenant, prompt, adapter) of every request so far."""
+        self.adapters: list[tuple[str, Adapter]] = []
+        """Those that shards of a model have, or had: clients may ask for one that is gone."""
 
     def start(self) -> None:
         self._env.timeline.after(self._rng.expovariate(self._env.scenario.requests_per_second), self._next_request)
@@ -81,7 +85,7 @@ class Traffic:
 
     def _submit(self, stream: ClientStream, request: Request) -> None:
         self.num_requests += 1
-        self.prompts[request.model, request.tenant, tuple(request.prompt_token_ids)] = None
+        self.prompts[request.model, request.tenant, tuple(request.prompt_token_ids), request.adapter] = None
         stream.submit(request)
 
     def _continue(self, stream: ClientStream, answers: list[Answer]) -> None:
@@ -141,9 +145,15 @@ class Traffic:
             timeout_seconds=rng.choice((0.0, 0.0, 0.1, 5.0)),
             tenant=tenant,
             tier=Tier.BATCH if self._tier_rng.random() < env.scenario.batch_share else Tier.INTERACTIVE,
+            adapter=self._draw_adapter(model),
         )
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
         return msgspec.structs.replace(request, choices=specs)
+
+    def _draw_adapter(self, model: str) -> Adapter | None:
+        """Mostly one of the latest."""
+        known = [adapter for other, adapter in self.adapters if other == model][-4:]
+        return self._adapter_rng.choice(known) if known and self._adapter_rng.random() < 0.6 else None
 
     def _draw_choice(self, stream: ClientStream, request: Request, index: int) -> ChoiceSpec:
         """Now and then, a choice that resumes an answer of another stream."""

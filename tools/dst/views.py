@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvloom.models.adapters import Adapter
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, Event, Request
 from tools.dst.observed import ObservedRequest, ObservedShard
@@ -129,7 +130,7 @@ class RouterView(Protocol):
 
 
 class TrafficView(Protocol):
-    prompts: dict[tuple[str, str, tuple[int, ...]], None]
+    prompts: dict[tuple[str, str, tuple[int, ...], Adapter | None], None]
     models: list[str]
 
 

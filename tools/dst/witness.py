@@ -21,6 +21,7 @@ from router.core.core import CoreConfig
 from router.core.dispatch.attempt_sender import PROBE_CLIENT_ID
 from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.events import (
+    AdaptersReported,
     ClientGone,
     Event,
     LoadReported,
@@ -83,9 +84,13 @@ class Witness:
         return model in self.models or not self.has_served
 
     def refuses(self, observed: ObservedRequest) -> bool:
-        """Whether the model of a request that arrives now does not exist, or takes no new requests."""
+        """Whether the model or the adapter of a request that arrives now does not exist, or takes no new requests."""
         model = observed.request.model
-        return not self.knows(model) or (self.is_withdrawn(model) and not observed.is_continued)
+        if not self.knows(model) or (self.is_withdrawn(model) and not observed.is_continued):
+            return True
+        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        is_served = any(not shard.is_draining for shard in shards)
+        return is_served and not any(shard.has_adapter_of(observed) for shard in shards)
 
     def is_withdrawn(self, model: str) -> bool:
         """Whether all shards of the model are."""
@@ -120,6 +125,10 @@ class Witness:
                     shard.is_draining = event.load.draining
                     shard.is_withdrawn = event.load.withdrawn
                     shard.hands_over = event.load.draining and event.load.hand_over
+            case AdaptersReported():
+                shard = self.shards.get(event.shard_id)
+                if shard is not None:
+                    shard.adapters = {state.name: state.checksum for state in event.adapters}
             case ShardUp():
                 self._lose_shard(event.shard.shard_id)
                 self.models.add(event.shard.model)

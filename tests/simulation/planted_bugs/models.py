@@ -6,20 +6,62 @@ from typing import Any
 
 import msgspec
 
+from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core.core import RouterCore
 from router.core.dispatch import refusals
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.events import LoadReported
 from router.core.fleet.fleet import Fleet, Shard
+from router.core.fleet.shard_adapters import ShardAdapters
+from router.core.live import LiveRequest
+from router.core.placement import placer
 from router.core.shard_event_handler import ShardEventHandler
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import EndsJustified, FleetReported, ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
+from tools.dst.checkers import (
+    EndsJustified,
+    FleetReported,
+    IndexExact,
+    ModelsKeptApart,
+    UnloadsHarmless,
+    WithdrawalsKept,
+)
 
 
 @caught_by(ModelsKeptApart)
 def places_requests_on_shards_of_any_model(patch: Patch) -> None:
     """Placement does not ask which model a shard serves."""
     patch.setattr(Fleet, "ready", lambda self, _model: [s for s in self.shards.values() if not s.is_draining])
+
+
+@caught_by(ModelsKeptApart)
+def places_requests_on_shards_without_their_adapter(patch: Patch) -> None:
+    """Placement asks whether a shard has an adapter of this name, and not which."""
+
+    def has(self: ShardAdapters, adapter: Adapter) -> bool:
+        return adapter.name in self._states
+
+    patch.setattr(ShardAdapters, "has", has)
+
+
+@caught_by(ModelsKeptApart)
+def forgets_adapters_in_prefill_chunks(patch: Patch) -> None:
+    """The first part of a long prompt is computed by the model alone."""
+    original = AttemptSender.send_prefill_chunk
+
+    def send(self: AttemptSender, live: LiveRequest, *args: Any) -> None:
+        whole = live.request
+        live.request = msgspec.structs.replace(whole, adapter=None)
+        original(self, live, *args)
+        live.request = whole
+
+    patch.setattr(AttemptSender, "send_prefill_chunk", send)
+
+
+@caught_by(IndexExact)
+def shares_blocks_between_adapters(patch: Patch) -> None:
+    """The router believes that KV of one adapter is of use to another."""
+    patch.setattr(placer, "adapter_salt", lambda salt, _checksum: salt)
 
 
 @caught_by(WithdrawalsKept)
@@ -41,10 +83,10 @@ def lists_withdrawn_models_for_ever(patch: Patch) -> None:
 
     def remove(self: Fleet, shard_id: str) -> Shard:
         shard = self.shards[shard_id]
-        limits = self._windows.get(shard.description.model)
+        known = self._models.get(shard.description.model)
         original(self, shard_id)
-        if limits is not None:
-            self._windows[shard.description.model] = limits
+        if known is not None:
+            self._models[shard.description.model] = known
         return shard
 
     def knows(self: Fleet, model: str) -> bool:

@@ -113,7 +113,8 @@ def _queue_was_full(node: RouterView, choice: ObservedChoice) -> bool:
 
 
 def _does_not_fit(node: RouterView, choice: ObservedChoice) -> bool:
-    shards = [shard for shard in node.witness.shards.values() if not shard.is_draining]
+    able = (shard for shard in node.witness.shards.values() if shard.has_adapter_of(choice.request))
+    shards = [shard for shard in able if not shard.is_draining]
     model = choice.request.request.model
     windows = [s.description.max_model_len for s in shards if s.description.model == model]
     request = choice.request.request
@@ -135,6 +136,14 @@ def _no_shard(node: RouterView, choice: ObservedChoice) -> bool:
     return not is_refused and not eligible(node.witness.shards, choice.request)
 
 
+def _does_not_exist(node: RouterView, choice: ObservedChoice) -> bool:
+    """Whether there is no such model or adapter, or no longer."""
+    observed, witness = choice.request, node.witness
+    if observed is witness.arriving:
+        return witness.refuses(observed)
+    return observed.request.adapter is not None and not eligible(witness.shards, observed)
+
+
 _CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
     ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED: lambda node, choice: node.now >= choice.request.deadline,
     ErrorReason.ERROR_REASON_QUEUE_TIMEOUT: lambda node, choice: (
@@ -143,9 +152,8 @@ _CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
     ),
     ErrorReason.ERROR_REASON_QUEUE_FULL: _queue_was_full,
     ErrorReason.ERROR_REASON_NO_SHARD_READY: _no_shard,
-    ErrorReason.ERROR_REASON_MODEL_NOT_FOUND: lambda node, choice: (
-        choice.request is node.witness.arriving and node.witness.refuses(choice.request)
-    ),
+    ErrorReason.ERROR_REASON_MODEL_NOT_FOUND: _does_not_exist,
+    ErrorReason.ERROR_REASON_ADAPTER_NOT_FOUND: _failed_everywhere,
     ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: _does_not_fit,
     ErrorReason.ERROR_REASON_INVALID_ARGUMENT: lambda _node, choice: (
         not choice.request.request.prompt_token_ids or choice.request.request.max_tokens == 0

@@ -25,13 +25,16 @@ _SHARD_AWAY: Final = (
 
 
 class ModelsKeptApart(Checker):
-    """No request, and no part of its prompt, is computed by a shard of another model than the one that it names."""
+    """No request, and no part of its prompt, is computed by a shard of another model, or with another adapter, than it
+    names."""
 
     invariant = "models_kept_apart"
 
     def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is not None and observed.request.model != attempt.request.model:
             self.fail(f"{attempt.request.request_id} is for {observed.request.model}, not {attempt.request.model}")
+        if observed is not None and observed.request.adapter != attempt.request.adapter:
+            self.fail(f"{attempt.request.request_id} names {observed.request.adapter}, not {attempt.request.adapter}")
         self.on_prefill_chunk(node, observed, attempt)
 
     def on_prefill_chunk(
@@ -40,6 +43,10 @@ class ModelsKeptApart(Checker):
         shard, request = node.witness.shards.get(prefill_chunk.shard_id), prefill_chunk.request
         if shard is not None and shard.description.model != request.model:
             self.fail(f"{request.request_id} for {request.model} was sent to a shard of {shard.description.model}")
+        if observed is not None and observed.request.adapter != request.adapter:
+            self.fail(f"{request.request_id} prepares {observed.request.adapter} with {request.adapter}")
+        if shard is not None and observed is not None and not shard.has_adapter_of(observed):
+            self.fail(f"{request.request_id} was sent to {prefill_chunk.shard_id}, which does not have its adapter")
 
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         if attempt.request.model != shard.shape.model:
@@ -50,8 +57,9 @@ class ModelsKeptApart(Checker):
 
 
 class WithdrawalsKept(Checker):
-    """A request for a model that does not exist is refused with this reason, and so is one for a model that has been
-    withdrawn, unless it continues an answer. A withdrawn model is forgotten with its last shard, and none before."""
+    """A request for a model or an adapter that does not exist is refused with this reason, and so is one for a model
+    that has been withdrawn, unless it continues an answer. A withdrawn model is forgotten with its last shard, and none
+    before."""
 
     invariant = "withdrawals_kept"
 

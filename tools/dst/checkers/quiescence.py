@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvloom.models.adapters import Adapter
 from router.core.events import ChoiceSpec, Request
 from router.core.placement import PlacementPlan
 from tools.dst.checker import Checker
@@ -12,8 +13,11 @@ MAX_PROMPTS = 60
 """How many of the newest prompts are checked."""
 
 
-def plan_of(node: RouterView, model: str, tenant: str, prompt: tuple[int, ...]) -> PlacementPlan:
-    request = Request("question", "nobody", model, prompt, "", [ChoiceSpec(1, 0)], max_tokens=1, tenant=tenant)
+def plan_of(
+    node: RouterView, model: str, tenant: str, prompt: tuple[int, ...], adapter: Adapter | None = None
+) -> PlacementPlan:
+    choices = [ChoiceSpec(1, 0)]
+    request = Request("question", "nobody", model, prompt, "", choices, max_tokens=1, tenant=tenant, adapter=adapter)
     return node.core.plan(request, node.now)
 
 
@@ -25,14 +29,14 @@ class IndexExact(Checker):
 
     def on_quiescence(self, world: WorldView) -> None:
         shards = {shard.shard_id: shard for shard in world.shards}
-        for model, tenant, prompt in list(world.traffic.prompts)[-MAX_PROMPTS:]:
+        for model, tenant, prompt, adapter in list(world.traffic.prompts)[-MAX_PROMPTS:]:
             for node in world.nodes:
-                for score in plan_of(node, model, tenant, prompt).shards:
+                for score in plan_of(node, model, tenant, prompt, adapter).shards:
                     shard = shards[score.shard_id]
                     if score.filtered_reason:
                         continue
                     block_size = shard.shape.block_size
-                    hashes = hashes_of(model, tenant, prompt, block_size)
+                    hashes = hashes_of(model, tenant, prompt, adapter, block_size)
                     held = min(shard.cache.count_overlap(hashes) * block_size, len(prompt) - 1)
                     if score.num_overlap_tokens != held:
                         self.fail(

@@ -13,7 +13,16 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import CancelOnShard, SubmitAttempt, WantKvSnapshot
 from router.core.dispatch.attempt_sender import PROBE_CLIENT_ID, PROBE_TOKEN_IDS
 from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
-from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardLoad, ShardUp
+from router.core.events import (
+    AdaptersReported,
+    AdapterState,
+    ChoiceSpec,
+    KvChange,
+    KvSnapshotArrived,
+    ShardDescription,
+    ShardLoad,
+    ShardUp,
+)
 from router.core.frames import Finish
 from tools.dst import script
 from tools.dst.environment import Environment
@@ -44,6 +53,10 @@ class SimShard:
         self.hands_over = False
         self.slowness = 1.0
         self.incarnation = incarnation
+        self.adapters: dict[str, str] = {}
+        """The checksums of its adapters by name, which a restart keeps."""
+        self._loaded_adapter = ""
+        """The name of the one that is loaded: there is room for one."""
         self.cache = BlockCache(shape)
         self.engine = Engine(env, shape, self.cache)
         self._kv_number = 0
@@ -59,6 +72,7 @@ class SimShard:
         self.is_withdrawn = False
         self.has_hung_engine = False
         self.slowness = 1.0
+        self._loaded_adapter = ""
         self.cache = BlockCache(self.shape)
         self.engine = Engine(self._env, self.shape, self.cache)
         self._kv_number = 0
@@ -119,6 +133,26 @@ class SimShard:
         self.is_withdrawn = withdrawn
         self.send_load()
 
+    def change_adapter(self, name: str, checksum: str | None) -> None:
+        """It has this adapter from now on, or (None) no longer. Routers are notified at once; what runs ends."""
+        if self.is_hung:
+            return
+        if checksum is None:
+            self.adapters.pop(name, None)
+        else:
+            self.adapters[name] = checksum
+        if self._loaded_adapter == name:
+            self._loaded_adapter = ""
+        self._send_adapters()
+
+    def _send_adapters(self) -> None:
+        for stream in self.streams:
+            stream.send_frame(self._adapter_report())
+
+    def _adapter_report(self) -> AdaptersReported:
+        states = [AdapterState(name, self.adapters[name], name == self._loaded_adapter) for name in self.adapters]
+        return AdaptersReported(self.shard_id, states, 2 * self._env.scenario.step_seconds)
+
     def begin_to_end(self) -> None:
         """The model has been withdrawn, and the process is told to stop: it drains."""
         self.is_ending = True
@@ -170,7 +204,8 @@ class SimShard:
             variant=shape.variant,
         )
         snapshot = KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks))
-        stream.send_frame(ShardUp(description), snapshot, *stream.load_report(self._load(stream)))
+        adapters = [self._adapter_report()] if self.adapters else []
+        stream.send_frame(ShardUp(description), snapshot, *adapters, *stream.load_report(self._load(stream)))
 
     def lose(self, stream: ShardStream) -> None:
         """The stream broke. Its sequences are cancelled silently."""
@@ -203,7 +238,10 @@ class SimShard:
         for spec in attempt.choices:
             if attempt.request.client_id not in ROUTER_CLIENT_IDS:
                 self._env.checks.on_submit(self, stream, attempt, spec)
-            if self.is_draining:
+            adapter = attempt.request.adapter
+            if adapter is not None and self.adapters.get(adapter.name) != adapter.checksum:
+                self._refuse(stream, spec, ErrorReason.ERROR_REASON_ADAPTER_NOT_FOUND)
+            elif self.is_draining:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING)
             elif len(self.engine.sequences) >= self.shape.max_sequences:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_QUEUE_FULL)
@@ -216,6 +254,9 @@ class SimShard:
 
     def _add_sequence(self, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         request = attempt.request
+        if request.adapter is not None and request.adapter.name != self._loaded_adapter:
+            self._loaded_adapter = request.adapter.name
+            self._send_adapters()
         if request.client_id in ROUTER_CLIENT_IDS:
             tokens = PROBE_TOKEN_IDS
         else:
