@@ -34,6 +34,9 @@ def embedding_of(request_id: str, prompt: Sequence[int], pooling: Pooling | None
 class EmbeddingSuite:
     """A subclass defines `make_engine`, as in EngineSuite. Engines without the capability skip these tests."""
 
+    model_name = "model"
+    """The name of the model that `make_engine` serves."""
+
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
         raise NotImplementedError
 
@@ -49,6 +52,12 @@ class EmbeddingSuite:
                 return EngineDriver(engine)
 
             yield start
+
+    @pytest.mark.parametrize("name", ["model", "org/other:v2"])
+    async def test_an_engine_goes_by_the_name_of_its_model(self, start: StartEngine, name: str) -> None:
+        """Engines of several models run in one fabric: the name is in the hello to routers and in the block hashes."""
+        self.model_name = name
+        assert (await start()).engine.info.model == name
 
     @pytest.fixture
     async def start_embedding(self, start: StartEngine) -> StartEngine:

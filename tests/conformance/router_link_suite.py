@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -17,6 +18,8 @@ from tests.fakes.fake_shard import expected_text, expected_tokens, token_text
 from tests.fakes.router_world import MODEL, Answer, eventually, link_request
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
+_NOT_SERVED = (ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, ErrorReason.ERROR_REASON_NO_SHARD_READY)
+"""The model is unknown, or it is known and its last shard was lost."""
 
 
 class LinkRig(Protocol):
@@ -34,6 +37,14 @@ class LinkRig(Protocol):
     @property
     def num_running(self) -> int:
         """How many sequences the shards are working on."""
+        ...
+
+    async def add_model(self, name: str) -> None:
+        """From now on a shard serves this model, too."""
+        ...
+
+    async def remove_model(self, name: str) -> None:
+        """The shard of a model that was added stops."""
         ...
 
 
@@ -156,6 +167,30 @@ class RouterLinkSuite:
         await rig.link.close()
         assert not rig.link.connected
         assert not rig.link.fleet.models
+
+    async def test_models_come_and_go_while_connected(self, rig: LinkRig) -> None:
+        """Requests for a model are taken while a shard serves it, and those for another model notice nothing."""
+
+        async def ask(model: str) -> Answer:
+            answer = Answer()
+            rig.link.submit(link_request([4], 8, request_id=f"{model} {next(numbers)}", model=model), answer)
+            await eventually(lambda: answer.done, "the end")
+            return answer
+
+        def names() -> set[str]:
+            return {model.name for model in rig.link.fleet.models if model.num_ready_shards}
+
+        numbers = itertools.count()
+        for _ in range(2):
+            await rig.add_model("other")
+            await eventually(lambda: names() == {MODEL, "other"}, "both models")
+            for model in (MODEL, "other"):
+                assert (await ask(model)).token_ids == [expected_tokens([4], 0, 8)]
+            await rig.remove_model("other")
+            await eventually(lambda: names() == {MODEL}, "one model")
+            refused = await ask("other")
+            assert refused.finish.error.reason in _NOT_SERVED
+            assert (await ask(MODEL)).token_ids == [expected_tokens([4], 0, 8)]
 
     async def test_a_waiting_task_is_woken_by_a_fleet_change(self, rig: LinkRig) -> None:
         """A cancel at the end must not produce a second finish."""

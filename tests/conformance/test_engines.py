@@ -24,7 +24,7 @@ class TestSimEngine(EngineSuite):
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         sim = SimConfig(step_ms=0, prefill_tokens_per_second=1e9)
         config = ShardConfig(engine="sim", sim=sim, **{"max_batch": 16, **shard_fields})
-        return SimEngine("model", config, vocab_size=49152, eos_token_ids=frozenset({2}))
+        return SimEngine(self.model_name, config, vocab_size=49152, eos_token_ids=frozenset({2}))
 
     def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:
         return Path(f"adapter-{number}")
@@ -44,7 +44,7 @@ class TorchEngineSuite(EngineSuite):
         # computes the largest prefill chunk of a prompt several times: a small one, which also cuts the longer prompts.
         fields = {"max_batch": 16, "num_blocks": 256, "max_prefill_tokens_per_step": 48} | shard_fields
         config = ShardConfig(torch=TorchConfig(num_threads=1, **torch_fields), **fields)
-        return TorchEngine(model_dir, "model", config, load_runner=self.load_runner)
+        return TorchEngine(model_dir, self.model_name, config, load_runner=self.load_runner)
 
 
 def random_adapter(request: pytest.FixtureRequest, model_fixture: str, number: int) -> Path:
@@ -99,7 +99,7 @@ class TestTorchEncoder(EmbeddingSuite):
 
         fields = {"max_batch": 16, "max_prefill_tokens_per_step": 48} | shard_fields
         config = ShardConfig(torch=TorchConfig(num_threads=1), **fields)
-        return TorchEngine(request.getfixturevalue("small_encoder_dir"), "model", config)
+        return TorchEngine(request.getfixturevalue("small_encoder_dir"), self.model_name, config)
 
 
 class TestTorchEncoderShortestFirst(TestTorchEncoder):
@@ -137,7 +137,7 @@ class TestTensorRtLlmEngine(EngineSuite):
         tensorrt_llm = TensorRtLlmConfig(penalties=self.penalties, lora=self.lora)
         config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=tensorrt_llm, **{"max_batch": 16, **shard_fields})
         return TensorRtLlmEngine(
-            Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
+            Path("model"), self.model_name, config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
         )
 
 

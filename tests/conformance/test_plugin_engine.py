@@ -33,7 +33,7 @@ class TestPluginEngine(EngineSuite):
         name, settings = NAME or "echo", json.loads(SETTINGS or "{}")
         shard = ShardConfig(engine=name, plugin=settings, **{"max_batch": 16, **shard_fields})
         if MODEL:
-            config = KvloomConfig(model=ModelConfig(name="model", path=MODEL), shard=shard)
+            config = KvloomConfig(model=ModelConfig(name=self.model_name, path=MODEL), shard=shard)
             return create_engine(config, ModelTokenizer.load(Path(MODEL)))
-        setup = EngineSetup(Path("model"), "model", shard, settings, 49152, frozenset({2}), 4096)
+        setup = EngineSetup(Path("model"), self.model_name, shard, settings, 49152, frozenset({2}), 4096)
         return plugin_engine(name, setup)

@@ -11,6 +11,7 @@ import pytest
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.conformance.router_link_suite import LENGTH, LinkRig, RouterLinkSuite
 from tests.fakes.fake_router_link import FakeRequest, FakeRouterLink
 from tests.fakes.fake_shard import FakeShard, expected_tokens, token_text
@@ -20,11 +21,13 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 
 
 class RouterRig:
-    """A real router and a fake shard."""
+    """A real router and fake shards."""
 
-    def __init__(self, link: RouterLink, shard: FakeShard) -> None:
+    def __init__(self, link: RouterLink, shard: FakeShard, world: RouterWorld) -> None:
         self.link = link
         self._shard = shard
+        self._world = world
+        self._added: dict[str, FakeShard] = {}
 
     def hold(self) -> None:
         self._shard.pause()
@@ -35,6 +38,13 @@ class RouterRig:
     @property
     def num_running(self) -> int:
         return self._shard.num_running
+
+    async def add_model(self, name: str) -> None:
+        self._added[name] = await self._world.start_shard(f"shard-{name}", model=name)
+
+    async def remove_model(self, name: str) -> None:
+        await self._world.registry.withdraw(f"shard-{name}")
+        await self._added.pop(name).stop()
 
 
 @contextlib.asynccontextmanager
@@ -47,7 +57,7 @@ async def router_rig(
         link = await connect(world)
         await eventually(lambda: num_ready_shards(link), "a ready shard")
         try:
-            yield RouterRig(link, shard)
+            yield RouterRig(link, shard, world)
         finally:
             await link.close()
 
@@ -89,6 +99,7 @@ class FakeRig:
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._running: set[FakeRequest] = set()
+        self._models = [MODEL]
 
     def hold(self) -> None:
         self._may_step.clear()
@@ -100,6 +111,17 @@ class FakeRig:
     def num_running(self) -> int:
         return len([request for request in self._running if not request.cancelled.is_set()])
 
+    async def add_model(self, name: str) -> None:
+        self._models.append(name)
+        self._tell_models()
+
+    async def remove_model(self, name: str) -> None:
+        self._models.remove(name)
+        self._tell_models()
+
+    def _tell_models(self) -> None:
+        self.link.tell(FleetState(models=[ModelInfo(name=name, num_ready_shards=1) for name in self._models]))
+
     def _play(self, request: FakeRequest) -> None:
         self._tasks.append(asyncio.create_task(self._answer(request)))
 
@@ -107,7 +129,7 @@ class FakeRig:
         request = fake.request
         begun = {choice.index: len(choice.token_ids) for choice in request.partial_choices}
         indexes = list(begun) or list(range(request.n))
-        if request.model != MODEL:
+        if request.model not in self._models:
             for index in indexes:
                 fake.fail(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, index=index)
             return

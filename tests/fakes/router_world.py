@@ -124,7 +124,7 @@ class RouterWorld:
         await shard.start()
         self._cleanup.push_async_callback(shard.stop)
         incarnation_id = announced_incarnation_id or shard.info.incarnation_id
-        record = ShardRecord(announced_as or shard_id, shard.address, MODEL, incarnation_id)
+        record = ShardRecord(announced_as or shard_id, shard.address, shard.info.model, incarnation_id)
         await self.registry.announce(record)
         return shard
 
