@@ -120,10 +120,10 @@ class RouterServer:
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust, catalogue)
         self._catalogue = catalogue
         routes = ModelRoutes(config.routes)
-        self._rollouts = RolloutFollower(config, trust.sealer, routes)
         self.shadows = ShadowTraffic(self._driver, core, catalogue.by_name, metrics_registry)
         """What is compared with candidates. It may be changed while the router runs."""
-        self.shadows.set_shadows(config.shadows)
+        self.shadows.configure(config.shadows)
+        self._rollouts = RolloutFollower(config, trust.sealer, routes, self.shadows.follow_rollouts)
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,

@@ -135,6 +135,8 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     """Drawn for each rollout."""
     owner: str = ""
     """As for a shard."""
+    scored_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """The share of the old version's answers that the new one scores (docs/shadow-traffic.md)."""
 
     @property
     def key(self) -> str:

@@ -30,6 +30,8 @@ never negative, so that the counters only grow) have one more label, `under`, wi
 UNDER_MODEL: Final = "model"
 UNDER_CANDIDATE: Final = "candidate"
 
+COUNTERS: Final = (ANSWERS, TOKENS, SURPRISAL, SQUARED_TOKENS, SURPRISAL_TOKENS, SQUARED_GAP)
+
 MIN_ANSWERS: Final = 10
 """With fewer answers nothing is judged: the intervals hold for means of many."""
 TUNED_FOR: Final = 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Collection
 
 import redis.exceptions
 import structlog
@@ -20,8 +21,15 @@ log = structlog.get_logger()
 class RolloutFollower:
     """See kvloom.process.watched_files.following. Without Redis there are no rollouts."""
 
-    def __init__(self, config: KvloomConfig, sealer: Sealer, routes: ModelRoutes) -> None:
+    def __init__(
+        self,
+        config: KvloomConfig,
+        sealer: Sealer,
+        routes: ModelRoutes,
+        on_change: Callable[[Collection[RolloutRecord]], None] = lambda _: None,
+    ) -> None:
         self._config = config
+        self._on_change = on_change
         self._sealer = sealer
         self._routes = routes
         self._rollouts: dict[str, RolloutRecord] = {}
@@ -57,3 +65,4 @@ class RolloutFollower:
                 log.info("rollout", model=name, old=rollout.old, new=rollout.new, share=rollout.share)
         self._rollouts = rollouts
         self._routes.follow_rollouts(rollouts.values())
+        self._on_change(rollouts.values())

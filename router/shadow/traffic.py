@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from kvloom.config import ShadowConfig
+from kvloom.discovery.records import RolloutRecord
 from kvloom.models.served_model import ServedModel
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, SamplingParams, TokenLogprobs
 from router.core.actions import FleetChanged, RequestEnded
@@ -82,6 +83,7 @@ class ShadowTraffic:
         self._core = core
         self._models = models
         self._metrics = ShadowMetrics(registry)
+        self._configured: Sequence[ShadowConfig] = ()
         self._pairs: Sequence[Pair] = ()
         self._by_model: dict[str, list[Pair]] = {}
         self._followed: dict[str, dict[int, FollowedAnswer]] = {}
@@ -118,6 +120,20 @@ class ShadowTraffic:
             self._driver.set_tap(self)
         else:
             self._end_if_done()
+
+    def configure(self, shadows: Sequence[ShadowConfig]) -> None:
+        """As `set_shadows`, for those in the configuration, which hold beside those of rollouts."""
+        self._configured = tuple(shadows)
+        self.set_shadows(self._configured)
+
+    def follow_rollouts(self, rollouts: Iterable[RolloutRecord]) -> None:
+        """The new versions of these rollouts, and no others, score answers of the old ones."""
+        wanted = {(shadow.model, shadow.candidate): shadow for shadow in self._configured}
+        for rollout in rollouts:
+            if rollout.scored_share and rollout.old != rollout.new:
+                shadow = ShadowConfig(model=rollout.old, candidate=rollout.new, share=rollout.scored_share)
+                wanted.setdefault((rollout.old, rollout.new), shadow)
+        self.set_shadows(list(wanted.values()))
 
     def close(self) -> None:
         """Sample no more, and cancel what is under way."""

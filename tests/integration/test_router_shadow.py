@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvloom.config import ShadowConfig
+from kvloom.discovery.records import RolloutRecord
 from kvloom.models.likelihood_gap import GapSums
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.text.tokenizer import ModelTokenizer
@@ -204,6 +206,19 @@ async def test_shadows_end_in_the_middle_of_answers(shadowed: ShadowWorld) -> No
     assert answer.logprobs == [[]]
     await ask(shadowed, link)
     assert shadowed.sums == GapSums()
+
+
+async def test_a_rollout_has_its_new_version_score_answers(shadowed: ShadowWorld) -> None:
+    """So it can be taken back for what it would answer; shadows of the configuration stay as they are."""
+    link = await serve(shadowed, MODEL, CANDIDATE)
+    shadows = shadowed.server.shadows
+    shadows.configure([ShadowConfig(model=CANDIDATE, candidate=MODEL)])
+    record = RolloutRecord(MODEL, (MODEL,), MODEL, CANDIDATE, 0.0, "supervisor", "i", scored_share=1.0)
+    shadows.follow_rollouts([record])
+    await ask(shadowed, link)
+    await eventually(lambda: shadowed.metric("kvloom_router_shadow_scored_answers_total", **PAIR), "a score")
+    shadows.follow_rollouts([])
+    assert [shadow.candidate for shadow in shadows.shadows] == [MODEL]
 
 
 async def test_the_shadow_of_a_caller_is_cached_apart_and_not_screened(shadowed: ShadowWorld) -> None:

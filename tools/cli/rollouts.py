@@ -101,6 +101,22 @@ class Steps(click.ParamType):
     help="How many times as long as with the old version its first token may take.",
 )
 @option(
+    "--max-likelihood-gap",
+    scope="models",
+    type=click.FloatRange(0),
+    default=0.1,
+    show_default=True,
+    help="How much less likely it may find the answers of the old version, in nats per token.",
+)
+@option(
+    "--scored-share",
+    scope="models",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="The share of the old version's answers that it scores for this. 0: none.",
+)
+@option(
     "--min-requests",
     scope="models",
     type=click.IntRange(0, 10**9),
@@ -121,6 +137,8 @@ def roll_out(
     timeout_seconds: float,
     max_error_rate_increase: float,
     max_ttft_ratio: float,
+    max_likelihood_gap: float,
+    scored_share: float,
     min_requests: int,
     detach: bool,
     data_dir: Path | None,
@@ -128,9 +146,10 @@ def roll_out(
 ) -> None:
     """Replace what serves NAME by a new version, step by step.
 
-    The new version is loaded beside the old one and gets a growing share of the sessions. If it fails more requests, or
-    answers later, it is taken back by itself; Ctrl-C or `kvloom models rollback` take it back too. At the end the old
-    version is unloaded. No stream breaks. The running fabric does all this, whether this command runs or not.
+    The new version is loaded beside the old one and gets a growing share of the sessions. If it fails more requests,
+    answers later or finds the old version's answers unlikely, it is taken back by itself; Ctrl-C or `kvloom models
+    rollback` take it back too. At the end the old version is unloaded. No stream breaks. The running fabric does all
+    this, whether this command runs or not.
     """
     request = StartRolloutRequest(
         version=version,
@@ -142,6 +161,8 @@ def roll_out(
         drain_seconds=timeout_seconds,
         max_error_rate_increase=max_error_rate_increase,
         max_ttft_ratio=max_ttft_ratio,
+        max_likelihood_gap=max_likelihood_gap,
+        scored_share=scored_share,
         min_requests=min_requests,
     )
 

@@ -69,7 +69,8 @@ class MachineRollouts:
                 state,
                 ModelVersions(plan, old, self.models, self.changing, self.wait_served, self.on_change),
                 RolloutAnnouncement(
-                    self.config.redis, self.trust.sealer, names, old.name, plan.version, self.name, self.owner
+                    *(self.config.redis, self.trust.sealer, names, old.name, plan.version, self.name, self.owner),
+                    scored_share=plan.scored_share,
                 ),
                 RouterMetering(self.config.redis, self.trust, (old.name, plan.version)),
                 report,

@@ -39,11 +39,20 @@ class RolloutAnnouncement:
     """The record in the registry, which is renewed until `end`."""
 
     def __init__(
-        self, redis_config: RedisConfig, sealer: Sealer, names: tuple[str, ...], old: str, new: str, by: str, owner: str
+        self,
+        redis_config: RedisConfig,
+        sealer: Sealer,
+        names: tuple[str, ...],
+        old: str,
+        new: str,
+        by: str,
+        owner: str,
+        *,
+        scored_share: float,
     ) -> None:
         """`names`: all that both versions have, first the one by which the rollout is known. `by`: the supervisor."""
         self._registry = RolloutRegistry(redis_config.url, redis_config.key_prefix, sealer)
-        self._record = RolloutRecord(names[0], names, old, new, 0.0, by, uuid.uuid4().hex, owner)
+        self._record = RolloutRecord(names[0], names, old, new, 0.0, by, uuid.uuid4().hex, owner, scored_share)
         self._renewing: asyncio.Task[None] | None = None
         self._renewed_at = 0.0
 

@@ -78,8 +78,10 @@ class GapInterval(NamedTuple):
     """Where the likelihood gap is, in nats per token: by how much less likely the new version finds the answers of the
     old one than the old one does. It must hold at every look."""
 
+    mean: float
     low: float
     high: float
+    num_answers: int
 
 
 class Decision(enum.Enum):
@@ -99,7 +101,7 @@ def judge(old: Counts, new: Counts, limits: Limits, look: int, gap: GapInterval 
     and times are not compared."""
     alpha = ALPHA * 6 / (math.pi * look) ** 2 / _NUM_BOUNDS
     reason = (
-        _too_many_errors(old, new, limits, alpha) or _too_slow(old, new, limits, alpha) or _too_unlikely(gap, limits)
+        _too_many_errors(old, new, limits, alpha) or _too_slow(old, new, limits, alpha) or too_unlikely(gap, limits)
     )
     if reason:
         return Verdict(Decision.ROLL_BACK, reason)
@@ -132,12 +134,13 @@ def _too_slow(old: Counts, new: Counts, limits: Limits, alpha: float) -> str:
     return ""
 
 
-def _too_unlikely(gap: GapInterval | None, limits: Limits) -> str:
+def too_unlikely(gap: GapInterval | None, limits: Limits) -> str:
+    """Why the new version is taken back; "" if it is not certain enough. It may be asked at any time."""
     if gap is None or limits.max_likelihood_gap is None or gap.low <= limits.max_likelihood_gap:
         return ""
     return (
-        f"it finds the answers of the old version less likely by {gap.low:.3g} to {gap.high:.3g} nats per token; at "
-        f"most {limits.max_likelihood_gap:g} are allowed"
+        f"it finds the answers of the old version less likely by {gap.mean:.3g} nats per token, certainly by "
+        f"more than {gap.low:.3g} ({gap.num_answers} answers); at most {limits.max_likelihood_gap:g} are allowed"
     )
 
 

@@ -40,6 +40,8 @@ class RolloutPlan:
     drain_seconds: float = 600.0
     """How long answers of the version that goes may take to end."""
     limits: Limits = dataclasses.field(default_factory=Limits)
+    scored_share: float = 0.0
+    """The share of the old version's answers that the new one scores, from 0 to 1."""
 
     @property
     def name(self) -> str:
@@ -60,6 +62,7 @@ class RolloutPlan:
             ("hold", self.hold_seconds, MAX_HOLD_SECONDS),
             ("drain", self.drain_seconds, MAX_HOLD_SECONDS),
             ("max_error_rate_increase", limits.max_error_rate_increase, 1.0),
+            ("scored_share", self.scored_share, 1.0),
             ("max_ttft_ratio", limits.max_ttft_ratio, 1e6),
             ("max_likelihood_gap", 0.0 if gap is None else gap, 1e6),
             ("min_requests", limits.min_requests, 1e9),

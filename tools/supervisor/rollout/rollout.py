@@ -11,8 +11,8 @@ from typing import Final, Protocol
 from kvloom.discovery.registry import POLL_SECONDS
 from tools.failures import CommandError
 from tools.supervisor.rollout.announcement import Shares
-from tools.supervisor.rollout.judge import Counts, Decision, Looks, Verdict, judge
-from tools.supervisor.rollout.measurements import Metering, Series, counts_of
+from tools.supervisor.rollout.judge import Counts, Decision, GapInterval, Looks, Verdict, judge, too_unlikely
+from tools.supervisor.rollout.measurements import Metering, Series, counts_of, gap_of
 from tools.supervisor.rollout.plan import MAX_HOLDS, RolloutPlan
 
 LOOK_SECONDS: Final = 1.0
@@ -168,16 +168,19 @@ class Rollout:
                 raise _RolledBackError("the registry cannot be reached, so that no edge follows the rollout any more")
             old, new = self._counts(earlier)
             is_over = now - began >= self._plan.hold_seconds
+            gap = gap_of(self._metering.increments.total, self.state.old, self.state.new)
             if looks.take(new.num_requests, is_end=is_over):
-                verdict = judge(old, new, self._plan.limits, looks.count)
+                verdict = judge(old, new, self._plan.limits, looks.count, gap)
+            elif reason := too_unlikely(gap, self._plan.limits):
+                verdict = Verdict(Decision.ROLL_BACK, reason)
             if verdict.decision is Decision.ROLL_BACK:
-                self._report(old, new, verdict)
+                self._report(old, new, gap, verdict)
                 raise _RolledBackError(verdict.reason)
             if is_over and verdict.decision is Decision.CONTINUE:
-                self._report(old, new, verdict)
+                self._report(old, new, gap, verdict)
                 return
             if now - began >= MAX_HOLDS * self._plan.hold_seconds and is_over:
-                self._report(old, new, verdict)
+                self._report(old, new, gap, verdict)
                 raise _RolledBackError(f"it had only {verdict.reason} in {now - began:.0f} s (--min-requests)")
 
     async def _pause(self) -> None:
@@ -202,9 +205,11 @@ class Rollout:
             old = counts_of(increments.total, self.state.old)
         return old, new
 
-    def _report(self, old: Counts, new: Counts, verdict: Verdict) -> None:
+    def _report(self, old: Counts, new: Counts, gap: GapInterval | None, verdict: Verdict) -> None:
         for name, counts in ((self.state.old, old), (self.state.new, new)):
             self._on_step(f"  {name}: {described(counts)}")
+        if gap is not None:
+            self._on_step(f"  likelihood gap: {gap.mean:.3f} nats per token in {gap.num_answers} answers so far")
         self._on_step(f"  verdict: {verdict.decision.value}")
 
 

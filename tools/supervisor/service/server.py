@@ -282,7 +282,8 @@ async def _steps(start: Callable[[OnStep], Awaitable[None]], context: Any) -> As
 
 def _plan(request: StartRolloutRequest) -> RolloutPlan:
     """Raises CommandError."""
-    limits = Limits(request.max_error_rate_increase, request.max_ttft_ratio, None, request.min_requests)
+    gap = request.max_likelihood_gap if request.HasField("max_likelihood_gap") else None
+    limits = Limits(request.max_error_rate_increase, request.max_ttft_ratio, gap, request.min_requests)
     if request.path.startswith(".") or len(request.shard_settings) > MAX_SHARD_SETTINGS:
         raise CommandError(f"path must be absolute, and shard_settings has at most {MAX_SHARD_SETTINGS} entries")
     return RolloutPlan(
@@ -294,6 +295,7 @@ def _plan(request: StartRolloutRequest) -> RolloutPlan:
         hold_seconds=request.hold_seconds,
         drain_seconds=request.drain_seconds,
         limits=limits,
+        scored_share=request.scored_share,
     ).checked()
 
 

@@ -135,11 +135,11 @@ def test_a_likelihood_gap_counts_once_it_is_certain() -> None:
     limits = Limits(max_likelihood_gap=0.1)
     for gap, decision in (
         (None, Decision.CONTINUE),
-        (GapInterval(0.05, 0.4), Decision.CONTINUE),
-        (GapInterval(0.11, 0.2), Decision.ROLL_BACK),
+        (GapInterval(0.2, 0.05, 0.4, 30), Decision.CONTINUE),
+        (GapInterval(0.15, 0.11, 0.2, 30), Decision.ROLL_BACK),
     ):
         assert judge(counts(100), counts(100), limits, 1, gap).decision is decision
-    assert judge(counts(100), counts(100), LIMITS, 1, GapInterval(5, 6)).decision is Decision.CONTINUE
+    assert judge(counts(100), counts(100), LIMITS, 1, GapInterval(5.5, 5, 6, 30)).decision is Decision.CONTINUE
 
 
 @given(st.lists(st.integers(0, 5), max_size=300))

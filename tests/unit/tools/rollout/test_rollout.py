@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvloom.models import likelihood_gap
 from tools.failures import CommandError
 from tools.supervisor.rollout.judge import Limits
 from tools.supervisor.rollout.measurements import REQUESTS, Increments
@@ -22,6 +23,8 @@ class FakeWorld:
 
     error_type: str = ""
     """Of all requests of the new version."""
+    gap: float | None = None
+    """Of each answer of ten tokens that the new version scores, in nats per token; None: it scores none."""
     num_requests: int = 100
     load_error: str = ""
     lost: str = ""
@@ -59,13 +62,33 @@ class FakeWorld:
             labels = (("error_type", error_type), ("model", model), ("outcome", "error" if error_type else "stop"))
             series = f"{REQUESTS}_total", labels
             self.increments.total[series] = self.increments.total.get(series, 0.0) + round(self.num_requests * share)
+        if self.gap is not None:
+            self._score(self.gap)
         return self.answers
+
+    def _score(self, gap: float) -> None:
+        """What a router counts for an answer of ten tokens, each of one nat under the old version."""
+        values = {
+            (likelihood_gap.ANSWERS, ""): 1.0,
+            (likelihood_gap.TOKENS, ""): 10.0,
+            (likelihood_gap.SURPRISAL, "model"): 10.0,
+            (likelihood_gap.SURPRISAL, "candidate"): 10 * (1 + gap),
+            (likelihood_gap.SQUARED_TOKENS, ""): 100.0,
+            (likelihood_gap.SURPRISAL_TOKENS, "model"): 100.0,
+            (likelihood_gap.SURPRISAL_TOKENS, "candidate"): 100 * (1 + gap),
+            (likelihood_gap.SQUARED_GAP, ""): (10 * gap) ** 2,
+        }
+        for (name, under), value in values.items():
+            labels = {"candidate": "m@2", "model": "m"} | ({"under": under} if under else {})
+            series = f"{name}_total", tuple(sorted(labels.items()))
+            self.increments.total[series] = self.increments.total.get(series, 0.0) + value
 
     async def close(self) -> None:
         pass
 
 
 PLAN = RolloutPlan("m@2", steps=(10, 100), hold_seconds=0.05)
+SCORED = dataclasses.replace(PLAN, hold_seconds=0.3, limits=Limits(max_likelihood_gap=0.1))
 
 
 async def roll_out(world: FakeWorld, plan: RolloutPlan = PLAN, back: str = "") -> RolloutState:
@@ -104,6 +127,14 @@ async def test_a_version_that_cannot_stay_is_taken_back(world: FakeWorld, reason
     assert reason in state.reason
     assert world.log[-3:] == ["0", "unload new", "end at_once=True"]
     assert "unload old" not in world.log
+
+
+async def test_a_version_that_would_answer_otherwise_is_taken_back() -> None:
+    """It fails nothing and is as fast: only what it thinks of the old version's answers gives it away."""
+    state = await roll_out(FakeWorld(gap=0.5), SCORED)
+    assert state.phase == "rolled back"
+    assert "less likely by 0.5 nats per token" in state.reason
+    assert (await roll_out(FakeWorld(gap=0.05), SCORED)).phase == "done"
 
 
 async def test_an_operator_may_take_it_back_while_it_is_loaded() -> None:
