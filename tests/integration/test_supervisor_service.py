@@ -11,6 +11,7 @@ import pytest
 from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret
+from tests.fakes.no_adapters import NoAdapters
 from tests.fakes.no_rollouts import NoRollouts
 from tools.failures import CommandError
 from tools.supervisor.logs.entries import LogEntry
@@ -63,6 +64,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
         sleep_model=no_change,
         wake_model=no_change,
         rollouts=NoRollouts(),
+        adapters=NoAdapters(),
     )
     trust = SharedSecret(SECRET, ("supervisor",), "a-kvloom")
     async with asyncio.timeout(30), serving(servicer, run_dir, trust, "127.0.0.1") as address:

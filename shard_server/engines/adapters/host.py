@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 import structlog
 
@@ -38,6 +38,16 @@ class ReadsAdapters(Protocol[_Loads]):
         ...
 
 
+class _ClosedReader:
+    """That of an engine that has been closed."""
+
+    def read(self, name: str, path: str) -> AdapterInfo:  # noqa: ARG002
+        raise AdapterError("the engine is closed")
+
+    def load(self, adapter: AdapterInfo) -> NoReturn:  # noqa: ARG002
+        raise AdapterError("the engine is closed")
+
+
 class AdapterHost(Generic[Weights]):
     """Implements `shard_server.engines.base.Adapters`. All calls are made on one event loop.
 
@@ -53,7 +63,7 @@ class AdapterHost(Generic[Weights]):
         patience_seconds: float = PATIENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reader = reader
+        self._reader: ReadsAdapters[Weights] = reader
         self._clock = clock
         self._slots = AdapterSlots(max_loaded, patience_seconds)
         self._adapters: dict[str, AdapterInfo] = {}
@@ -167,6 +177,8 @@ class AdapterHost(Generic[Weights]):
             gone.set()
         self._acquiring.clear()
         self._weights.clear()
+        # The engine's own has its model, whose memory a sleeping shard gives back.
+        self._reader = _ClosedReader()
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 

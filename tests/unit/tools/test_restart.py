@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kvloom.trust.fabric_trust import NO_SECRET
+from tests.fakes.no_adapters import NoAdapters
 from tests.fakes.no_rollouts import NoRollouts
 from tests.unit.tools.test_supervisor import TIMEOUT_SECONDS, World, assert_gone, breakable, stand_in
 from tools.failures import CommandError
@@ -168,6 +169,7 @@ async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp
         sleep_model=no_change,
         wake_model=no_change,
         rollouts=NoRollouts(),
+        adapters=NoAdapters(),
     )
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with serving(servicer, run_dir, NO_SECRET), local_supervisor(run_dir) as supervisor:
