@@ -112,9 +112,9 @@ class Steps(click.ParamType):
     "--scored-share",
     scope="models",
     type=click.FloatRange(0, 1),
-    default=0.1,
+    default=0.0,
     show_default=True,
-    help="The share of the old version's answers that it scores for this. 0: none.",
+    help="The share of the old version's answers that it scores for this, for example 0.1. 0: none.",
 )
 @option(
     "--min-requests",
