@@ -28,6 +28,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from kvloom.models.likelihood_gap import GapSums, lower_bound_at_any_time
+
 ALPHA: Final = 0.01
 QUANTILES: Final = (0.5, 0.9)
 _NUM_BOUNDS: Final = 2 + 2 * len(QUANTILES)
@@ -74,16 +76,6 @@ class Counts:
         return None
 
 
-class GapInterval(NamedTuple):
-    """Where the likelihood gap is, in nats per token: by how much less likely the new version finds the answers of the
-    old one than the old one does. It must hold at every look."""
-
-    mean: float
-    low: float
-    high: float
-    num_answers: int
-
-
 class Decision(enum.Enum):
     CONTINUE = "continue"
     WAIT = "wait"
@@ -96,8 +88,9 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-def judge(old: Counts, new: Counts, limits: Limits, look: int, gap: GapInterval | None = None) -> Verdict:
-    """`look`: the how-manieth of this step this is, from 1. Without requests of the old version its errors are none,
+def judge(old: Counts, new: Counts, limits: Limits, look: int, gap: GapSums | None = None) -> Verdict:
+    """`look`: the how-manieth of this step this is, from 1. `gap`: how likely the new version finds the answers of the
+    old one. Without requests of the old version its errors are none,
     and times are not compared."""
     alpha = ALPHA * 6 / (math.pi * look) ** 2 / _NUM_BOUNDS
     reason = (
@@ -134,13 +127,17 @@ def _too_slow(old: Counts, new: Counts, limits: Limits, alpha: float) -> str:
     return ""
 
 
-def too_unlikely(gap: GapInterval | None, limits: Limits) -> str:
-    """Why the new version is taken back; "" if it is not certain enough. It may be asked at any time."""
-    if gap is None or limits.max_likelihood_gap is None or gap.low <= limits.max_likelihood_gap:
+def too_unlikely(gap: GapSums | None, limits: Limits) -> str:
+    """Why the new version is taken back; "" if it is not certain enough. It may be asked at any time, since the bound
+    holds then."""
+    if gap is None or limits.max_likelihood_gap is None:
+        return ""
+    low = lower_bound_at_any_time(gap, ALPHA)
+    if low <= limits.max_likelihood_gap:
         return ""
     return (
-        f"it finds the answers of the old version less likely by {gap.mean:.3g} nats per token, certainly by "
-        f"more than {gap.low:.3g} ({gap.num_answers} answers); at most {limits.max_likelihood_gap:g} are allowed"
+        f"it finds the answers of the old version less likely by {gap.gap_per_token:.3g} nats per token, certainly by "
+        f"more than {low:.3g} ({gap.num_answers:g} answers); at most {limits.max_likelihood_gap:g} are allowed"
     )
 
 

@@ -17,11 +17,12 @@ from kvloom.discovery.registry import RouterRegistry
 from kvloom.errors import CATALOGUE
 from kvloom.metrics.exposition import samples_in
 from kvloom.models import likelihood_gap
+from kvloom.models.likelihood_gap import GapSums
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GetMetricsRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
-from tools.supervisor.rollout.judge import ALPHA, Counts, GapInterval
+from tools.supervisor.rollout.judge import Counts
 
 REQUESTS: Final = "kvloom_router_requests"
 TTFT: Final = "kvloom_router_time_to_first_token_seconds"
@@ -74,16 +75,11 @@ def counts_of(reading: Reading, model: str) -> Counts:
     return Counts(num_requests, num_errors, bounds, tuple(b - a for a, b in itertools.pairwise(passed)))
 
 
-def gap_of(reading: Reading, old: str, new: str) -> GapInterval | None:
-    """How much less likely the new version finds the answers of the old one, as far as it has scored them. The lower
-    bound may be looked at again and again. None: it has not scored enough."""
-    samples = ((name, dict(labels), value) for (name, labels), value in reading.items())
-    sums = likelihood_gap.gap_sums_of(samples, old, new)
-    interval = likelihood_gap.gap_interval(sums)
-    if interval is None:
-        return None
-    low = likelihood_gap.lower_bound_at_any_time(sums, ALPHA)
-    return GapInterval(interval.mean, low, max(interval.high, low), int(sums.num_answers))
+def gap_of(reading: Reading, old: str, new: str) -> GapSums:
+    """How much less likely the new version finds the answers of the old one, as far as it has scored them."""
+    return likelihood_gap.gap_sums_of(
+        ((name, dict(labels), value) for (name, labels), value in reading.items()), old, new
+    )
 
 
 class Increments:

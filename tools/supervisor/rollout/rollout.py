@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from kvloom.discovery.registry import POLL_SECONDS
+from kvloom.models.likelihood_gap import GapSums
 from tools.failures import CommandError
 from tools.supervisor.rollout.announcement import Shares
-from tools.supervisor.rollout.judge import Counts, Decision, GapInterval, Looks, Verdict, judge, too_unlikely
+from tools.supervisor.rollout.judge import Counts, Decision, Looks, Verdict, judge, too_unlikely
 from tools.supervisor.rollout.measurements import Metering, Series, counts_of, gap_of
 from tools.supervisor.rollout.plan import MAX_HOLDS, RolloutPlan
 
@@ -205,11 +206,12 @@ class Rollout:
             old = counts_of(increments.total, self.state.old)
         return old, new
 
-    def _report(self, old: Counts, new: Counts, gap: GapInterval | None, verdict: Verdict) -> None:
+    def _report(self, old: Counts, new: Counts, gap: GapSums, verdict: Verdict) -> None:
         for name, counts in ((self.state.old, old), (self.state.new, new)):
             self._on_step(f"  {name}: {described(counts)}")
-        if gap is not None:
-            self._on_step(f"  likelihood gap: {gap.mean:.3f} nats per token in {gap.num_answers} answers so far")
+        if gap.num_answers:
+            shown = f"{gap.gap_per_token:.3f} nats per token in {gap.num_answers:g} answers so far"
+            self._on_step(f"  likelihood gap: {shown}")
         self._on_step(f"  verdict: {verdict.decision.value}")
 
 

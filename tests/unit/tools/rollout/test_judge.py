@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.metrics.buckets import LATENCY_SECONDS
+from kvloom.models.likelihood_gap import GapSums
 from tools.supervisor.rollout.judge import (
     ALPHA,
     Counts,
     Decision,
-    GapInterval,
     Limits,
     Looks,
     judge,
@@ -130,16 +130,22 @@ def test_few_requests_are_no_reason_to_continue() -> None:
     assert judge(counts(100), counts(0), Limits(min_requests=0), 1).decision is Decision.CONTINUE
 
 
+def scored(*gaps: float) -> GapSums:
+    """Thirty answers of ten tokens, with these gaps per token in turn."""
+    return sum((GapSums.of(10, 10 * gap) for gap, _ in zip(itertools.cycle(gaps), range(30), strict=False)), GapSums())
+
+
 def test_a_likelihood_gap_counts_once_it_is_certain() -> None:
-    """Its interval is sequentially valid, so that its lower end decides."""
+    """Its bound may be looked at at any time, so that it decides, and not the mean."""
     limits = Limits(max_likelihood_gap=0.1)
     for gap, decision in (
         (None, Decision.CONTINUE),
-        (GapInterval(0.2, 0.05, 0.4, 30), Decision.CONTINUE),
-        (GapInterval(0.15, 0.11, 0.2, 30), Decision.ROLL_BACK),
+        (GapSums(), Decision.CONTINUE),
+        (scored(-0.3, 0.7), Decision.CONTINUE),
+        (scored(0.13, 0.17), Decision.ROLL_BACK),
     ):
         assert judge(counts(100), counts(100), limits, 1, gap).decision is decision
-    assert judge(counts(100), counts(100), LIMITS, 1, GapInterval(5.5, 5, 6, 30)).decision is Decision.CONTINUE
+    assert judge(counts(100), counts(100), LIMITS, 1, scored(5, 6)).decision is Decision.CONTINUE
 
 
 @given(st.lists(st.integers(0, 5), max_size=300))
