@@ -37,6 +37,14 @@ def draw_seed() -> int:
     return secrets.randbits(64)
 
 
+def with_chosen_logprobs(sampling: SamplingParams) -> SamplingParams:
+    """A copy that also asks for the log-probabilities of the chosen tokens, and of no others."""
+    copy = SamplingParams()
+    copy.CopyFrom(sampling)
+    copy.logprobs = 0
+    return copy
+
+
 def check_sampling(sampling: SamplingParams, at: str = "") -> None:
     """Raise KvloomError for a value outside its range."""
     for descriptor, value in sampling.ListFields():  # one call, where most requests set two of many fields

@@ -21,8 +21,8 @@ from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.models.cascade import ANY_JSON, AnswerForm, Objection, objection
 from kvloom.models.model_routes import Cascade
+from kvloom.sampling import with_chosen_logprobs
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import SamplingParams
 
 log = structlog.get_logger()
 
@@ -43,10 +43,7 @@ async def hold_candidate(
     limit = edge.config.max_answer_bytes
     held = HeldAnswer(job.prompt_sizes, job.n, limit, lease, parsed, response_id=name, shows_logprobs=shows_logprobs)
     if "logprob" in tests.escalate_on and not shows_logprobs:
-        sampling = SamplingParams()
-        sampling.CopyFrom(job.sampling)
-        sampling.logprobs = 0  # those of the chosen tokens
-        job = msgspec.structs.replace(job, sampling=sampling)
+        job = msgspec.structs.replace(job, sampling=with_chosen_logprobs(job.sampling))
     begin_answer(name, job.model.name, held)
     found: Objection | None = None
     is_judged = False

@@ -10,6 +10,7 @@ import msgspec
 import xxhash
 
 from kvloom.config import ConfigError, ShadowConfig
+from kvloom.sampling import with_chosen_logprobs
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from router.core.events import SHADOW_CLIENT_ID, ChoiceSpec, Request, Tier
 
@@ -55,11 +56,8 @@ def is_sampled(request_id: str, shadow: ShadowConfig) -> bool:
 
 def with_logprobs(request: Request) -> Request:
     """The same request, whose tokens come with their log-probabilities."""
-    sampling = SamplingParams()
-    if isinstance(request.sampling, SamplingParams):
-        sampling.CopyFrom(request.sampling)
-    sampling.logprobs = 0
-    return msgspec.structs.replace(request, sampling=sampling)
+    sampling = request.sampling if isinstance(request.sampling, SamplingParams) else SamplingParams()
+    return msgspec.structs.replace(request, sampling=with_chosen_logprobs(sampling))
 
 
 def scoring_request(sample: Sample, candidate: str, number: int, slot: int) -> Request:
