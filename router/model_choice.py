@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvloom.errors import invalid_argument
-from kvloom.models.model_routes import MAX_CANDIDATES, ChosenRoute, Feature, ModelRoutes, RouteFacts
+from kvloom.models.model_routes import BYTES_PER_TOKEN, MAX_CANDIDATES, ChosenRoute, Feature, ModelRoutes, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
-
-BYTES_PER_TOKEN: Final = 4
-"""The usual size of a token. Before a model is chosen, there is no tokenizer to count with."""
 
 
 class ModelChoice(NamedTuple):

@@ -103,7 +103,7 @@ async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLeas
 async def generate(
     edge: Edge, request: web.BaseRequest, permit: AdmissionPermit, job: GenerationJob, held: HeldAnswer | None = None
 ) -> web.StreamResponse:
-    """Submit the job and deliver its answer; `held`: the answer is there already, and is no longer than the connection.
+    """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection.
     Raises KvloomError while nothing has been sent."""
     if held is None:
         check_job_window(edge, job)
@@ -271,22 +271,22 @@ def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, A
 
 
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
+    timeout_seconds = edge.config.request_timeout_seconds
+    if job.deadline is not None:
+        timeout_seconds = max(job.deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
     return Submission(
         operation=job.operation,
         model=job.model.name,
         num_prompt_tokens=sum(job.prompt_sizes),
         n=job.n,
-        requests=[_link_request(edge, request, job, number, prompt, name) for number, prompt in enumerate(job.prompts)],
+        requests=[
+            _link_request(edge, request, job, number, prompt, name, timeout_seconds)
+            for number, prompt in enumerate(job.prompts)
+        ],
         guide_field=job.guide_field,
-        timeout_seconds=edge.config.request_timeout_seconds if job.deadline is None else _seconds_left(job),
+        timeout_seconds=timeout_seconds,
         prompt_field=prompt_field_of(job.shape),
     )
-
-
-def _seconds_left(job: GenerationJob) -> float:
-    """What is left of the time for all attempts."""
-    assert job.deadline is not None
-    return max(job.deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
 
 
 def _response_record(
@@ -318,7 +318,13 @@ def _response_record(
 
 
 def _link_request(
-    edge: Edge, request: web.BaseRequest, job: GenerationJob, number: int, prompt: Prompt, name: str
+    edge: Edge,
+    request: web.BaseRequest,
+    job: GenerationJob,
+    number: int,
+    prompt: Prompt,
+    name: str,
+    timeout_seconds: float,
 ) -> LinkRequest:
     wanted = LinkRequest(
         request_id=name if len(job.prompts) == 1 else f"{name}.{number}",
@@ -328,7 +334,7 @@ def _link_request(
         sampling=job.sampling,
         stop=job.stop,
         n=job.n,
-        timeout_seconds=edge.config.request_timeout_seconds if job.deadline is None else _seconds_left(job),
+        timeout_seconds=timeout_seconds,
         tenant=edge.callers.caller_of(request),
         traceparent=traceparent(request),
         client_request_id=request_id(request),

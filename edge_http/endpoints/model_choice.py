@@ -18,8 +18,6 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 IMAGE_KINDS: Final = ("image_url", "input_image", "image")
 """In chat completions, the Responses API and Anthropic's API."""
-BYTES_PER_TOKEN: Final = 4
-"""The usual size of a token in a body. Before a model is chosen, there is no tokenizer to count with."""
 
 
 def share_key(edge: Edge, request: web.BaseRequest, body: Any) -> str:

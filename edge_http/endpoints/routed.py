@@ -14,9 +14,9 @@ from aiohttp import web
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_body
 from edge_http.endpoints.cascading import hold_candidate
-from edge_http.endpoints.model_choice import BYTES_PER_TOKEN, outlives_connection, route_headers, share_key
+from edge_http.endpoints.model_choice import outlives_connection, route_headers, share_key
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import FALLBACK_REASONS, Cascade, ChosenRoute, Feature, RouteFacts
+from kvloom.models.model_routes import BYTES_PER_TOKEN, FALLBACK_REASONS, Cascade, ChosenRoute, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
 
 
@@ -62,7 +62,7 @@ async def serve_generation(edge: Edge, request: web.BaseRequest, api: Generation
         if job is not None:
             return await generate(edge, request, permit, job)
         # The body is needed until a model has taken the request. It is no longer one that is being received.
-        return await _RoutedRequest(edge, request, permit, api, raw, body).generate()
+        return await _RoutedRequest(edge, request, permit, api, raw, body, api.features(body)).generate()
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +75,7 @@ class _RoutedRequest(Generic[Body]):
     api: GenerationApi[Body]
     raw: bytes
     body: Body
+    features: frozenset[Feature]
     passed: list[tuple[str, KvloomError]] = dataclasses.field(default_factory=list)
     """Those that could not take it, and why."""
     discarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -110,7 +111,7 @@ class _RoutedRequest(Generic[Body]):
         edge, body = self.edge, self.body
         facts = RouteFacts(
             len(self.raw) // BYTES_PER_TOKEN,
-            self.api.features(body),
+            self.features,
             self.api.is_batch(body),
             share_key(edge, self.request, body),
             self.api.max_answer_tokens(body),
@@ -129,10 +130,9 @@ class _RoutedRequest(Generic[Body]):
     async def _job(self, chosen: ChosenRoute, name: str) -> GenerationJob | None:
         """The request for a model; None: it cannot take it, which has been noted."""
         try:
-            features: frozenset[Feature] = self.api.features(self.body)
             cascade = chosen.cascades.get(name)
-            if cascade is not None and "logprob" in cascade.tests.escalate_on:
-                features |= _LOGPROBS
+            needs_logprobs = cascade is not None and "logprob" in cascade.tests.escalate_on
+            features = self.features | _LOGPROBS if needs_logprobs else self.features
             model = self.edge.model_able_to(name, features)
             job = await self.api.make_job(self.edge, self.request, self.raw, self.body, model)
         except KvloomError as error:

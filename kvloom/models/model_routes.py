@@ -21,6 +21,9 @@ AUTO: Final = "auto"
 MAX_CANDIDATES: Final = 8
 """How many models are tried for one request."""
 
+BYTES_PER_TOKEN: Final = 4
+"""The usual size of a token in a body. Before a model is chosen, there is no tokenizer to count with."""
+
 Feature = Literal["tools", "schema", "logprobs", "vision"]
 
 FALLBACK_REASONS: Final = frozenset(
