@@ -47,8 +47,9 @@ class GenerationDefaults(Section):
     max_tokens: PositiveInt | None = None
 
 
-AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$")]
+ADAPTER_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$"
 """Without ':', which separates a model's name from its adapter's."""
+AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME)]
 
 
 class AdapterConfig(Section):

@@ -9,6 +9,7 @@ from typing import Final
 
 import structlog
 
+from kvloom.config import ADAPTER_NAME
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import AdapterList, AdapterState, ShardSubmit
@@ -18,7 +19,7 @@ from shard_server.metrics import ShardMetrics
 
 log = structlog.get_logger()
 
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
+_NAME: Final = re.compile(ADAPTER_NAME)
 
 
 class ServedAdapters:

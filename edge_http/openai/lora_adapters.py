@@ -9,8 +9,7 @@ from msgspec import Meta
 
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import Body
-
-AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$")]
+from kvloom.config import AdapterName
 
 
 class LoadAdapterBody(Body, kw_only=True):
