@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -38,16 +38,6 @@ class ReadsAdapters(Protocol[_Loads]):
         ...
 
 
-class _ClosedReader:
-    """That of an engine that has been closed."""
-
-    def read(self, name: str, path: str) -> AdapterInfo:  # noqa: ARG002
-        raise AdapterError("the engine is closed")
-
-    def load(self, adapter: AdapterInfo) -> NoReturn:  # noqa: ARG002
-        raise AdapterError("the engine is closed")
-
-
 class AdapterHost(Generic[Weights]):
     """Implements `shard_server.engines.base.Adapters`. All calls are made on one event loop.
 
@@ -63,7 +53,8 @@ class AdapterHost(Generic[Weights]):
         patience_seconds: float = PATIENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reader: ReadsAdapters[Weights] = reader
+        self._reader: ReadsAdapters[Weights] | None = reader
+        """None: the engine is closed. Its reader knows its model, whose memory a sleeping shard gives back."""
         self._clock = clock
         self._slots = AdapterSlots(max_loaded, patience_seconds)
         self._adapters: dict[str, AdapterInfo] = {}
@@ -78,7 +69,6 @@ class AdapterHost(Generic[Weights]):
         self._load_seconds = 0.0
         self._num_loads = self._num_evictions = self._num_calls = 0
         self._on_change: Callable[[], None] = _nothing
-        self._closed = False
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +109,7 @@ class AdapterHost(Generic[Weights]):
         return AdapterState(adapter, self._slots.is_loaded(name))
 
     async def _read(self, name: str, path: str) -> AdapterInfo:
-        if self._closed:
+        if self._reader is None:
             raise AdapterError("the engine is closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._reader.read, name, path)
 
@@ -128,7 +118,7 @@ class AdapterHost(Generic[Weights]):
         try:
             return await work
         except asyncio.CancelledError:
-            if self._closed:
+            if self._reader is None:
                 raise AdapterError("the engine is closed") from None
             raise
 
@@ -166,7 +156,7 @@ class AdapterHost(Generic[Weights]):
 
     async def close(self) -> None:
         """Drop all weights. Sequences that wait for theirs get none."""
-        self._closed = True
+        self._reader = None
         self._thread.shutdown(wait=False, cancel_futures=True)
         for load in self._loads:
             load.cancel()
@@ -177,8 +167,6 @@ class AdapterHost(Generic[Weights]):
             gone.set()
         self._acquiring.clear()
         self._weights.clear()
-        # The engine's own has its model, whose memory a sleeping shard gives back.
-        self._reader = _ClosedReader()
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +188,8 @@ class AdapterHost(Generic[Weights]):
         self._advance()
 
     def _advance(self) -> None:
-        if self._closed:
+        reader = self._reader
+        if reader is None:
             return
         changes = self._slots.advance(self._clock())
         for name in changes.evictions:
@@ -208,7 +197,9 @@ class AdapterHost(Generic[Weights]):
             self._num_evictions += 1
             log.info("adapter evicted", adapter=name)
         for name in changes.loads:
-            task = asyncio.get_running_loop().create_task(self._load(self._adapters[name]), name=f"adapter {name}")
+            task = asyncio.get_running_loop().create_task(
+                self._load(reader, self._adapters[name]), name=f"adapter {name}"
+            )
             self._loads.add(task)
             task.add_done_callback(self._loads.discard)
         for sequence in changes.ready:
@@ -221,11 +212,11 @@ class AdapterHost(Generic[Weights]):
                 gone.set()
         self._on_change()
 
-    async def _load(self, adapter: AdapterInfo) -> None:
+    async def _load(self, reader: ReadsAdapters[Weights], adapter: AdapterInfo) -> None:
         begin = self._clock()
         loop = asyncio.get_running_loop()
         try:
-            weights = await loop.run_in_executor(self._thread, self._reader.load, adapter)
+            weights = await loop.run_in_executor(self._thread, reader.load, adapter)
         except Exception as error:  # whatever a damaged file or too little memory leads to, others are served
             log.warning("an adapter could not be loaded", adapter=adapter.name, error=repr(error))
             failure = AdapterError(f"adapter {adapter.name!r} cannot be loaded: {error}")
