@@ -212,12 +212,12 @@ class Fleet:
 
     def is_withdrawn(self, model: str) -> bool:
         """Whether the model takes no new requests, since all its shards, also those that drain, are withdrawn."""
-        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        shards = self._of(model)
         return bool(shards) and all(shard.is_withdrawn for shard in shards)
 
     def is_asleep(self, model: str) -> bool:
         """Whether the model takes no new requests, since all its shards sleep or are about to."""
-        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        shards = self._of(model)
         return bool(shards) and all(shard.is_asleep for shard in shards)
 
     def adapters(self) -> Mapping[str, Sequence[str]]:
@@ -226,8 +226,11 @@ class Fleet:
 
     def has_adapter(self, model: str, adapter: Adapter) -> bool:
         """Whether the model has this very adapter, as far as is known: while it has no shard, any adapter may exist."""
-        shards = [shard for shard in self.shards.values() if shard.description.model == model]
+        shards = self._of(model)
         return not shards or any(shard.adapters.has(adapter) for shard in shards)
+
+    def _of(self, model: str) -> list[Shard]:
+        return [shard for shard in self.shards.values() if shard.description.model == model]
 
     def ready(self, model: str) -> list[Shard]:
         """Shards that accept new requests for `model`."""
