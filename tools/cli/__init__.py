@@ -17,5 +17,6 @@ rollouts.py       `kvloom models rollout`, `rollback` and `history`
 compare.py        `kvloom models compare`
 secret.py         secret
 keys.py           keys
+running.py        finds the fabric that a command is about
 router_client.py  finds the router for chat and explain
 """

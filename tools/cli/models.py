@@ -13,8 +13,9 @@ from kvloom.config import KvloomConfig
 from kvloom.models.adapters import full_name
 from tools.cli.compare import compare_models
 from tools.cli.rollouts import history, roll_back, roll_out
+from tools.cli.running import running_folder
 from tools.models.registry import ModelRegistry
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import choose_data_dir, config_option, data_dir_option, option
 from tools.supervisor.adapter_changes import UNLOAD_TIMEOUT_SECONDS, ListedAdapter
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.service.client import local_supervisor
@@ -110,7 +111,7 @@ def load_model(model: str, shards: int | None, data_dir: Path | None, config_fil
     source = wanted.path if not wanted.name else f"{wanted.name}={wanted.path}"
 
     async def load() -> None:
-        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.load_model(source, shards, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(load())
@@ -133,7 +134,7 @@ def unload_model(name: str, timeout_seconds: float, data_dir: Path | None, confi
     """Stop serving a model on this machine, once its running answers have ended. Ctrl-C takes it back until then."""
 
     async def unload() -> None:
-        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.unload_model(name, timeout_seconds, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(unload())
@@ -159,7 +160,7 @@ def sleep_model(name: str, timeout_seconds: float, data_dir: Path | None, config
     """
 
     async def sleep() -> None:
-        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.sleep_model(name, timeout_seconds, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(sleep())
@@ -174,7 +175,7 @@ def wake_model(name: str, data_dir: Path | None, config_file: Path | None) -> No
     """Load the weights of a sleeping model again, and return when it is served."""
 
     async def wake() -> None:
-        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.wake_model(name, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(wake())
@@ -196,7 +197,7 @@ def load_adapter(model: str, name: str, path: Path, data_dir: Path | None, confi
     absolute = str(path.expanduser().absolute())
 
     async def load() -> None:
-        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.load_adapter(model, name, absolute, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(load())
@@ -222,17 +223,11 @@ def unload_adapter(
     """Take the adapter NAME from all shards of MODEL on this machine, once its running answers have ended."""
 
     async def unload() -> None:
-        async with local_supervisor(_run_dir(data_dir, config_file)) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.unload_adapter(model, name, timeout_seconds, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(unload())
     click.echo(f"unloaded {full_name(model, name)}")
-
-
-def _run_dir(data_dir: Path | None, config_file: Path | None) -> Path:
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    folder.require_running()
-    return folder.run_dir
 
 
 def registry_in(data_dir: Path | None) -> ModelRegistry:

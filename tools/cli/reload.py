@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.cli.running import running_folder
+from tools.options import config_option, data_dir_option, option
 from tools.supervisor.service.client import local_supervisor
-from tools.supervisor.state import RunFolder
 
 
 @click.command()
@@ -27,8 +27,7 @@ def reload(restart: bool, data_dir: Path | None, config_file: Path | None) -> No
     The file is the one that `kvloom up` was started with, or FILE, from now on. Flags of `kvloom up` still override it.
     For each key that has changed, a line says that it was applied, or what applies it. A faulty file changes nothing.
     """
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    folder.require_running()
+    folder = running_folder(data_dir, config_file)
     path = config_file and config_file.expanduser().absolute()
 
     async def ask() -> None:

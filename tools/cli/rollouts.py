@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from kvloom.v1.supervisor_service_pb2 import StartRolloutRequest
+from tools.cli.running import running_folder
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.flag_model import flag_model
@@ -18,7 +19,6 @@ from tools.supervisor.model_history import ModelEvent, ModelHistory
 from tools.supervisor.rollout.judge import Limits
 from tools.supervisor.rollout.plan import MAX_HOLD_SECONDS, MAX_SHARDS
 from tools.supervisor.service.client import SupervisorClient, local_supervisor
-from tools.supervisor.state import RunFolder
 
 _DEFAULTS: Final = Limits()
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -167,7 +167,7 @@ def roll_out(
     )
 
     async def run() -> None:
-        async with local_supervisor(_running(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.start_rollout(request)
             if not detach:
                 await _follow(supervisor, version)
@@ -207,7 +207,7 @@ def roll_back(name: str, data_dir: Path | None, config_file: Path | None) -> Non
     """Take back the new version of NAME that is being rolled out. Returns when only the old one is served."""
 
     async def run() -> None:
-        async with local_supervisor(_running(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
             await supervisor.roll_back(name)
             try:
                 await supervisor.follow_rollout(name, lambda _: None)
@@ -240,9 +240,3 @@ def _line(event: ModelEvent) -> str:
     step = f", step {event.step} of {event.num_steps}" * bool(event.step)
     reason = f": {event.reason}" * bool(event.reason)
     return f"{at}  {event.event:8} {event.model}{over}: {event.outcome}{step}{reason}"
-
-
-def _running(data_dir: Path | None, config_file: Path | None) -> RunFolder:
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    folder.require_running()
-    return folder
