@@ -16,8 +16,8 @@ from tools.cli.rollouts import history, roll_back, roll_out
 from tools.cli.running import running_folder
 from tools.models.registry import ModelRegistry
 from tools.options import choose_data_dir, config_option, data_dir_option, option
-from tools.supervisor.adapter_changes import UNLOAD_TIMEOUT_SECONDS, ListedAdapter
 from tools.supervisor.flag_model import flag_model
+from tools.supervisor.models.adapters import UNLOAD_TIMEOUT_SECONDS, ListedAdapter
 from tools.supervisor.service.client import local_supervisor
 from tools.supervisor.service.server import MAX_SHARDS, MAX_UNLOAD_SECONDS
 from tools.supervisor.state import RunFolder

@@ -15,7 +15,7 @@ from tools.cli.running import running_folder
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.flag_model import flag_model
-from tools.supervisor.model_history import ModelEvent, ModelHistory
+from tools.supervisor.models.history import ModelEvent, ModelHistory
 from tools.supervisor.rollout.judge import Limits
 from tools.supervisor.rollout.plan import MAX_HOLD_SECONDS, MAX_SHARDS
 from tools.supervisor.service.client import SupervisorClient, local_supervisor

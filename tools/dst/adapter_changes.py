@@ -1,4 +1,4 @@
-"""Loads, unloads and replaces adapters while traffic runs, as `tools/supervisor/adapter_changes.py` does."""
+"""Loads, unloads and replaces adapters while traffic runs, as `tools/supervisor/models/adapters.py` does."""
 
 from __future__ import annotations
 

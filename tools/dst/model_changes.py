@@ -1,4 +1,4 @@
-"""Loads and unloads models while traffic runs, as `tools/supervisor/model_changes.py` does."""
+"""Loads and unloads models while traffic runs, as `tools/supervisor/models/changes.py` does."""
 
 from __future__ import annotations
 

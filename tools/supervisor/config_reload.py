@@ -13,7 +13,6 @@ import msgspec
 from kvloom.config import AdapterConfig, ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom.models.configured import configured_models
 from tools.failures import CommandError
-from tools.supervisor.adapter_changes import UNLOAD_TIMEOUT_SECONDS, AdapterChanges
 from tools.supervisor.child import ChildSpec
 from tools.supervisor.config_changes import (
     Change,
@@ -24,7 +23,8 @@ from tools.supervisor.config_changes import (
     models_by_key,
     restart_command,
 )
-from tools.supervisor.model_changes import ModelChanges
+from tools.supervisor.models.adapters import UNLOAD_TIMEOUT_SECONDS, AdapterChanges
+from tools.supervisor.models.changes import ModelChanges
 from tools.supervisor.process_specs import started_roles
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 from tools.supervisor.supervisor import Supervisor

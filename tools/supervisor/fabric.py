@@ -21,15 +21,15 @@ from kvloom.models.configured import configured_models
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
-from tools.supervisor.adapter_changes import AdapterChanges, ListedAdapter
 from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.config_reload import ConfigReload, ConfigSource
 from tools.supervisor.detach import has_terminal
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.logs.files import log_paths
-from tools.supervisor.model_changes import ModelChanges, Resolve
-from tools.supervisor.model_history import ModelHistory
+from tools.supervisor.models.adapters import AdapterChanges, ListedAdapter
+from tools.supervisor.models.changes import ModelChanges, Resolve
+from tools.supervisor.models.history import ModelHistory
 from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages, started_roles, supervisor_name
 from tools.supervisor.readiness import (
     edges_without,
@@ -41,8 +41,8 @@ from tools.supervisor.readiness import (
     shards_without_router,
 )
 from tools.supervisor.reporters import Reporter
+from tools.supervisor.rollout.commands import MachineRollouts
 from tools.supervisor.rollout.rollouts import Rollouts
-from tools.supervisor.rollout_commands import MachineRollouts
 from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.supervisor import model_history
-from tools.supervisor.model_history import ModelHistory
+from tools.supervisor.models import history as model_history
+from tools.supervisor.models.history import ModelHistory
 
 
 def test_events_are_kept_found_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,9 @@ from kvloom.v1.supervisor_service_pb2 import (
     WakeModelRequest,
 )
 from tools.failures import CommandError
-from tools.supervisor.adapter_changes import ListedAdapter
 from tools.supervisor.logs.entries import LogEntry
 from tools.supervisor.logs.files import LogQuery
+from tools.supervisor.models.adapters import ListedAdapter
 from tools.supervisor.service.state_messages import state_from_proto
 from tools.supervisor.state import FabricState
 

@@ -52,11 +52,11 @@ from kvloom.v1.supervisor_service_pb2 import (
     WakeModelResponse,
 )
 from tools.failures import CommandError
-from tools.supervisor.adapter_changes import ListedAdapter, adapter_config
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.logs.entries import LEVELS
 from tools.supervisor.logs.entries import LogEntry as Entry
 from tools.supervisor.logs.files import LogQuery, LogReader, chunked
+from tools.supervisor.models.adapters import ListedAdapter, adapter_config
 from tools.supervisor.rollout.judge import Limits
 from tools.supervisor.rollout.plan import RolloutPlan, shard_settings
 from tools.supervisor.service.state_messages import state_to_proto

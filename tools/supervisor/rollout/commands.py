@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
-from tools.supervisor.model_changes import ModelChanges
-from tools.supervisor.model_history import ModelHistory
-from tools.supervisor.model_versions import ModelVersions
+from tools.supervisor.models.changes import ModelChanges
+from tools.supervisor.models.history import ModelHistory
 from tools.supervisor.rollout.announcement import RolloutAnnouncement
 from tools.supervisor.rollout.measurements import RouterMetering
 from tools.supervisor.rollout.plan import RolloutPlan
 from tools.supervisor.rollout.rollout import OnStep, Rollout, RolloutState
 from tools.supervisor.rollout.rollouts import Rollouts, RunningRollout
+from tools.supervisor.rollout.versions import ModelVersions
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from kvloom.config import ModelConfig
 from tools.failures import CommandError
-from tools.supervisor.model_changes import ModelChanges
+from tools.supervisor.models.changes import ModelChanges
 from tools.supervisor.rollout.plan import RolloutPlan
 from tools.supervisor.rollout.rollout import OnStep
 from tools.supervisor.supervised_process import ProcessState
