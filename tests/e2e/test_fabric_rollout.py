@@ -91,10 +91,11 @@ async def test_a_good_version_replaces_the_old_one_and_a_slow_one_is_taken_back(
         assert "verdict: continue" in done.stdout
         assert users.served["chat"]
         assert users.served["chat@2"]
-        slow = rollout_command("chat@3", model_dir, "--set", "sim.step_ms=400", "--steps", "30,100")
+        # It answers about one request a second, and certainty takes some fifteen of them.
+        slow = rollout_command("chat@3", model_dir, "--set", "sim.step_ms=400", "--steps", "30,100", "--hold", "3s")
         back = await kvloom(fabric, *slow)
         assert back.returncode != 0
-        assert "chat@3 was rolled back: its" in back.stderr
+        assert "chat@3 was rolled back: its" in back.stderr, back.stdout + back.stderr
         assert "to first token is certainly above" in back.stderr
         users.answers = asyncio.Semaphore(0)
         for _ in range(2 * NUM_USERS):
