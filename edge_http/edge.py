@@ -223,6 +223,11 @@ class Edge:
             raise KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, message, field="model")
         return model
 
+    def resolved_name(self, name: str) -> str:
+        """The name of the model that an alias stands for; that of no model is returned as it is."""
+        model = self.models.get(name)
+        return name if model is None else model.name
+
     def model_able_to(self, name: str, features: Iterable[Feature]) -> ServedModel:
         """As `find_model`, for one of several models that could take a request: also raises KvloomError
         (NO_SHARD_READY, UNSUPPORTED_PARAMETER) if no shard of it could."""

@@ -30,11 +30,16 @@ def choose_model(
     named = models.get(wanted.model)
     # A part of the answer came from this very model.
     is_continued = bool(wanted.partial_choices) and named is not None
-    if is_continued or not routes.is_needed(wanted.model, wanted.models, models):
+    is_answer = not wanted.HasField("pooling")
+    if is_continued or not routes.is_needed(wanted.model, wanted.models, models, is_answer=is_answer):
         return ModelChoice(named)
     if len(wanted.models) > MAX_CANDIDATES:
         raise invalid_argument(f"models may have at most {MAX_CANDIDATES} names.", "models")
-    chosen = routes.choose(wanted.model, wanted.models, _facts(wanted, caller), adapters_by_model(models.values()))
+    served = adapters_by_model(models.values())
+    if not is_answer:
+        real_names = {name: model.name for name, model in models.items()}
+        routes.check_comparable(wanted.model, wanted.models, served, lambda name: real_names.get(name, name))
+    chosen = routes.choose(wanted.model, wanted.models, _facts(wanted, caller), served)
     # It streams at once, so it takes no answer that would have to be judged first.
     names = [name for name in chosen.models if name not in chosen.cascades]
     known = [model for name in names if (model := models.get(name)) is not None]
@@ -61,6 +66,7 @@ def _facts(wanted: GenerateRequest, caller: str) -> RouteFacts:
         share_key=wanted.session_key or caller,
         max_answer_tokens=wanted.stop.max_tokens,
         user_text=_user_text(wanted),
+        is_answer=not wanted.HasField("pooling"),
     )
 
 

@@ -5,7 +5,8 @@ routed.py      which model takes a request that generates
 cascading.py   holds and judges the answer of a candidate
 model_choice.py  what routes need of a request, and what its client is told of the choice
 generation.py  POST /v1/chat/completions and POST /v1/completions
-embedding.py   what all endpoints that embed share
+embedding.py   which model takes a request that embeds
+embedding_body.py  a tokenized request for embeddings, and the body of its response
 embeddings.py  POST /v1/embeddings
 ranking.py     POST /v1/rerank and POST /v1/score
 responses.py   POST /v1/responses

@@ -270,10 +270,15 @@ def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, A
     }
 
 
+def seconds_left(edge: Edge, deadline: float | None) -> float:
+    """The time until a job's deadline, on the event loop's clock; None: a request has all of its time."""
+    if deadline is None:
+        return edge.config.request_timeout_seconds
+    return max(deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
+
+
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
-    timeout_seconds = edge.config.request_timeout_seconds
-    if job.deadline is not None:
-        timeout_seconds = max(job.deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
+    timeout_seconds = seconds_left(edge, job.deadline)
     return Submission(
         operation=job.operation,
         model=job.model.name,

@@ -1,123 +1,126 @@
-"""What all endpoints that embed share: from a validated request to the whole body of its response."""
+"""What all endpoints that embed share: from the body of a request to the model that takes it."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from edge_http.answers.embedded_inputs import EmbeddedInputs
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import EMBED, Edge, ServedModel
 from edge_http.endpoints.answering import deliver_whole, read_prompt_body
-from edge_http.formatting.json_bytes import Buffer
-from edge_http.openai.prompt import Prompt
+from edge_http.endpoints.embedding_body import EmbeddingJob, embedding_body
+from edge_http.endpoints.model_choice import NamesModels, pass_on, route_headers, share_key
 from edge_http.resume.kept_answers import WholeBody
 from edge_http.resume.response_name import ResponseName, new_response_id
-from edge_http.submission import Submission, run_submission
-from edge_http.wire.fair_yield import LONG_BODY_BYTES
-from edge_http.wire.headers import (
-    IDEMPOTENCY_KEY,
-    explanation,
-    idempotency_key,
-    request_id,
-    traceparent,
-    wants_explanation,
-)
+from edge_http.wire.body import digest_of
+from edge_http.wire.headers import IDEMPOTENCY_KEY, idempotency_key
 from edge_http.wire.request_callers import credential_digest
-from edge_http.wire.request_record import begin_answer
+from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
-from kvloom.router_link.link import LinkRequest
-from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+from kvloom.models.model_routes import BYTES_PER_TOKEN, ChosenRoute, RouteFacts
 
-OPERATION: Final = "embeddings"
-"""The operation's OpenTelemetry name."""
+Body = TypeVar("Body", bound=NamesModels)
 
 
-class EmbeddingJob(msgspec.Struct, frozen=True):
-    """A validated and tokenized request, whatever the API that it came by."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingApi(Generic[Body]):
+    """How the requests of an API are read. `decode` and `make_job` raise KvloomError."""
 
-    api: str
+    name: str
     """Part of what an idempotency key stands for."""
     id_prefix: str
-    model: ServedModel
-    prompts: Sequence[Prompt]
-    pooling: Pooling
-    body_digest: str
-    pieces: Callable[[EmbeddedInputs, str], AsyncIterator[Buffer]]
-    """Makes the JSON of the response from the vectors and the response's id."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
-
-
-ReadJob = Callable[[Edge, web.BaseRequest, bytes], Awaitable[EmbeddingJob]]
-"""Validates and tokenizes a body. Raises KvloomError."""
+    """What the response's id begins with, e.g. "embd-"."""
+    use: str
+    """The capability that a model needs besides that to embed: "rerank" or "score". "": none, because its vectors are
+    compared by the client, also with those of other requests."""
+    decode: Callable[[bytes], Body]
+    make_job: Callable[[Edge, Body, ServedModel], Awaitable[EmbeddingJob]]
+    """Validates the body and tokenizes it for a model."""
+    user_text: Callable[[Body], str]
+    """What routes take for the last message of the user."""
 
 
-async def serve_embedding(edge: Edge, request: web.BaseRequest, read_job: ReadJob) -> web.StreamResponse:
+async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingApi[Body]) -> web.StreamResponse:
     """Serve a POST that embeds. Raises KvloomError while nothing has been sent."""
     caller = edge.callers.caller_of(request)
     with edge.admit(caller) as permit:
         with edge.bodies.lease(caller) as lease:
-            job = await read_job(edge, request, await read_prompt_body(edge, request, lease))
-        response_id = new_response_id(job.id_prefix, edge.tag)
+            raw = await read_prompt_body(edge, request, lease)
+            body = api.decode(raw)
+            job = None
+            if not edge.routes.is_needed(body.model, body.models, edge.models, is_answer=False):
+                job = await api.make_job(edge, body, edge.find_embedding_model(body.model, api.use))
+        response_id = new_response_id(api.id_prefix, edge.tag)
         key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
         name = None
         if key:
-            name = ResponseName(response_id, credential_digest(request), caller, key, job.api + job.body_digest)
-        make = functools.partial(_body, edge, request, job, response_id)
+            name = ResponseName(response_id, credential_digest(request), caller, key, api.name + digest_of(raw))
+        if job is not None:
+            make = functools.partial(embedding_body, edge, request, job, response_id)
+        else:
+            chosen = _choose(edge, request, api, body, len(raw))
+            make = functools.partial(_routed_body, edge, request, api, body, chosen, response_id)
         return await deliver_whole(edge, request, permit, name, make)
 
 
-async def _body(
-    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str, lease: ByteLease
+def _choose(
+    edge: Edge, request: web.BaseRequest, api: EmbeddingApi[Body], body: Body, num_body_bytes: int
+) -> ChosenRoute:
+    """The models to try. Raises KvloomError (INVALID_ARGUMENT)."""
+    more = body.models or ()
+    able = sorted({model.name for model in edge.models.values() if _may_embed(edge, model, api.use)})
+    if not api.use:
+        edge.routes.check_comparable(body.model, more, able, edge.resolved_name)
+    facts = RouteFacts(
+        num_body_bytes // BYTES_PER_TOKEN,
+        frozenset(),
+        is_batch=False,
+        share_key=share_key(edge, request, body),
+        user_text=api.user_text(body) if edge.routes.reads_text else "",
+        is_answer=False,
+    )
+    return edge.routes.choose(body.model, more, facts, able)
+
+
+def _may_embed(edge: Edge, model: ServedModel, use: str) -> bool:
+    info = edge.model_info(model.name)
+    return model.adapter is None and info is not None and {EMBED, use or EMBED}.issubset(info.capabilities)
+
+
+async def _routed_body(
+    edge: Edge,
+    request: web.BaseRequest,
+    api: EmbeddingApi[Body],
+    body: Body,
+    chosen: ChosenRoute,
+    response_id: str,
+    lease: ByteLease,
 ) -> WholeBody:
-    """Raises KvloomError."""
-    inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
-    begin_answer(response_id, job.model.name, inputs)
-    await run_submission(edge, _submission(edge, request, job, response_id), inputs)
-    pieces: list[Buffer] = []
-    num_bytes = 0
-    async for piece in job.pieces(inputs, response_id):
-        lease.take(len(piece))
-        num_bytes += len(piece)
-        pieces.append(piece)
-        await edge.fair_yield.take(max(len(piece), LONG_BODY_BYTES))
-    headers = explanation(inputs.first_start) if wants_explanation(request) else {}
-    return WholeBody(pieces, num_bytes, headers)
-
-
-def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str) -> Submission:
-    return Submission(
-        operation=OPERATION,
-        model=job.model.name,
-        num_prompt_tokens=job.num_prompt_tokens,
-        n=1,
-        requests=[_link_request(edge, request, job, number, response_id) for number in range(len(job.prompts))],
-        guide_field="",
-        timeout_seconds=edge.config.request_timeout_seconds,
-        prompt_field=job.prompts[0].field.partition("[")[0],
-    )
-
-
-def _link_request(
-    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, number: int, response_id: str
-) -> LinkRequest:
-    prompt = job.prompts[number]
-    return LinkRequest(
-        request_id=response_id if len(job.prompts) == 1 else f"{response_id}.{number}",
-        model=job.model.name,
-        prompt_token_ids=prompt.token_ids,
-        prompt_text=prompt.text,
-        sampling=SamplingParams(),
-        stop=StopConditions(),
-        timeout_seconds=edge.config.request_timeout_seconds,
-        tenant=edge.callers.caller_of(request),
-        traceparent=traceparent(request),
-        client_request_id=request_id(request),
-        pooling=job.pooling,
-    )
+    """Let the first of the models that can do so take the request. Raises the first one's KvloomError if none can, or
+    one for which another model would not do better."""
+    # All attempts together have the time of one.
+    deadline = asyncio.get_running_loop().time() + edge.config.request_timeout_seconds
+    passed: list[tuple[str, KvloomError]] = []
+    for name in chosen.models:
+        if name in chosen.cascades:  # there is no answer to judge, so it goes to the model that is not judged
+            continue
+        try:
+            model = edge.find_embedding_model(name, api.use)
+            edge.model_able_to(name, ())
+            job = await api.make_job(edge, body, model)
+            headers = route_headers(chosen, model.name, passed)
+            job = msgspec.structs.replace(job, headers=headers, deadline=deadline)
+            # The name of a request that has just been cancelled may be in use still.
+            attempt_id = new_response_id(api.id_prefix, edge.tag) if passed else response_id
+            return await embedding_body(edge, request, job, attempt_id, lease)
+        except KvloomError as error:
+            pass_on(passed, name, error)
+            lease.resize(0)  # the vectors that it had got
+    if not passed:  # "auto", and there is no model
+        edge.find_model(body.model)
+    raise passed[0][1]

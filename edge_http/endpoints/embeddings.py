@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Final
 
 from aiohttp import web
 
 from edge_http.answers.embedded_inputs import EmbeddedInputs
 from edge_http.edge import Edge
-from edge_http.endpoints.embedding import EmbeddingJob, serve_embedding
+from edge_http.endpoints.embedding import EmbeddingApi, serve_embedding
+from edge_http.endpoints.embedding_body import EmbeddingJob
 from edge_http.formatting.json_bytes import Buffer
 from edge_http.openai.embeddings import (
+    EmbeddingsBody,
     check_dimensions,
     decode_embeddings,
     input_prompts,
     pooling_of,
     response_pieces,
 )
-from edge_http.wire.body import digest_of
+from kvloom.models.served_model import ServedModel
 
 
 async def embeddings(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/embeddings."""
-    return await serve_embedding(edge, request, _job)
+    return await serve_embedding(edge, request, _API)
 
 
-async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+async def _job(edge: Edge, body: EmbeddingsBody, model: ServedModel) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    body = decode_embeddings(raw)
-    model = edge.find_embedding_model(body.model)
     info = edge.model_info(model.name)
     check_dimensions(body.dimensions, info.embedding_size if info is not None else 0)
     prompts = await input_prompts(body.input, model.tokenizer, edge.window(model.name))
@@ -38,4 +39,14 @@ async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob
         for piece in response_pieces(inputs.vectors, body, model.name, inputs.num_prompt_tokens):
             yield piece
 
-    return EmbeddingJob("embeddings", "embd-", model, prompts, pooling_of(body), digest_of(raw), pieces)
+    return EmbeddingJob(model, prompts, pooling_of(body), pieces)
+
+
+_API: Final[EmbeddingApi[EmbeddingsBody]] = EmbeddingApi(
+    name="embeddings",
+    id_prefix="embd-",
+    use="",
+    decode=decode_embeddings,
+    make_job=_job,
+    user_text=lambda body: body.input if isinstance(body.input, str) else "",
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -13,11 +13,19 @@ from edge_http.anthropic.blocks import RefusedBlock
 from edge_http.edge import Edge
 from edge_http.wire.headers import IDEMPOTENCY_KEY, MODEL, ROUTE, session_key, wants_resume
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import ChosenRoute
+from kvloom.models.model_routes import FALLBACK_REASONS, ChosenRoute
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 IMAGE_KINDS: Final = ("image_url", "input_image", "image")
 """In chat completions, the Responses API and Anthropic's API."""
+
+
+class NamesModels(Protocol):
+    """What every body says of the model."""
+
+    model: str
+    models: list[str] | None
+    """Those to fall back to, in order."""
 
 
 def share_key(edge: Edge, request: web.BaseRequest, body: Any) -> str:
@@ -65,6 +73,13 @@ def outlives_connection(edge: Edge, request: web.BaseRequest, *, is_stream: bool
     """Whether the answer belongs to a task of its own from its submission on. Its name, by which it is resumed or
     repeated, then stands for this one model."""
     return IDEMPOTENCY_KEY in request.headers or (is_stream and edge.resume.is_wanted(wants_resume(request)))
+
+
+def pass_on(passed: list[tuple[str, KvloomError]], name: str, error: KvloomError) -> None:
+    """Note that a model could not take the request, and why. Raises the error if another model would not do better."""
+    if error.reason not in FALLBACK_REASONS:
+        raise error
+    passed.append((name, error))
 
 
 def route_headers(

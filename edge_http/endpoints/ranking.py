@@ -9,10 +9,13 @@ from aiohttp import web
 
 from edge_http.answers.embedded_inputs import EmbeddedInputs
 from edge_http.edge import Edge
-from edge_http.endpoints.embedding import EmbeddingJob, serve_embedding
+from edge_http.endpoints.embedding import EmbeddingApi, serve_embedding
+from edge_http.endpoints.embedding_body import EmbeddingJob
 from edge_http.formatting.json_bytes import Buffer, encode_json
 from edge_http.openai.embeddings import text_prompts
 from edge_http.openai.ranking import (
+    RerankBody,
+    ScoreBody,
     as_list,
     cosine,
     decode_rerank,
@@ -24,8 +27,8 @@ from edge_http.openai.ranking import (
     text_fields,
     unit_vector,
 )
-from edge_http.wire.body import digest_of
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
+from kvloom.models.served_model import ServedModel
 from kvloom.v1.generation_pb2 import Pooling
 
 PAIRS_IN_A_ROW: Final = 8
@@ -34,18 +37,16 @@ PAIRS_IN_A_ROW: Final = 8
 
 async def rerank(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/rerank."""
-    return await serve_embedding(edge, request, _rerank_job)
+    return await serve_embedding(edge, request, _RERANK)
 
 
 async def score(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/score."""
-    return await serve_embedding(edge, request, _score_job)
+    return await serve_embedding(edge, request, _SCORE)
 
 
-async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+async def _rerank_job(edge: Edge, body: RerankBody, model: ServedModel) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    body = decode_rerank(raw)
-    model = edge.find_embedding_model(body.model, "rerank")
     texts, fields = [body.query, *document_texts(body)], ["query", *document_fields(body)]
     prompts = await text_prompts(texts, fields, model.tokenizer, edge.window(model.name))
 
@@ -58,13 +59,11 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Embed
                 await edge.fair_yield.take(LONG_BODY_BYTES)
         yield encode_json(rerank_response(body, scores, response_id, model.name, inputs.num_prompt_tokens))
 
-    return EmbeddingJob("rerank", "rerank-", model, prompts, Pooling(), digest_of(raw), pieces)
+    return EmbeddingJob(model, prompts, Pooling(), pieces)
 
 
-async def _score_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+async def _score_job(edge: Edge, body: ScoreBody, model: ServedModel) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    body = decode_score(raw)
-    model = edge.find_embedding_model(body.model, "score")
     first, second = as_list(body.text_1), as_list(body.text_2)
     fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]
     prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.window(model.name))
@@ -80,4 +79,22 @@ async def _score_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Embedd
                 await edge.fair_yield.take(LONG_BODY_BYTES)
         yield encode_json(score_response(scores, response_id, model.name, inputs.num_prompt_tokens))
 
-    return EmbeddingJob("score", "score-", model, prompts, Pooling(), digest_of(raw), pieces)
+    return EmbeddingJob(model, prompts, Pooling(), pieces)
+
+
+_RERANK: Final[EmbeddingApi[RerankBody]] = EmbeddingApi(
+    name="rerank",
+    id_prefix="rerank-",
+    use="rerank",
+    decode=decode_rerank,
+    make_job=_rerank_job,
+    user_text=lambda body: body.query,
+)
+_SCORE: Final[EmbeddingApi[ScoreBody]] = EmbeddingApi(
+    name="score",
+    id_prefix="score-",
+    use="score",
+    decode=decode_score,
+    make_job=_score_job,
+    user_text=lambda body: body.text_1 if isinstance(body.text_1, str) else "",
+)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -14,19 +14,10 @@ from aiohttp import web
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_body
 from edge_http.endpoints.cascading import hold_candidate
-from edge_http.endpoints.model_choice import outlives_connection, route_headers, share_key
+from edge_http.endpoints.model_choice import NamesModels, outlives_connection, pass_on, route_headers, share_key
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import BYTES_PER_TOKEN, FALLBACK_REASONS, Cascade, ChosenRoute, Feature, RouteFacts
+from kvloom.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
-
-
-class NamesModels(Protocol):
-    """What every body says of the model."""
-
-    model: str
-    models: list[str] | None
-    """Those to fall back to, in order."""
-
 
 _LOGPROBS: Final[frozenset[Feature]] = frozenset(("logprobs",))
 
@@ -102,7 +93,7 @@ class _RoutedRequest(Generic[Body]):
             except KvloomError as error:
                 if not may_pass:
                     raise
-                self._pass_on(name, error)
+                pass_on(self.passed, name, error)
         if not self.passed:  # "auto", and there is no model
             self.edge.find_model(self.body.model)
         raise self.passed[0][1]
@@ -136,7 +127,7 @@ class _RoutedRequest(Generic[Body]):
             model = self.edge.model_able_to(name, features)
             job = await self.api.make_job(self.edge, self.request, self.raw, self.body, model)
         except KvloomError as error:
-            self._pass_on(name, error)
+            pass_on(self.passed, name, error)
             return None
         headers = route_headers(chosen, model.name, self.passed, self.discarded)
         return msgspec.structs.replace(job, headers={**job.headers, **headers})
@@ -150,9 +141,3 @@ class _RoutedRequest(Generic[Body]):
                 return await generate(edge, self.request, self.permit, job, held)
         self.discarded.append((job.model.name, objection))
         return None
-
-    def _pass_on(self, name: str, error: KvloomError) -> None:
-        """Raises the error if another model would not do better."""
-        if error.reason not in FALLBACK_REASONS:
-            raise error
-        self.passed.append((name, error))

@@ -15,7 +15,7 @@ import msgspec
 from edge_http.formatting.decoding import decode_body
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.prompt import Prompt, text_prompt, token_prompt
-from edge_http.openai.requests import Body
+from edge_http.openai.requests import Body, FallbackModels
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1 import generation_pb2
@@ -36,6 +36,7 @@ _POOLING_KINDS: Final = {
 
 class EmbeddingsBody(Body, kw_only=True):
     model: str
+    models: FallbackModels = None
     input: str | list[str | int | list[int]]
     """A text, several texts, the token ids of a text, or those of several texts."""
     encoding_format: Literal["float", "base64"] | None = None

@@ -14,7 +14,7 @@ import msgspec
 
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.embeddings import check_num_inputs, shortened
-from edge_http.openai.requests import Body
+from edge_http.openai.requests import Body, FallbackModels
 from kvloom.errors import invalid_argument
 
 
@@ -24,6 +24,7 @@ class Document(Body, kw_only=True):
 
 class RerankBody(Body, kw_only=True):
     model: str
+    models: FallbackModels = None
     query: str
     documents: list[str | Document]
     top_n: int | None = None
@@ -38,6 +39,7 @@ class ScoreBody(Body, kw_only=True):
     """The texts of the two fields are compared in pairs; one text is compared with each of the others."""
 
     model: str
+    models: FallbackModels = None
     text_1: str | list[str]
     text_2: str | list[str]
     user: str | None = None

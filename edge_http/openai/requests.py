@@ -19,6 +19,9 @@ from kvloom.errors import unsupported as unsupported_error
 from kvloom.models.model_routes import MAX_CANDIDATES
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
+FallbackModels = Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None
+"""OpenRouter's extension: the models that take the request, in this order, if `model` cannot."""
+
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
     pass
@@ -132,8 +135,7 @@ class GenerationBody(Body, kw_only=True):
     """The fields that chat and plain completions share."""
 
     model: str
-    models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
-    """OpenRouter's extension: the models that take the request, in this order, if `model` cannot."""
+    models: FallbackModels = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -5,7 +5,7 @@ every edge and router."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -13,6 +13,7 @@ import xxhash
 
 from kvloom.config import CascadeConfig, ConfigError, RouteConfig, RouteRule, RouteTarget
 from kvloom.discovery.records import RolloutRecord
+from kvloom.errors import invalid_argument
 from kvloom.models.languages import language_of
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -57,6 +58,9 @@ class RouteFacts:
     """The most that the answer may have; 0: no limit was given."""
     user_text: str = ""
     """The last message of the user. It may be left out if no rule reads it."""
+    is_answer: bool = True
+    """Whether text is generated. Rollouts share such requests only: the others go to the version that has the model's
+    name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,9 +132,33 @@ class ModelRoutes:
         self._shares, self._new_versions = shares, frozenset(new_versions)
         self.by_name = {**shares, **self._configured}
 
-    def is_needed(self, name: str, more: Sequence[str] | None, served: Container[str]) -> bool:
-        """Whether `name` is a route, or there are fallbacks."""
-        return bool(more) or name in self.by_name or (name == AUTO and name not in served)
+    def is_needed(
+        self, name: str, more: Sequence[str] | None, served: Container[str], *, is_answer: bool = True
+    ) -> bool:
+        """Whether `name` is a route, or there are fallbacks. `is_answer`: see RouteFacts."""
+        routes = self.by_name if is_answer else self._configured
+        return bool(more) or name in routes or (name == AUTO and name not in served)
+
+    def check_comparable(
+        self, name: str, more: Sequence[str], served: Collection[str], resolved: Callable[[str], str]
+    ) -> None:
+        """Embeddings of different models cannot be compared, so that a route must lead to one model. A list of several
+        is the client's own choice. `served` are the models that "auto" stands for; `resolved` gives the model of an
+        alias. Raises KvloomError (INVALID_ARGUMENT) that names the field of an HTTP body."""
+        for field, wanted in (("model", name), *((f"models[{i}]", each) for i, each in enumerate(more))):
+            route = self._configured.get(wanted)
+            found: Iterable[str] = (wanted,)
+            if route is not None:
+                found = models_of(route)
+            elif wanted == AUTO and AUTO not in served:
+                found = served
+            models = sorted(set(map(resolved, found)))
+            if len(models) > 1:
+                raise invalid_argument(
+                    f"{wanted!r} leads to several models ({', '.join(models[:MAX_CANDIDATES])}), and their embeddings "
+                    "cannot be compared: name one of them, or list those that may answer in models.",
+                    field,
+                )
 
     def choose(self, name: str, more: Sequence[str], facts: RouteFacts, served: Iterable[str]) -> ChosenRoute:
         """The models for a request that names `name` and, as fallbacks, `more`: models or routes. `served` are all
@@ -151,7 +179,7 @@ class ModelRoutes:
                 first = _drawn(route.name, weighted, facts.share_key)
                 found = list(dict.fromkeys((first, *route.fallback)))
                 start, targets = f"{wanted}{f';rule={number}' * bool(number)}", [first]
-            versions = [self._versions(model, facts.share_key) for model in found]
+            versions = [self._versions(model, facts) for model in found]
             if versions and versions[0][0] != found[0]:
                 targets.append(versions[0][0])
             if route is not None and route.cascade is not None:
@@ -166,13 +194,13 @@ class ModelRoutes:
             cascades.pop(model, None)
         return ChosenRoute(tried, *starts[0], cascades)
 
-    def _versions(self, model: str, share_key: str) -> Sequence[str]:
+    def _versions(self, model: str, facts: RouteFacts) -> Sequence[str]:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one
         never gets."""
-        route = self._shares.get(model)
+        route = self._shares.get(model) if facts.is_answer else None
         if route is None:
             return (model,)
-        return (_drawn(route.name, [_target(target) for target in route.targets], share_key), *route.fallback)
+        return (_drawn(route.name, [_target(target) for target in route.targets], facts.share_key), *route.fallback)
 
 
 NO_ROUTES: Final = ModelRoutes()

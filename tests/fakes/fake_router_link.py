@@ -73,6 +73,7 @@ class FakeRequest:
         *,
         error: KvloomError | None = None,
         stop_string: str = "",
+        embedding: bytes = b"",
         **counts: int,
     ) -> None:
         if not self.cancelled.is_set() and index in self._open:
@@ -84,6 +85,7 @@ class FakeRequest:
                 num_output_tokens=self._num_output_tokens[index],
                 error=error.to_proto() if error else None,
                 stop_string=stop_string,
+                embedding=embedding,
                 **counts,
             )
             self._sink.on_finish(index, finish)

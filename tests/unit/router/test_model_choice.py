@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvloom.config import CascadeConfig, RouteConfig, RouteRule
+from kvloom.errors import KvloomError
 from kvloom.models.model_routes import ModelRoutes
-from kvloom.v1.generation_pb2 import StopConditions
+from kvloom.v1.generation_pb2 import Pooling, StopConditions
 from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message
 from router.model_choice import choose_model
 from tests.fakes.served_models import tiny_model
@@ -39,3 +42,13 @@ def test_rules_read_what_the_user_wrote_and_how_long_the_answer_may_be() -> None
     stop = StopConditions(max_tokens=900)
     assert chosen(routes, GenerateRequest(model="r", text="What is it?", stop=stop))[0] == "largest"
     assert chosen(routes, GenerateRequest(model="r", text="What is it?"))[0] == "small"
+
+
+def test_embeddings_of_different_models_are_not_mixed() -> None:
+    """The same as over HTTP."""
+    routes = ModelRoutes([RouteConfig(name="r", targets=["small"], fallback=["large"])])
+    embedding = GenerateRequest(model="r", text="hello", pooling=Pooling())
+    with pytest.raises(KvloomError, match="cannot be compared"):
+        chosen(routes, embedding)
+    listed = GenerateRequest(model="small", models=["large"], text="hello", pooling=Pooling())
+    assert chosen(routes, listed, {"large"})[0] == "large"

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.config import ConfigError, RouteConfig, RouteRule, RouteTarget
+from kvloom.discovery.records import RolloutRecord
+from kvloom.errors import KvloomError
 from kvloom.models.model_routes import MAX_CANDIDATES, ModelRoutes, RouteFacts
 
 SERVED = ("large", "small")
@@ -99,3 +101,51 @@ def test_a_route_of_a_models_name_leads_to_the_model_itself() -> None:
     """So a canary needs no new name on the clients' side."""
     routes = ModelRoutes([RouteConfig(name="m", targets=["m"], fallback=["m2"])])
     assert routes.choose("m", (), facts(), ["m", "m2"]).models == ["m", "m2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "field"),
+    [
+        ("one", [], ""),
+        ("a", ["b", "one"], ""),
+        ("auto", [], "model"),
+        ("two", [], "model"),
+        ("ruled", [], "model"),
+        ("a", ["b", "two"], "models[1]"),
+    ],
+)
+def test_a_route_may_embed_only_with_one_model(name: str, more: list[str], field: str) -> None:
+    """Vectors of two models would be stored side by side, and their distances mean nothing. An alias is no second
+    model, and what a client lists by itself it may have."""
+    routes = ModelRoutes(
+        [
+            RouteConfig(name="one", targets=["a"], fallback=["alias-of-a"]),
+            RouteConfig(name="two", targets=["a"], fallback=["b"]),
+            RouteConfig(name="ruled", rules=[RouteRule(tiers=["batch"], targets=["b"])], targets=["a"]),
+        ]
+    )
+
+    def check() -> None:
+        routes.check_comparable(name, more, ["a", "b"], lambda name: name.removeprefix("alias-of-"))
+
+    if not field:
+        check()
+        return
+    with pytest.raises(KvloomError, match=r"several models \(a, b\)") as caught:
+        check()
+    assert caught.value.field == field
+
+
+def test_any_model_that_embeds_is_allowed_if_there_is_one() -> None:
+    """A client of a fabric with one encoder need not know its name."""
+    ModelRoutes().check_comparable("auto", [], ["a"], lambda name: name)
+
+
+def test_rollouts_share_answers_only() -> None:
+    """Vectors of the old and the new version must not be mixed, not even by a session."""
+    routes = ModelRoutes([RouteConfig(name="r", targets=["m"])])
+    routes.follow_rollouts([RolloutRecord("m", ("m",), "m", "m@2", 1.0, "a", "i")])
+    assert routes.is_needed("m", None, SERVED)
+    assert not routes.is_needed("m", None, SERVED, is_answer=False)
+    assert routes.choose("r", (), facts(), SERVED).models[0] == "m@2"
+    assert routes.choose("r", (), facts(is_answer=False), SERVED).models == ["m"]

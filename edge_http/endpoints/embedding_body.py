@@ -1,0 +1,98 @@
+"""A tokenized request for embeddings, and the whole body of its response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from edge_http.answers.embedded_inputs import EmbeddedInputs
+from edge_http.edge import Edge, ServedModel
+from edge_http.endpoints.answering import seconds_left
+from edge_http.formatting.json_bytes import Buffer
+from edge_http.openai.prompt import Prompt
+from edge_http.resume.kept_answers import WholeBody
+from edge_http.submission import Submission, run_submission
+from edge_http.wire.fair_yield import LONG_BODY_BYTES
+from edge_http.wire.headers import explanation, request_id, traceparent, wants_explanation
+from edge_http.wire.request_record import begin_answer
+from kvloom.limits.byte_budget import ByteLease
+from kvloom.router_link.link import LinkRequest
+from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+
+OPERATION: Final = "embeddings"
+"""The operation's OpenTelemetry name."""
+
+
+class EmbeddingJob(msgspec.Struct, frozen=True):
+    """A validated and tokenized request, whatever the API that it came by."""
+
+    model: ServedModel
+    prompts: Sequence[Prompt]
+    pooling: Pooling
+    pieces: Callable[[EmbeddedInputs, str], AsyncIterator[Buffer]]
+    """Makes the JSON of the response from the vectors and the response's id."""
+    headers: Mapping[str, str] = {}
+    """Further headers of the response."""
+    deadline: float | None = None
+    """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+async def embedding_body(
+    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str, lease: ByteLease
+) -> WholeBody:
+    """Raises KvloomError."""
+    inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
+    begin_answer(response_id, job.model.name, inputs)
+    await run_submission(edge, _submission(edge, request, job, response_id), inputs)
+    pieces: list[Buffer] = []
+    num_bytes = 0
+    async for piece in job.pieces(inputs, response_id):
+        lease.take(len(piece))
+        num_bytes += len(piece)
+        pieces.append(piece)
+        await edge.fair_yield.take(max(len(piece), LONG_BODY_BYTES))
+    more = explanation(inputs.first_start) if wants_explanation(request) else {}
+    return WholeBody(pieces, num_bytes, {**job.headers, **more})
+
+
+def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str) -> Submission:
+    timeout_seconds = seconds_left(edge, job.deadline)
+    return Submission(
+        operation=OPERATION,
+        model=job.model.name,
+        num_prompt_tokens=job.num_prompt_tokens,
+        n=1,
+        requests=[
+            _link_request(edge, request, job, number, response_id, timeout_seconds)
+            for number in range(len(job.prompts))
+        ],
+        guide_field="",
+        timeout_seconds=timeout_seconds,
+        prompt_field=job.prompts[0].field.partition("[")[0],
+    )
+
+
+def _link_request(
+    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, number: int, response_id: str, timeout_seconds: float
+) -> LinkRequest:
+    prompt = job.prompts[number]
+    return LinkRequest(
+        request_id=response_id if len(job.prompts) == 1 else f"{response_id}.{number}",
+        model=job.model.name,
+        prompt_token_ids=prompt.token_ids,
+        prompt_text=prompt.text,
+        sampling=SamplingParams(),
+        stop=StopConditions(),
+        timeout_seconds=timeout_seconds,
+        tenant=edge.callers.caller_of(request),
+        traceparent=traceparent(request),
+        client_request_id=request_id(request),
+        pooling=job.pooling,
+    )
