@@ -106,6 +106,12 @@ class EdgeMetrics:
             ("route", "model", "reason"),
             registry=registry,
         )
+        self._continued = Counter(
+            "kvloom_edge_continued_answers",
+            "Streamed answers whose model was lost and that the next model of their route continued. Unit: answers.",
+            ("route", "model", "continued_by"),
+            registry=registry,
+        )
         running = Gauge(
             "kvloom_edge_running_requests", "Generation requests under way now. Unit: requests.", registry=registry
         )
@@ -205,6 +211,10 @@ class EdgeMetrics:
     def on_discarded(self, route: str, model: str, reason: str, num_tokens: int) -> None:
         """A cascade went on to its next model; so many tokens of this one's answer were generated in vain."""
         self._discarded.labels(route, model, reason).inc(num_tokens)
+
+    def on_continued(self, route: str, model: str, continued_by: str) -> None:
+        """The answer that a model has lost goes on with a token of another one."""
+        self._continued.labels(route, model, continued_by).inc()
 
     def on_evicted(self) -> None:
         self._evicted.inc()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import structlog
@@ -43,20 +43,33 @@ class Submission(msgspec.Struct, frozen=True):
     """The field of the body that has the prompt."""
 
 
+OnSubmitted = Callable[[int, int], None]
+"""Called with a prompt's number and the link's handle of its request."""
+
+
 def _on_submitted(_prompt: int, _handle: int) -> None:
     pass
+
+
+class RunAnswer(Protocol):
+    """Brings a streamed answer to its end, as `run_submission` does."""
+
+    async def __call__(
+        self, edge: Edge, submission: Submission, answer: StreamedAnswer, on_submitted: OnSubmitted = _on_submitted
+    ) -> None:
+        """Raises the error that ended the answer."""
+        ...
 
 
 async def run_submission(
     edge: Edge,
     submission: Submission,
     answer: Answer,
-    on_submitted: Callable[[int, int], None] = _on_submitted,
+    on_submitted: OnSubmitted = _on_submitted,
 ) -> None:
     """Submit the requests and wait for the end of the answer. Raises the error that ended it. No request is left
     running in the fabric once this returns: the handler is cancelled when the client goes away, and cancels the
-    requests that are still open. `on_submitted` is called with each prompt's number and the link's handle of its
-    request."""
+    requests that are still open."""
     handles: list[int] = []
     deadline = asyncio.get_running_loop().call_later(
         submission.timeout_seconds + ROUTER_GRACE_SECONDS, _time_out, answer
@@ -96,11 +109,12 @@ async def run_resumable(
     submission: Submission,
     answer: StreamedAnswer,
     stream: ResumableStream,
-    on_submitted: Callable[[int, int], None] = _on_submitted,
+    on_submitted: OnSubmitted = _on_submitted,
+    run: RunAnswer = run_submission,
 ) -> None:
-    """As `run_submission`, for an answer that outlives its connection. Never raises."""
+    """As `run`, for an answer that outlives its connection. Never raises."""
     try:
-        await run_submission(edge, submission, answer, on_submitted)
+        await run(edge, submission, answer, on_submitted)
     except KvloomError:
         stream.has_failed = True  # the error is the answer's as well
     except Exception:

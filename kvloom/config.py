@@ -176,6 +176,9 @@ class RouteConfig(Section):
     cascade: CascadeConfig | None = None
     """The answer of every model but the last must pass these tests before the client gets it. None: answers are not
     judged."""
+    on_loss: Literal["fail", "continue"] = "fail"
+    """What becomes of a streamed answer whose model is lost when the client has a part of it: it fails, or the next
+    model of the route continues its text."""
 
 
 class ShadowConfig(Section):

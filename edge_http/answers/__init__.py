@@ -7,5 +7,7 @@ collected_answer.py   an answer that is not streamed
 held_answer.py        an answer that is held until it is judged
 embedded_inputs.py    the vectors of one call's inputs, as they arrive
 streamed_answer.py    an answer that is streamed as server-sent events
+answer_part.py        the part of a streamed answer that one of several models writes
+carried_text.py       what the model that continues an answer gets of it
 recorded_answer.py    a streamed answer whose progress is recorded, so that another edge can continue it
 """

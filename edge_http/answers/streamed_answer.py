@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from edge_http.answers.answer import Answer
 from edge_http.answers.parsed_output import ParsedOutput
@@ -32,6 +32,7 @@ class StreamedAnswer(Answer):
         "_suffix",
         "_with_details",
         "_with_explanation",
+        "continued_by",
     )
 
     def __init__(
@@ -54,6 +55,8 @@ class StreamedAnswer(Answer):
         self._headers = headers
         self._with_details = with_details
         self._with_explanation = with_explanation
+        self.continued_by = ""
+        """The model that has written the end, if it is not the one that began; the last chunk says so."""
         self._begun: set[int] = set()
         """The choices whose opening was sent."""
         self._prefixes: list[bytes | None] = [None] * self.num_choices
@@ -84,6 +87,11 @@ class StreamedAnswer(Answer):
     @property
     def num_events(self) -> int:
         return self._events.num_events
+
+    @property
+    def has_begun(self) -> bool:
+        """The client may have a part of it."""
+        return self._events.has_begun
 
     @property
     def _is_visible(self) -> bool:
@@ -129,12 +137,17 @@ class StreamedAnswer(Answer):
             self._send_all(self._formatter.output(index, self._parsed[index].finish()))
             finish = self._parsed[index].completed(finish)
         is_last_chunk = not self.num_open and not self._formatter.envelope.include_usage
-        details = self.details() if is_last_chunk and self._with_details else None
+        details = self._final_details() if is_last_chunk else None
         self._send_all(self._formatter.finish(index, finish, details))
 
     def _complete(self) -> None:
-        self._send_all(self._formatter.ending(self.usage, self.details() if self._with_details else None))
+        self._send_all(self._formatter.ending(self.usage, self._final_details()))
         self._events.end()
+
+    def _final_details(self) -> dict[str, Any] | None:
+        """What the field `kvloom` of the last chunk says; None: there is no such field."""
+        details = self.details() if self._with_details else None
+        return {**(details or {}), "continued_by": self.continued_by} if self.continued_by else details
 
     def _open(self, index: int) -> None:
         """Called at the first update of a choice."""

@@ -2,6 +2,7 @@
 
 answering.py   from a validated request to the end of its answer, for all APIs
 routed.py      which model takes a request that generates
+continuing.py  lets the next model of a route continue a stream whose model is lost
 cascading.py   holds and judges the answer of a candidate
 model_choice.py  what routes need of a request, and what its client is told of the choice
 generation.py  POST /v1/chat/completions and POST /v1/completions

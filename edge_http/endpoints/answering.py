@@ -25,7 +25,7 @@ from edge_http.recovery.takeover import register_for_recovery
 from edge_http.resume.kept_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
-from edge_http.submission import Submission, run_resumable, run_submission
+from edge_http.submission import RunAnswer, Submission, run_resumable, run_submission
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
@@ -101,10 +101,15 @@ async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLeas
 
 
 async def generate(
-    edge: Edge, request: web.BaseRequest, permit: AdmissionPermit, job: GenerationJob, held: HeldAnswer | None = None
+    edge: Edge,
+    request: web.BaseRequest,
+    permit: AdmissionPermit,
+    job: GenerationJob,
+    held: HeldAnswer | None = None,
+    run: RunAnswer = run_submission,
 ) -> web.StreamResponse:
-    """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection.
-    Raises KvloomError while nothing has been sent."""
+    """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
+    brings a stream to its end. Raises KvloomError while nothing has been sent."""
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
@@ -115,7 +120,7 @@ async def generate(
         return await _collect(edge, request, permit, job, formatter, name, key, held)
     is_resumable = edge.resume.is_wanted(wants_resume(request))
     if is_resumable or key:
-        return await _stream_resumable(edge, request, permit, job, formatter, name, key, is_resumable=is_resumable)
+        return await _stream_resumable(edge, request, permit, job, formatter, name, key, run, is_resumable=is_resumable)
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(request, job)
@@ -123,7 +128,7 @@ async def generate(
     begin_answer(name, job.model.name, streamed)
     try:
         if held is None:
-            await run_submission(edge, submission_of(edge, request, job, name), streamed)
+            await run(edge, submission_of(edge, request, job, name), streamed)
         else:
             await held.deliver(streamed, request.writer.drain, job.deadline)
     except KvloomError:
@@ -223,6 +228,7 @@ async def _stream_resumable(
     formatter: ResponseFormatter,
     name: str,
     key: str,
+    run: RunAnswer,
     *,
     is_resumable: bool,
 ) -> web.StreamResponse:
@@ -243,12 +249,12 @@ async def _stream_resumable(
         answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
         record = _response_record(request, job, formatter.envelope, response, headers)
         on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
-        run = run_resumable(edge, submission, answer, stream, on_submitted)
+        running = run_resumable(edge, submission, answer, stream, on_submitted, run)
     else:
         answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
-        run = run_resumable(edge, submission, answer, stream)
+        running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
-    edge.resume.start(stream, run, answer.fail, permit.release)
+    edge.resume.start(stream, running, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
 
 

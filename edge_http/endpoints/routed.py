@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -14,7 +14,9 @@ from aiohttp import web
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_body
 from edge_http.endpoints.cascading import hold_candidate
+from edge_http.endpoints.continuing import ContinuedRun, may_be_continued
 from edge_http.endpoints.model_choice import NamesModels, outlives_connection, pass_on, route_headers, share_key
+from edge_http.submission import RunAnswer, run_submission
 from kvloom.errors import KvloomError
 from kvloom.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
@@ -86,7 +88,8 @@ class _RoutedRequest(Generic[Body]):
             try:
                 job = msgspec.structs.replace(job, deadline=deadline)
                 if name not in chosen.cascades:
-                    return await generate(self.edge, self.request, self.permit, job)
+                    run = self._run(chosen, name, job)
+                    return await generate(self.edge, self.request, self.permit, job, run=run)
                 response = await self._judged(chosen.cascades[name], job)
                 if response is not None:
                     return response
@@ -131,6 +134,25 @@ class _RoutedRequest(Generic[Body]):
             return None
         headers = route_headers(chosen, model.name, self.passed, self.discarded)
         return msgspec.structs.replace(job, headers={**job.headers, **headers})
+
+    def _run(self, chosen: ChosenRoute, name: str, job: GenerationJob) -> RunAnswer:
+        """How the answer of a model comes to its end."""
+        if not chosen.successors(name) or not may_be_continued(job):
+            return run_submission
+        return ContinuedRun(self.request, chosen.continued[name], job, self._successors(chosen, name, job))
+
+    async def _successors(self, chosen: ChosenRoute, name: str, job: GenerationJob) -> AsyncIterator[GenerationJob]:
+        """The request for the models that may continue the answer of `job`. Two names may stand for one model, which is
+        tried once."""
+        tried = {job.model.name, *(self.edge.resolved_name(passed) for passed, _ in self.passed)}
+        for other in chosen.successors(name):
+            try:
+                following = await self._job(chosen, other)
+            except KvloomError:  # the first error is the one that the client gets
+                continue
+            if following is not None and following.model.name not in tried and may_be_continued(following):
+                tried.add(following.model.name)
+                yield msgspec.structs.replace(following, deadline=job.deadline)
 
     async def _judged(self, cascade: Cascade, job: GenerationJob) -> web.StreamResponse | None:
         """Deliver the model's answer if it passes the tests; None: it does not, and was discarded."""

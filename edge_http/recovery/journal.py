@@ -65,6 +65,8 @@ class JournalBatch(msgspec.Struct):
     opened: list[tuple[str, bytes, bytes, bytes]] = []
     """Responses that are new to the journal: id, ResponseRecord, RequestsRecord (b"" if it is not kept), snapshot."""
     snapshots: list[tuple[str, bytes]] = []
+    kept_here: list[str] = []
+    """Responses that no other edge may continue any more."""
     ended: list[str] = []
     """Responses whose requests are over; their events are kept."""
     forgotten: list[str] = []
@@ -157,6 +159,8 @@ class ResumeJournal:
         so that no snapshot is ahead of the journal."""
         ttl_ms = _ms(ttl_seconds)
         async with self.redis.pipeline(transaction=False) as pipe:
+            for response_id in batch.kept_here:  # before the entry, which may have what another model has added
+                pipe.hdel(self._response_key(tag, response_id), _REQUESTS)
             if entry:
                 sealed = self._sealer.encrypt(self._journal_key(tag), entry)
                 pipe.xadd(self._journal_key(tag), {_FIELD: sealed}, maxlen=max_entries, approximate=False)

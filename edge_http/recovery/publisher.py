@@ -227,11 +227,15 @@ class ResumePublisher:
         taken = await self._journal.write(self._tag, batch, entry, len(self._written), self._ttl_seconds)
         for publication in written:
             publication.opened = True
+        for response_id in batch.kept_here:
+            self._requests_bytes.pop(response_id, None)
         return written, left, taken
 
     def _describe(self, publication: Publication, batch: JournalBatch, now: float) -> None:
         """Add what goes into the response's hash: its records once, a snapshot from time to time, and its end."""
         response_id, ended = publication.response.id, publication.stream.ended
+        if publication.is_kept_here and response_id in self._requests_bytes:
+            batch.kept_here.append(response_id)
         if not publication.opened:
             response = encode(publication.response)
             snapshot = encode(publication.snapshot())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, Final, cast
 
 import msgspec
@@ -27,7 +27,7 @@ from edge_http.resume.records import (
 )
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
-from edge_http.submission import Submission, run_resumable
+from edge_http.submission import OnSubmitted, Submission, run_resumable
 from edge_http.wire.headers import explanation
 from kvloom.models.served_model import ServedModel
 from kvloom.router_link.group import with_seed
@@ -38,9 +38,6 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 LEAST_SECONDS: Final = 0.001
 """The shortest time limit: 0 would mean none."""
-
-OnSubmitted = Callable[[int, int], None]
-"""Called with a prompt's number and the link's handle of its request."""
 
 
 def register_for_recovery(

@@ -56,6 +56,9 @@ class Publication:
         """By prompt: the attempts of edges that had the response before."""
         self.is_taken_over = False
         """Another edge began the response."""
+        self.is_kept_here = False
+        """No other edge may continue the response, because it has been continued by another model than its requests
+        name."""
         self.is_noted = False
         """Used by the commit gate."""
         self.num_published = stream.log.num_forgotten
@@ -89,6 +92,11 @@ class Publication:
     def encode_requests(self) -> bytes:
         """The requests to repeat at a router; b"" once the answer has ended."""
         return b"" if self._requests is None else encode(self._requests)
+
+    def keep_here(self) -> None:
+        """From now on no other edge may continue it."""
+        self.is_kept_here = True
+        self._requests = None
 
     def start_over(self) -> None:
         """The journal has lost everything."""

@@ -74,6 +74,14 @@ class ResumeTable:
         if self._gate is not None:
             stream.commit = CommitCursor(self._gate, publication)
 
+    def keep_here(self, response_id: str) -> None:
+        """No other edge could continue this response from now on, only replay it once it has ended."""
+        publication = self.publications.get(response_id)
+        if publication is not None and self._gate is not None:
+            publication.keep_here()
+            if not publication.is_noted:
+                self._gate.note(publication)
+
     def is_wanted(self, header: bool | None) -> bool:
         """Whether a stream is to be resumable, also without an idempotency key. `header` is the client's wish, if it
         sent one."""

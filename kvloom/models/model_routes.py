@@ -86,6 +86,17 @@ class ChosenRoute:
     cascades: Mapping[str, Cascade] = dataclasses.field(default_factory=dict)
     """By model: the cascade that judges its answer before the client gets it. The others' answers are not judged, and
     the last one's never is."""
+    continued: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By model: the route, by its name, whose next model continues an answer that this model has begun and lost."""
+
+    def successors(self, model: str) -> Sequence[str]:
+        """The models that may continue an answer that this one has lost, best first: those that the same route tries
+        after it. So each is tried once, whatever is lost."""
+        route = self.continued.get(model)
+        if route is None:
+            return ()
+        later = self.models[self.models.index(model) + 1 :]
+        return [other for other in later if self.continued.get(other) == route]
 
     @property
     def how(self) -> str:
@@ -118,7 +129,7 @@ class ModelRoutes:
             raise ConfigError(f"routes: two have the name {twice!r}")
         for route in routes:
             _check_targets(route, self._configured)
-            _check_cascade(route)
+            _check_next_model(route)
         self.reads_text = any(rule.languages for route in routes for rule in route.rules)
         """Whether some rule depends on what the user wrote."""
 
@@ -165,6 +176,7 @@ class ModelRoutes:
         models, which "auto" stands for if it is neither a route nor a model."""
         models: dict[str, None] = {}
         cascades: dict[str, Cascade] = {}
+        continued: dict[str, str] = {}
         starts: list[tuple[str, Sequence[str], RouteRule | None]] = []
         for wanted in (name, *more):
             route = self._configured.get(wanted)
@@ -187,12 +199,15 @@ class ModelRoutes:
                 judged = [version for one in versions for version in one if version not in last]
                 cascade = Cascade(route.name, route.cascade)
                 cascades |= {version: cascade for version in judged if version not in models}
+            if route is not None and route.on_loss == "continue":
+                own = [version for one in versions for version in one if version not in models]
+                continued |= dict.fromkeys(own, route.name)
             models.update(dict.fromkeys(version for one in versions for version in one))
             starts.append((start, targets, rule))
         tried = list(models)[:MAX_CANDIDATES]
         for model in tried[-1:]:
             cascades.pop(model, None)
-        return ChosenRoute(tried, *starts[0], cascades)
+        return ChosenRoute(tried, *starts[0], cascades, continued)
 
     def _versions(self, model: str, facts: RouteFacts) -> Sequence[str]:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one
@@ -227,9 +242,12 @@ def _check_targets(route: RouteConfig, routes: Mapping[str, RouteConfig]) -> Non
             raise ConfigError(f"routes: {route.name!r} has the target {model!r}, which is a route: name a model")
 
 
-def _check_cascade(route: RouteConfig) -> None:
-    if route.cascade is not None and len(models_of(route)) == 1:
-        raise ConfigError(f"routes: {route.name!r} has a cascade and one model: name the next in fallback")
+def _check_next_model(route: RouteConfig) -> None:
+    """A cascade, and answers that continue, need another model."""
+    if len(models_of(route)) == 1:
+        for setting, is_set in (("a cascade", route.cascade is not None), ("on_loss", route.on_loss != "fail")):
+            if is_set:
+                raise ConfigError(f"routes: {route.name!r} has {setting} and one model: name the next in fallback")
 
 
 def _target(target: str | RouteTarget) -> RouteTarget:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvloom.config import ConfigError, RouteConfig, RouteRule, RouteTarget
 from kvloom.discovery.records import RolloutRecord
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import MAX_CANDIDATES, ModelRoutes, RouteFacts
+from kvloom.models.model_routes import MAX_CANDIDATES, ModelRoutes, RouteFacts, models_of
 
 SERVED = ("large", "small")
 
@@ -149,3 +149,64 @@ def test_rollouts_share_answers_only() -> None:
     assert not routes.is_needed("m", None, SERVED, is_answer=False)
     assert routes.choose("r", (), facts(), SERVED).models[0] == "m@2"
     assert routes.choose("r", (), facts(is_answer=False), SERVED).models == ["m"]
+
+
+NAMES = st.sampled_from("abcdef")
+
+
+@st.composite
+def some_routes(draw: st.DrawFn) -> list[RouteConfig]:
+    """Two, of which each has another model to continue with."""
+    routes: list[RouteConfig] = []
+    for name in ("r", "s"):
+        fallback = draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
+        target = draw(NAMES.filter(lambda model, known=fallback: [model] != known))
+        continues = draw(st.booleans())
+        on_loss = "continue" if continues else "fail"
+        routes.append(RouteConfig(name=name, targets=[target], fallback=fallback, on_loss=on_loss))
+    return routes
+
+
+@given(some_routes(), st.lists(st.sampled_from("abcdefrs"), max_size=6))
+def test_a_lost_answer_goes_through_each_model_of_one_route_once(routes: list[RouteConfig], more: list[str]) -> None:
+    """However many models are lost one after the other, none is asked again, and none of which the route says
+    nothing."""
+    chosen = ModelRoutes(routes).choose("r", more, facts(), SERVED)
+    by_name = {route.name: route for route in routes}
+    for position, model in enumerate(chosen.models):
+        successors = chosen.successors(model)
+        positions = [chosen.models.index(other) for other in successors]
+        assert positions == sorted(set(positions))
+        assert all(each > position for each in positions)
+        if model not in chosen.continued:
+            assert not successors
+            continue
+        route = by_name[chosen.continued[model]]
+        assert route.on_loss == "continue"
+        assert {model, *successors} <= {*models_of(route)}
+        for number, other in enumerate(successors, 1):  # the next loss goes on where this one is
+            assert list(chosen.successors(other)) == list(successors[number:])
+
+
+def test_answers_fail_unless_a_route_says_otherwise() -> None:
+    """Nobody gets the beginning of one model's answer and the end of another's without having chosen it."""
+    plain = ModelRoutes([RouteConfig(name="r", targets=["a"], fallback=["b"])])
+    assert not plain.choose("r", ["c"], facts(), SERVED).successors("a")
+    routes = ModelRoutes([RouteConfig(name="r", targets=["a"], fallback=["b"], on_loss="continue")])
+    chosen = routes.choose("r", ["c"], facts(), SERVED)
+    assert [chosen.successors(model) for model in "abc"] == [["b"], [], ()]
+
+
+def test_a_version_that_is_being_rolled_out_continues_with_the_old_one() -> None:
+    """It is what its requests fall back to before they have begun."""
+    routes = ModelRoutes([RouteConfig(name="r", targets=["m"], fallback=["b"], on_loss="continue")])
+    routes.follow_rollouts([RolloutRecord("m", ("m",), "m", "m@2", 0.9, "a", "i")])
+    chosen = routes.choose("r", (), facts(share_key="s"), SERVED)
+    assert chosen.models == ["m@2", "m", "b"]
+    assert chosen.successors("m@2") == ["m", "b"]
+
+
+def test_a_route_with_one_model_has_none_to_continue_with() -> None:
+    """It is refused when the configuration is read, not in the outage for which it was written."""
+    with pytest.raises(ConfigError, match="on_loss and one model"):
+        ModelRoutes([RouteConfig(name="r", targets=["a"], on_loss="continue")])

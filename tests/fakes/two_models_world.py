@@ -1,0 +1,118 @@
+"""An edge, a router and the shards of two models with tokenizers and chat templates of their own, in one process. Both
+models recite the same text, so that a test can tell the right continuation from any other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from prometheus_client import CollectorRegistry
+
+from edge_http.edge import Edge
+from edge_http.server.http_server import EdgeServer
+from kvloom.config import EdgeConfig, KvloomConfig, ModelConfig, RouteConfig, ShardConfig, SimConfig
+from kvloom.discovery.records import ShardRecord
+from kvloom.models.catalogue import Catalogue
+from kvloom.models.model_routes import ModelRoutes
+from kvloom.models.served_model import ServedModel
+from kvloom.text.chat_template import ChatTemplate
+from kvloom.text.tokenizer import ModelTokenizer
+from router.core.core import RouterCore
+from router.core_config import core_config
+from router.server import RouterServer
+from shard_server.server import ShardServer
+from tests.fakes.failing_engine import FailingEngine, RecitingEngine
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
+from tests.fakes.tiny_tokenizer import byte_fallback_tokenizer, model_tokenizer
+
+FIRST, SECOND = "first", "second"
+ROUTE = RouteConfig(name="chat", targets=[FIRST], fallback=[SECOND], on_loss="continue")
+VOCABULARY = 49_152
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+class _Reciter(RecitingEngine):
+    """Recites to every prompt."""
+
+    def token_at(self, prompt: Sequence[int], seed: int, position: int) -> int:
+        return self._recital[position % len(self._recital)]
+
+
+class TwoModelsWorld(RouterWorld):
+    """`engines` has that of each model's one shard, `served_models` what the edge and the router know of the models."""
+
+    def __init__(self, redis_url: str, text: str) -> None:
+        super().__init__(redis_url)
+        self.config.router.health.enabled = False
+        self.config.router.overload.outage_patience_seconds = 0.0
+        self.text = text
+        other = ModelTokenizer(byte_fallback_tokenizer(), template=ChatTemplate(PLAIN, {}))
+        self.tokenizers = {FIRST: model_tokenizer(), SECOND: other}
+        self.served_models = {
+            name: ServedModel(name, tokenizer, 0, "fp") for name, tokenizer in self.tokenizers.items()
+        }
+        self.engines: dict[str, FailingEngine] = {}
+        self.edge: Edge
+        self.url = ""
+
+    async def bind_router(self) -> None:
+        core = RouterCore(core_config(self.config))
+        catalogue = Catalogue(list(self.served_models.values()))
+        self.server = RouterServer(self.config, core, catalogue, "router-0", self.metrics)
+        self.address = await self.server.start("127.0.0.1", 0)
+
+    async def add_fleet(self, name: str) -> None:
+        """Starts the one shard of a model."""
+        tokenizer = self.tokenizers[name]
+        config = ShardConfig(engine="sim", sim=SimConfig(step_ms=1.0, prefill_tokens_per_second=1e7))
+        recital = tokenizer.encode_now(self.text)
+        engine = FailingEngine(_Reciter(name, config, VOCABULARY, recital, cue=0))
+        served = KvloomConfig(model=ModelConfig(name=name), shard=config)
+        server = ShardServer(served, engine, tokenizer, f"{name}-0", metrics_registry=CollectorRegistry())
+        address = await server.start()
+        stop = asyncio.Event()
+        serving = asyncio.create_task(server.serve(stop))
+
+        async def end() -> None:
+            stop.set()
+            await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), TIMEOUT_SECONDS)
+
+        self._cleanup.push_async_callback(end)
+        await self.registry.announce(ShardRecord(f"{name}-0", address, name, server.incarnation_id))
+        self.engines[name] = engine
+
+    def lose_first_after(self, num_tokens: int) -> None:
+        """The first model's only engine fails each answer when it has so many tokens."""
+        self.engines[FIRST].fails_at = lambda _: num_tokens
+
+    def num_metered(self, model: str) -> float:
+        """The output tokens that the router has metered for a model."""
+        return sum(
+            sample.value
+            for family in self.metrics.collect()
+            for sample in family.samples
+            if sample.name == "kvloom_router_tokens_total"
+            and sample.labels["token_type"] == "output"
+            and sample.labels["model"] == model
+        )
+
+
+@contextlib.asynccontextmanager
+async def two_models_world(redis_url: str, text: str) -> AsyncIterator[TwoModelsWorld]:
+    world = TwoModelsWorld(redis_url, text)
+    try:
+        await world.start_router()
+        for name in (FIRST, SECOND):
+            await world.add_fleet(name)
+        link = await world.connect()
+        await world.wait_for_shards(link, 2)
+        world.edge = Edge(EdgeConfig(), link, world.served_models, routes=ModelRoutes([ROUTE]))
+        server = EdgeServer(world.edge)
+        world.url = f"http://{await server.listen('127.0.0.1', 0)}"
+        try:
+            yield world
+        finally:
+            await server.stop()
+    finally:
+        await world.close()
