@@ -111,7 +111,7 @@ class ContinuedRun:
             submission = submission_of(edge, self.request, job, name)
             [request] = submission.requests
             assert request is not None
-            request.partial_choices = [progress]
+            request.partial_choices, request.is_new = [progress], True
             return _Next(job, submission, progress)
         return None
 

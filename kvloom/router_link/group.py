@@ -122,11 +122,11 @@ class RouterGroup:
         await self._members.wait_change()
 
     def submit(self, request: LinkRequest, sink: Sink) -> int:
-        """As in RouterLink. A request with `partial_choices` is treated as one that has lost its router: it is sent as
-        soon as a router has its model."""
+        """As in RouterLink. A request with `partial_choices` that is not new is treated as one that has lost its
+        router: it is sent as soon as a router has its model."""
         request.sampling = with_seed(request.sampling)
         tracked = TrackedRequest(next(self._handles), request, sink, self, _affinity_key(request))
-        if request.partial_choices:
+        if request.partial_choices and not request.is_new:
             self._park(tracked)
             return tracked.handle
         member = self._members.pick(request.model, tracked.affinity_key)

@@ -46,6 +46,9 @@ class LinkRequest:
     partial_choices: Sequence[ChoiceProgress] = ()
     """What other routers have delivered of the choices that are still wanted; `n` is not used then. Empty: generate all
     n choices from their beginning."""
+    is_new: bool = False
+    """Of a request with `partial_choices`: another model has generated them, and no router has lost this request. So it
+    is sent at once, and a rejection is final, as for any other new request."""
     client_request_id: str = ""
     """The id that the caller gave the request, for log lines and `Explain`."""
     pooling: generation_pb2.Pooling | None = None

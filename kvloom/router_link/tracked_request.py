@@ -82,7 +82,8 @@ class TrackedRequest:
 
     def __init__(self, handle: int, request: LinkRequest, sink: Sink, owner: Owner, affinity_key: bytes) -> None:
         """`request` has a seed, because every router must draw the same random numbers. A request with
-        `partial_choices` counts as one that has lost its router; this object owns their progress from now on."""
+        `partial_choices` counts as one that has lost its router, unless it `is_new`; this object owns their progress
+        from now on."""
         self.handle = handle
         self.request = request
         self.affinity_key = affinity_key
@@ -93,7 +94,8 @@ class TrackedRequest:
         self.lost_at: float | None = None
         """When it lost the last router that had accepted it; None while its first router has it."""
         if request.partial_choices:
-            self.lost_at = self.arrived_at
+            if not request.is_new:
+                self.lost_at = self.arrived_at
             for choice in self.choices:
                 choice.is_done = True
             for choice in request.partial_choices:
@@ -176,7 +178,7 @@ class TrackedRequest:
     def on_submitted(self, link_id: str) -> None:
         """A link has accepted the `next_request`."""
         num_tokens, num_running = 0, len(self.choices)
-        if self.lost_at is not None:  # not the first one of most requests
+        if self.lost_at is not None or self.request.partial_choices:  # not the first one of most requests
             num_tokens = self._num_tokens
             num_running = sum(not choice.is_done for choice in self.choices)
         if self.assignments:

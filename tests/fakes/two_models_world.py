@@ -16,6 +16,7 @@ from kvloom.discovery.records import ShardRecord
 from kvloom.models.catalogue import Catalogue
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.models.served_model import ServedModel
+from kvloom.router_link.group import RouterGroup
 from kvloom.text.chat_template import ChatTemplate
 from kvloom.text.tokenizer import ModelTokenizer
 from router.core.core import RouterCore
@@ -23,7 +24,7 @@ from router.core_config import core_config
 from router.server import RouterServer
 from shard_server.server import ShardServer
 from tests.fakes.failing_engine import FailingEngine, RecitingEngine
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually, num_ready_shards
 from tests.fakes.tiny_tokenizer import byte_fallback_tokenizer, model_tokenizer
 
 FIRST, SECOND = "first", "second"
@@ -105,8 +106,10 @@ async def two_models_world(redis_url: str, text: str) -> AsyncIterator[TwoModels
         await world.start_router()
         for name in (FIRST, SECOND):
             await world.add_fleet(name)
-        link = await world.connect()
-        await world.wait_for_shards(link, 2)
+        link = RouterGroup("edge-0", [world.address])
+        world._cleanup.push_async_callback(link.close)
+        await link.start()
+        await eventually(lambda: num_ready_shards(link) == 2, "both fleets")
         world.edge = Edge(EdgeConfig(), link, world.served_models, routes=ModelRoutes([ROUTE]))
         server = EdgeServer(world.edge)
         world.url = f"http://{await server.listen('127.0.0.1', 0)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -108,6 +109,7 @@ async def test_the_next_model_gets_the_text_as_progress(world: EdgeWorld) -> Non
     [progress] = second.partial_choices
     assert model_tokenizer().decode(progress.token_ids.tolist()) == "the quick"
     assert progress.num_chars == len("the quick")
+    assert second.is_new
     assert (second.stop.max_tokens, second.stop.min_tokens) == (10, 4)
     assert second.prompt_token_ids == first.prompt_token_ids
     assert (second.request_id, second.sampling.seed) == (f"{first.request_id}.continued1", 3)
@@ -262,6 +264,36 @@ async def test_a_client_that_leaves_ends_the_second_model_too(world: EdgeWorld) 
         await second.cancelled.wait()
         await world.edge.wait_idle()
     assert asked(world) == ["tiny", "second"]
+
+
+@pytest.mark.parametrize("is_continued", [False, True])
+async def test_a_reader_that_stalls_ends_the_model_that_writes(is_continued: bool) -> None:
+    """The answer ends by itself, at whichever model, and nothing goes on unread."""
+    async with a_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.setblocking(False)
+            await loop.sock_connect(raw, world.address)
+            body = json.dumps(chat_body(model="chat", stream=True))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            await loop.sock_sendall(raw, f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+            writer = await world.link.next_request()
+            writer.start()
+            if is_continued:
+                writer.tokens("a", token_ids=model_tokenizer().encode_now("a"))
+                writer.finish(ERROR, error=LOST)
+                writer = await world.link.next_request()
+            for number in range(50_000):
+                writer.tokens("x" * 1000)
+                if number % 10 == 0:
+                    await asyncio.sleep(0)  # as in reality, frames arrive in different turns of the event loop
+                if writer.cancelled.is_set():
+                    break
+            assert writer.cancelled.is_set()
+        await world.edge.wait_idle()
+        assert asked(world) == (["tiny", "second"] if is_continued else ["tiny"])
+        assert "kvloom_edge_slow_clients_total 1.0" in world.edge.metrics.exposition().decode()
 
 
 async def test_an_answer_that_has_all_its_tokens_ends(world: EdgeWorld) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.router_link import choice
 from kvloom.router_link.group import MAX_LOSSES, RouterGroup
-from kvloom.router_link.link import LinkRequest
+from kvloom.router_link.link import ChoiceProgress, LinkRequest
 from kvloom.v1 import generation_pb2, router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import CancelRequest, LostRequest
@@ -120,6 +120,46 @@ async def test_a_lost_router_s_answers_go_on_at_another_behind_what_was_delivere
         assert (answer.finish.num_cached_tokens, answer.finish.num_output_tokens) == (2, 3)
         assert fabric.group.num_reattached == 1
         assert not fabric.group.num_parked
+
+
+def begun_by_another_model(*token_ids: int) -> LinkRequest:
+    progress = ChoiceProgress(0)
+    progress.token_ids.extend(token_ids)
+    progress.num_chars = 3
+    return request([1, 2], partial_choices=[progress], is_new=True)
+
+
+async def test_what_another_model_has_begun_is_a_new_request() -> None:
+    """Nothing was lost here, so no loss is counted, and a rejection is final at once: the next model may have room."""
+    async with routers() as fabric:
+        answer = Answer()
+        fabric.group.submit(begun_by_another_model(7, 8), answer)
+        router, connection, submit = await fabric.taken("r")
+        (choice,) = submit.choices
+        assert (list(choice.output_token_ids), choice.num_delivered_chars) == ([7, 8], 3)
+        router.finish(connection, choice.slot, error=KvloomError(R.ERROR_REASON_QUEUE_FULL, "full"))
+        await eventually(lambda: answer.done, "the end")
+        assert answer.finish.error.reason == R.ERROR_REASON_QUEUE_FULL
+        assert (fabric.group.num_parked, fabric.group.num_reattached, fabric.group.num_given_up) == (0, 0, 0)
+
+
+async def test_what_another_model_has_begun_survives_its_router() -> None:
+    """From then on it is as any other answer: the loss is reported without the tokens that this router did not
+    deliver."""
+    async with routers(1) as fabric:
+        answer = Answer()
+        fabric.group.submit(begun_by_another_model(7, 8), answer)
+        router, connection, submit = await fabric.taken("r")
+        router.tokens(connection, (submit.choices[0].slot, [9]))
+        await eventually(lambda: answer.token_ids[0], "a token")
+        lose(connection)
+        router, other, again = await fabric.taken("r", 2)
+        assert list(again.choices[0].output_token_ids) == [7, 8, 9]
+        assert other.hello.lost == [LostRequest(request_id="r", num_received_tokens=1)]
+        router.tokens(other, (again.choices[0].slot, [10]))
+        router.finish(other, again.choices[0].slot)
+        await eventually(lambda: answer.done, "the end")
+        assert answer.token_ids == [[9, 10]]
 
 
 async def test_the_same_router_takes_it_up_when_it_is_the_only_one() -> None:
