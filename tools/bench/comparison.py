@@ -200,6 +200,7 @@ async def _score(client: Client, candidate: str, exchange: Exchange) -> float:
         max_tokens=1,
         temperature=0.0,
         prompt_logprobs=0,
+        prompt_logprobs_start=len(exchange.prompt),
         tier="batch",
         timeout_seconds=TIMEOUT_SECONDS,
     )

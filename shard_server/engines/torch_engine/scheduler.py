@@ -179,7 +179,7 @@ class Scheduler:
             if self._awaits_shared_prefix(sequence):
                 skipped.append(self.waiting.popleft())
                 continue
-            if sequence.needs_prompt_logits and not self._num_prompt_logits_left:
+            if not self._num_prompt_logits_left and sequence.next_prompt_logits is not None:
                 break
             if not self._allocate(sequence):
                 break
@@ -192,9 +192,11 @@ class Scheduler:
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
         """How many of a sequence's uncomputed tokens fit into the step."""
         num_tokens = min(sequence.num_uncomputed_tokens, budget)
-        if sequence.needs_prompt_logits:
-            num_tokens = min(num_tokens, self._num_prompt_logits_left)
-            self._num_prompt_logits_left -= num_tokens
+        num_logits = sequence.num_prompt_logits(num_tokens)
+        if num_logits:
+            num_allowed = min(num_logits, self._num_prompt_logits_left)
+            num_tokens -= num_logits - num_allowed
+            self._num_prompt_logits_left -= num_allowed
         return num_tokens
 
     def _allocate(self, sequence: Sequence) -> bool:
@@ -203,8 +205,7 @@ class Scheduler:
         One block is left for every running sequence: otherwise their next tokens would preempt the new one.
         """
         pool = self.pool
-        num_reusable = 0 if sequence.needs_prompt_logits else sequence.num_reusable_blocks
-        matched = pool.match_prefix(sequence.block_keys[:num_reusable], sequence.request.root_hash)
+        matched = pool.match_prefix(sequence.block_keys[: sequence.num_reusable_blocks], sequence.request.root_hash)
         num_new = self._num_blocks(sequence.num_tokens) - len(matched)
         if pool.num_available - pool.num_evictable(matched) < num_new + len(self.running):
             return False
@@ -220,8 +221,6 @@ class Scheduler:
     def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill is about to compute the prefix that this sequence needs next. Waiting for it avoids
         computing the prefix twice and costs no time, since that prefill comes first in the budget anyway."""
-        if sequence.needs_prompt_logits:
-            return False
         if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
             sequence.shares_with = self._find_shared_prefill(sequence)
         return sequence.shares_with is not None
