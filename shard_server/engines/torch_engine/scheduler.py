@@ -26,9 +26,19 @@ MIN_PREFILL_TOKENS_PER_STEP: Final = 32
 MAX_PROMPT_LOGITS_PER_STEP: Final = 256
 """The maximum number of prompt tokens in a step whose logits are wanted: each takes as many floats as there are tokens
 in the vocabulary."""
+_MIN_PROMPT_LOGITS_PER_STEP: Final = 16
+_PROMPT_LOGITS_BYTES: Final = 24 * 2**20
+"""Of those logits in the memory of a CPU. The C library takes arrays of 32 MiB and more from the system each time, and
+returns them: the page faults make logits cost a third more."""
 
 Chunk = tuple[Sequence, int]
 """A sequence and the number of its uncomputed tokens that a step computes."""
+
+
+def max_prompt_logits_on_cpu(vocab_size: int) -> int:
+    """The maximum number of prompt tokens in a step whose logits are wanted, if the logits are in the CPU's memory."""
+    num_rows = _PROMPT_LOGITS_BYTES // (4 * vocab_size)
+    return min(max(num_rows, _MIN_PROMPT_LOGITS_PER_STEP), MAX_PROMPT_LOGITS_PER_STEP)
 
 
 class Scheduler:
@@ -41,11 +51,13 @@ class Scheduler:
         *,
         max_batch: int,
         max_prefill_tokens_per_step: int,
+        max_prompt_logits_per_step: int = MAX_PROMPT_LOGITS_PER_STEP,
         queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs",
     ) -> None:
         self.pool = pool
         self.max_batch = max_batch
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.max_prompt_logits_per_step = max_prompt_logits_per_step
         self.queue_order = queue_order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -83,7 +95,7 @@ class Scheduler:
         no work. The speed bounds the budget and ranks the waiting sequences; if it is unknown (0), they stay in the
         order of arrival."""
         budget = self.prefill_budget(prefill_tokens_per_second)
-        self._num_prompt_logits_left = MAX_PROMPT_LOGITS_PER_STEP
+        self._num_prompt_logits_left = self.max_prompt_logits_per_step
         batch: list[Chunk] = []
         index = 0
         while index < len(self.running):  # preemption removes members after `index`

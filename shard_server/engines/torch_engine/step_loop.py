@@ -204,7 +204,8 @@ class StepLoop:
                 sequence.num_reused_tokens = sequence.num_computed_tokens
             scheduled.append(_scheduled(sequence, num_tokens, drafts.get(sequence, ())))
         try:
-            draws = Draws(self._runner.run(scheduled))
+            logits = self._runner.run(scheduled)
+            draws = Draws(logits, _drawn_rows(scheduled) if any(one.num_prompt_logits for one in scheduled) else None)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -362,6 +363,17 @@ def _collect_prompt_logprobs(
     first = end - num_logits
     for position in range(first, min(end, len(sequence.request.prompt_token_ids) - 1)):
         known.append(draws.logprobs(first_row + position - first, sequence.token_ids[position + 1], num_top))
+
+
+def _drawn_rows(batch: Sequence[ScheduledSequence]) -> list[int]:
+    """The logit rows of a step that tokens are drawn from."""
+    rows: list[int] = []
+    num_rows = 0
+    for sequence in batch:
+        num_rows += sequence.num_logits
+        if sequence.wants_logits:
+            rows += range(num_rows - 1 - sequence.num_drafts, num_rows)
+    return rows
 
 
 def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:

@@ -8,6 +8,7 @@ import pytest
 
 from kvloom.config import SpeculationConfig
 from shard_server.engines.base import EngineRequest, TokenLogprobs
+from shard_server.engines.torch_engine.scheduler import max_prompt_logits_on_cpu
 from tests.fakes.fake_model_runner import logits_of
 from tests.step_bench import Answer, same
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import make_request, various_requests
@@ -133,6 +134,14 @@ def test_logits_of_a_long_prompt_take_bounded_memory() -> None:
     answer = bench.run(request, asking(dataclasses.replace(request, request_id="b"), 0))
     assert all(len(one.start.prompt_logprobs) == 699 for one in answer.values() if one.start)
     assert max(sum(len(s.token_ids) for s in batch) for batch in bench.runner.batches) <= 256 + 2
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 49_152, 152_000, 2_000_000])
+def test_on_a_cpu_their_bytes_are_bounded_too(vocab_size: int) -> None:
+    """The C library takes larger arrays from the system each time. Progress needs some rows, however long they are."""
+    num_rows = max_prompt_logits_on_cpu(vocab_size)
+    assert 16 <= num_rows <= 256
+    assert num_rows == 16 or num_rows * vocab_size * 4 < 32 * 2**20
 
 
 def test_tokens_without_logits_are_computed_beside_them() -> None:
