@@ -56,14 +56,28 @@ def check_sampling(sampling: SamplingParams, at: str = "") -> None:
 def check_prompt_logprobs(
     sampling: SamplingParams, num_prompt_tokens: int, num_choices: int, field: str = "sampling.prompt_logprobs"
 ) -> None:
-    """Raise KvloomError if the log-probabilities of the prompt that were asked for are too many."""
+    """Raise KvloomError if the log-probabilities of the prompt that were asked for are too many, or start behind it."""
     if not sampling.HasField("prompt_logprobs"):
         return
-    count = num_prompt_tokens * (1 + sampling.prompt_logprobs) * num_choices
+    start = sampling.prompt_logprobs_start
+    if start and start >= num_prompt_tokens:
+        raise invalid_argument(
+            f"{field}_start must be less than the number of prompt tokens, {num_prompt_tokens}, got {start}.",
+            f"{field}_start",
+        )
+    count = (num_prompt_tokens - start) * (1 + sampling.prompt_logprobs) * num_choices
     if count > MAX_PROMPT_LOGPROBS:
         raise invalid_argument(
             f"{field} asks for {count} log-probabilities of the prompt; at most {MAX_PROMPT_LOGPROBS}.", field
         )
+
+
+def max_cached_tokens(sampling: SamplingParams) -> int | None:
+    """How many prompt tokens' KV may come from a cache, because no log-probability of the prompt depends on their
+    logits. None: all."""
+    if not sampling.HasField("prompt_logprobs"):
+        return None
+    return max(sampling.prompt_logprobs_start, 1) - 1
 
 
 def check_stop(stop: StopConditions, at: str = "") -> None:

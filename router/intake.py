@@ -32,6 +32,7 @@ from kvloom.sampling import (
     check_sampling,
     check_stop,
     draw_seed,
+    max_cached_tokens,
 )
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.v1 import router_service_pb2
@@ -181,6 +182,7 @@ class Intake:
             traceparent=submit.traceparent,
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
+            max_cached_tokens=max_cached_tokens(submit.sampling),
         )
         if model is None:
             found = self._adapter_named(request.model)
@@ -238,6 +240,7 @@ class Intake:
             traceparent=traceparent,
             session_key=wanted.session_key,
             client_request_id=client_request_id,
+            max_cached_tokens=max_cached_tokens(sampling),
         )
         if is_embedding:
             request = _embedding(request, wanted.pooling)

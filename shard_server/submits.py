@@ -139,6 +139,7 @@ def _sampling(
         frequency_penalty=sampling.frequency_penalty,
         num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         num_prompt_logprobs=sampling.prompt_logprobs if wants_prompt_logprobs else None,
+        prompt_logprobs_start=sampling.prompt_logprobs_start if wants_prompt_logprobs else 0,
         min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
         logit_bias=logit_bias,

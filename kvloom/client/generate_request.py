@@ -68,6 +68,9 @@ class GenerateOptions(TypedDict, total=False):
     """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
     prompt_logprobs: int
     """The same for the tokens of the prompt but the first. They are in `Delta.start`; the prompt is computed again."""
+    prompt_logprobs_start: int
+    """The position of the first token in the prompt of which `prompt_logprobs` reports; default 0. What lies before it
+    may come from the prefix cache, so an answer is scored cheaply as the end of a prompt."""
     shown_special_token_ids: Sequence[int]
     """Special tokens whose names appear in the text. The text of the others is empty."""
     stop: str | Sequence[str]
@@ -105,6 +108,7 @@ _SAMPLING = (
     "repetition_penalty",
     "logit_bias",
     "prompt_logprobs",
+    "prompt_logprobs_start",
     "shown_special_token_ids",
 )
 _STOP = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")

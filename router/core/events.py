@@ -71,6 +71,9 @@ class Request(msgspec.Struct, frozen=True):
     tier: Tier = Tier.INTERACTIVE
     adapter: Adapter | None = None
     """The adapter of the model with which it runs; None: with none."""
+    max_cached_tokens: int | None = None
+    """How many prompt tokens' KV a shard may take from its cache: the others are computed for their log-probabilities.
+    None: all."""
 
 
 class AdapterState(msgspec.Struct, frozen=True):

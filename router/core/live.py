@@ -278,6 +278,13 @@ class LiveRequest:
         return num_tokens + max((len(choice.output_token_ids) for choice in pending), default=0)
 
     @property
+    def max_cached_tokens(self) -> int | None:
+        """How many tokens' KV the next attempt may take from a cache; None: all. The log-probabilities of the prompt
+        came with the first token, if there was one."""
+        limit = self.request.max_cached_tokens
+        return None if limit is None or any(choice.output_token_ids for choice in self.pending) else limit
+
+    @property
     def min_window(self) -> int:
         """The window that a shard needs to run it."""
         request = self.request

@@ -138,11 +138,12 @@ class Pair:
             self.metrics.failed("" if finish.error is None else reason_name(finish.error.reason).lower())
 
     def _score(self, running: Running) -> None:
-        sample, entries = running.sample, running.prompt_logprobs
+        sample = running.sample
         num_tokens = len(sample.token_ids)
-        # There is one for each token but the first, and only those of the answer count.
-        surprisal = -sum(entry.logprob for entry in entries[-num_tokens:] if isinstance(entry, TokenLogprobs))
-        if len(entries) == sample.num_tokens - 1 and math.isfinite(surprisal):
+        # Shards of an older version report the tokens of the prompt, too.
+        entries = running.prompt_logprobs[-num_tokens:]
+        surprisal = -sum(entry.logprob for entry in entries if isinstance(entry, TokenLogprobs))
+        if len(entries) == num_tokens and math.isfinite(surprisal):
             self.metrics.scored(num_tokens, sample.surprisal, surprisal)
         else:
             self.skip(Skip.LOGPROBS)

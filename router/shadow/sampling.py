@@ -10,14 +10,13 @@ import msgspec
 import xxhash
 
 from kvloom.config import ConfigError, ShadowConfig
-from kvloom.sampling import with_chosen_logprobs
+from kvloom.sampling import max_cached_tokens, with_chosen_logprobs
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from router.core.events import SHADOW_CLIENT_ID, ChoiceSpec, Request, Tier
 
 TIMEOUT_SECONDS: Final = 60.0
 """How long a candidate may take."""
 _HASH_RANGE: Final = 2.0**64
-_SCORING: Final = SamplingParams(temperature=0.0, prompt_logprobs=0, seed=0)
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
@@ -61,11 +60,13 @@ def with_logprobs(request: Request) -> Request:
 
 
 def scoring_request(sample: Sample, candidate: str, number: int, slot: int) -> Request:
-    """Asks for the log-probabilities of prompt and answer, by one prefill."""
+    """Asks for the log-probabilities of the answer's tokens after the prompt, by one prefill."""
     token_ids = array("I", sample.request.prompt_token_ids)
+    start = len(token_ids)
     token_ids.extend(sample.token_ids)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=start, seed=0)
     return _shadow_request(
-        sample, candidate, number, slot, prompt_token_ids=token_ids, max_tokens=1, sampling=_SCORING, stop=None
+        sample, candidate, number, slot, prompt_token_ids=token_ids, max_tokens=1, sampling=sampling, stop=None
     )
 
 
@@ -77,7 +78,7 @@ def generating_request(sample: Sample, candidate: str, max_tokens: int, number: 
         sampling.CopyFrom(request.sampling)
     if isinstance(request.stop, StopConditions):
         stop.CopyFrom(request.stop)
-    for field in ("logprobs", "prompt_logprobs", "predicted_token_ids"):
+    for field in ("logprobs", "prompt_logprobs", "prompt_logprobs_start", "predicted_token_ids"):
         sampling.ClearField(field)
     num_left = max_tokens - len(request.prompt_token_ids)
     wanted = num_left if request.max_tokens is None else min(request.max_tokens, num_left)
@@ -121,4 +122,5 @@ def _shadow_request(
         # name has this character.
         tenant=f"shadow\0{request.tenant}",
         tier=Tier.SHADOW,
+        max_cached_tokens=max_cached_tokens(sampling),
     )

@@ -55,7 +55,7 @@ class Capability(enum.StrEnum):
     MIN_TOKENS = "min_tokens"
     """`EngineRequest.min_tokens`."""
     PROMPT_LOGPROBS = "prompt_logprobs"
-    """`Sampling.num_prompt_logprobs`."""
+    """`Sampling.num_prompt_logprobs` and `Sampling.prompt_logprobs_start`."""
     ADAPTERS = "adapters"
     """`EngineRequest.adapter`; the engine is an AdapterEngine."""
     PREDICTION = "prediction"
@@ -123,7 +123,10 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Both penalties count output tokens only, as OpenAI's do."""
     num_prompt_logprobs: int | None = None
-    """As num_logprobs, for the tokens of the prompt but the first. They are in SequenceStart."""
+    """As num_logprobs, for the tokens of the prompt from `prompt_logprobs_start` on, but never for the first. They are
+    in SequenceStart."""
+    prompt_logprobs_start: int = 0
+    """Less than the number of prompt tokens. KV of the tokens before the one before it may come from the cache."""
     min_p: float = 0.0
     """Only tokens that are at least this fraction as likely as the likeliest, after temperature, are drawn. 0 = all."""
     repetition_penalty: float = 1.0
@@ -245,7 +248,7 @@ class SequenceStart:
     queue_time_seconds: float
     """From `submit` to the step in which prefill began."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """One entry for each prompt token but the first, if the request asked for them."""
+    """One entry for each prompt token that the request asked for; see `Sampling.num_prompt_logprobs`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

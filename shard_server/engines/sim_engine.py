@@ -277,7 +277,7 @@ class SimEngine:
         block_size = self._info.block_size
         sequence.num_expected_blocks = count_cached_blocks(
             lambda position: self._pool.is_cached(hashes[position]),
-            (len(sequence.token_ids) - 1) // block_size,
+            sequence.num_reusable_blocks,
             sequence.num_expected_blocks,
         )
         num_uncached = len(sequence.token_ids) - sequence.num_expected_blocks * block_size
@@ -286,11 +286,7 @@ class SimEngine:
     def _admit(self, sequence: SimSequence) -> bool:
         """Allocate the blocks of a waiting sequence, cached ones if possible; returns False if too few are left."""
         hashes = sequence.known_hashes()
-        # The last token is always computed, because the first new token is drawn from its logits.
-        reusable = (len(sequence.token_ids) - 1) // self._info.block_size
-        if sequence.request.pooling is not None:
-            reusable = 0  # the hidden states of cached tokens are not kept
-        cached = hashes[: self._pool.count_cached(hashes[:reusable])]
+        cached = hashes[: self._pool.count_cached(hashes[: sequence.num_reusable_blocks])]
         self._pool.reference(cached)
         num_private = -(-len(sequence.token_ids) // self._info.block_size) - len(cached)
         if num_private > self._pool.num_available:

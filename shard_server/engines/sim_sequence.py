@@ -70,6 +70,21 @@ class SimSequence:
         return self._hashes[: self.num_stored_blocks]
 
     @property
+    def num_reusable_blocks(self) -> int:
+        """The number of blocks that may come from the cache: as in the torch engine's Sequence."""
+        request, last = self.request, len(self.token_ids) - 1
+        if request.pooling is not None:
+            last = 0
+        elif request.sampling.num_prompt_logprobs is not None and not self.started:
+            last = self._first_logprob - 1
+        return last // self._block_size
+
+    @property
+    def _first_logprob(self) -> int:
+        """The position of the first prompt token whose logprob is reported, if any is."""
+        return max(self.request.sampling.prompt_logprobs_start, 1)
+
+    @property
     def queue_time_seconds(self) -> float:
         return (self.scheduled_at or self.submitted_at) - self.submitted_at
 
@@ -131,7 +146,7 @@ class SimSequence:
         if num_top is None:
             return []
         words = [(word, CHOSEN_LOGPROB - 1 - i) for i, word in enumerate(WORD_TOKEN_IDS[:num_top])]
-        tokens = self.request.prompt_token_ids[1:]
+        tokens = self.request.prompt_token_ids[self._first_logprob :]
         return [TokenLogprobs(CHOSEN_LOGPROB, [(token_id, CHOSEN_LOGPROB), *words][:num_top]) for token_id in tokens]
 
     @staticmethod

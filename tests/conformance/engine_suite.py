@@ -310,6 +310,35 @@ class EngineSuite(AdapterSuite):
                 assert tokens == plain
         assert not driver.starts["plain"].prompt_logprobs
 
+    async def test_prompt_logprobs_from_a_start_are_the_tail_of_all(self, start: StartEngine) -> None:
+        """Scoring an answer is cheap only if the KV of its prompt may come from the cache, and of use only if that
+        changes nothing."""
+        driver = await start()
+        has = driver.engine.info.capabilities
+        if Capability.PROMPT_LOGPROBS not in has:
+            pytest.skip("not promised")
+        prompt = prompt_of(9, 64)
+        await driver.run(request_of("whole", prompt, 2, sampling=Sampling(num_prompt_logprobs=2)))
+        whole = driver.starts["whole"].prompt_logprobs
+        assert driver.starts["whole"].num_cached_tokens == 0
+        firsts = (0, 1, 16, 17, 40, 49, 63)
+        await driver.run(
+            *(
+                request_of(f"{at}", prompt, 2, sampling=Sampling(num_prompt_logprobs=2, prompt_logprobs_start=at))
+                for at in firsts
+            )
+        )
+        for at in firsts:
+            started, num_before = driver.starts[f"{at}"], max(at, 1) - 1
+            expected = whole[num_before:]
+            if Capability.BATCH_INVARIANT in has:
+                assert list(started.prompt_logprobs) == list(expected)
+            assert [entry.logprob for entry in started.prompt_logprobs] == pytest.approx(
+                [entry.logprob for entry in expected], abs=0.02
+            )
+            num_blocks = num_before // BLOCK_SIZE if Capability.PREFIX_CACHING in has else 0
+            assert num_blocks * BLOCK_SIZE <= started.num_cached_tokens <= num_before
+
     async def test_a_prediction_changes_no_token(self, start: StartEngine) -> None:
         """Whether it is right, wrong or half right, and whether or not the engine makes use of it."""
         driver = await start()

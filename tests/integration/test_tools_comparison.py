@@ -49,9 +49,12 @@ async def test_answers_are_scored_and_the_phases_are_timed(world: ShadowWorld, t
 
     async with Client(world.address) as client:
         found = await compare(client, PLAN, card_of, lambda _: 2.0 ** next(clock), phases.append)
-    assert len(phases) == 3
+    assert len(phases) == 4
     assert found.sums == GapSums(12, 48, 0, 12 * 16, 0, 0)
-    assert found.cpu == CpuSeconds(scoring=2.0**5 - 2.0**4, decoding=2.0**3 - 2.0**2)
+    assert found.cpu == CpuSeconds(
+        scoring=2.0**3 - 2.0**2, decoding_cached=2.0**5 - 2.0**4, scoring_cached=2.0**7 - 2.0**6
+    )
+    assert 0 < found.num_cached_tokens < found.num_prompt_tokens
     assert found.verdict == "as good"
     assert CHOSEN_LOGPROB < 0  # otherwise nothing was summed
 
@@ -71,7 +74,7 @@ def comparison(gap: float, scatter: float, num_until_detection: int | None) -> C
     sums = GapSums()
     for number in range(40):
         sums += GapSums.of(10, 10 * (gap + scatter * (-1) ** number))
-    return Comparison(PLAN, sums, 100, num_until_detection, CpuSeconds(1.0, 4.0))
+    return Comparison(PLAN, sums, 100, 60, num_until_detection, CpuSeconds(1.5, 1.0, 4.0))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,8 @@ def test_the_verdict_says_what_is_known(found: Comparison, verdict: str) -> None
     """Scripts read the JSON and people the lines: both must say the same."""
     assert report(found)["verdict"] == verdict
     assert any(verdict in line for line in lines(found))
-    assert any("25%" in line for line in lines(found))
+    assert [line.partition("(")[2] for line in lines(found)[-2:]] == ["33%)", "25%)"]
+    assert report(found)["cpu_seconds"]["decoding"] == 4.5
     assert report(dataclasses.replace(found, sums=GapSums()))["interval"] is None
 
 

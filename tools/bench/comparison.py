@@ -1,5 +1,6 @@
 """Measures the likelihood gap of two served models: the one answers, the other one scores the answers, and for the cost
-of that it also answers itself. The phases run one after another, so that the CPU time of each is known."""
+of that it also answers itself, and scores again with the prompts in its prefix cache. The phases run one after another,
+so that the CPU time of each is known."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from kvloom.models.model_card import ModelCardError
 from kvloom.models.served_model import ServedModel, served_model_of
 from kvloom.text.tokenizer import ChatMessage
 from kvloom.transport.channel_options import OpenChannel
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, TokenLogprobs
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SequenceStart, TokenLogprobs
 from tools.failures import CommandError
 
 T = TypeVar("T")
@@ -76,12 +77,31 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """What the candidate finds of an answer."""
+
+    surprisal: float
+    num_cached_tokens: int
+    """Of the prompt."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CpuSeconds:
-    """Of the candidate's shards. None: they cannot be seen from here."""
+    """Of the candidate's shards, for all answers. None: they cannot be seen from here."""
 
     scoring: float | None
-    decoding: float | None
-    """For answering the same prompts itself."""
+    """Prompts included, but for the blocks that they have in common."""
+    scoring_cached: float | None
+    """With the prompts' KV in the prefix cache."""
+    decoding_cached: float | None
+    """For answering the same prompts itself, likewise."""
+
+    @property
+    def decoding(self) -> float | None:
+        """As `scoring`: a prompt's KV costs the same there."""
+        if self.scoring is None or self.scoring_cached is None or self.decoding_cached is None:
+            return None
+        return self.decoding_cached + self.scoring - self.scoring_cached
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +109,8 @@ class Comparison:
     plan: ComparisonPlan
     sums: GapSums
     num_prompt_tokens: int
+    num_cached_tokens: int
+    """Of these, when they were in the prefix cache."""
     num_until_detection: int | None
     """How many answers it took until the bound at any time exceeded the threshold. None: it never did."""
     cpu: CpuSeconds
@@ -146,21 +168,20 @@ async def compare(
         f"{plan.model} answers {len(prompts)} prompts",
         [partial(_answer, client, plan.model, prompt, seed, plan) for seed, prompt in enumerate(prompts)],
     )
+    scores = [partial(_score, client, plan.candidate, exchange) for exchange in exchanges]
+    scored, scoring = await phase(f"{plan.candidate} scores the answers of {plan.model}", scores)
     _, decoding = await phase(
-        f"{plan.candidate} answers them, too",
+        f"{plan.candidate} answers the prompts, too",
         [partial(_answer, client, plan.candidate, prompt, seed, plan) for seed, prompt in enumerate(prompts)],
     )
-    surprisals, scoring = await phase(
-        f"{plan.candidate} scores the answers of {plan.model}",
-        [partial(_score, client, plan.candidate, exchange) for exchange in exchanges],
-    )
-    gaps = [(len(one.token_ids), other - one.surprisal) for one, other in zip(exchanges, surprisals, strict=True)]
+    again, scoring_cached = await phase(f"{plan.candidate} scores them again, with the prompts' KV cached", scores)
+    gaps = [(len(one.token_ids), other.surprisal - one.surprisal) for one, other in zip(exchanges, scored, strict=True)]
     sums = GapSums()
     for num_tokens, gap in gaps:
         sums += GapSums.of(num_tokens, gap)
     until = num_answers_until(gaps, plan.threshold)
-    num_prompt_tokens = sum(map(len, prompts))
-    return Comparison(plan, sums, num_prompt_tokens, until, CpuSeconds(scoring, decoding))
+    num_tokens = sum(map(len, prompts)), sum(score.num_cached_tokens for score in again)
+    return Comparison(plan, sums, *num_tokens, until, CpuSeconds(scoring, scoring_cached, decoding))
 
 
 async def fetched_model(client: Client, open_channel: OpenChannel, address: str, name: str) -> ServedModel:
@@ -193,22 +214,22 @@ async def _answer(client: Client, model: str, prompt: Sequence[int], seed: int, 
     return Exchange(prompt, choice.token_ids, _surprisal(choice.logprobs))
 
 
-async def _score(client: Client, candidate: str, exchange: Exchange) -> float:
+async def _score(client: Client, candidate: str, exchange: Exchange) -> Score:
     options = GenerateOptions(
         model=candidate,
         token_ids=[*exchange.prompt, *exchange.token_ids],
         max_tokens=1,
         temperature=0.0,
         prompt_logprobs=0,
+        prompt_logprobs_start=len(exchange.prompt),
         tier="batch",
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    entries: Sequence[TokenLogprobs] = ()
+    start = SequenceStart()
     async with client.generate(**options) as deltas:
         async for delta in deltas:
-            if delta.start is not None:
-                entries = delta.start.prompt_logprobs
-    return _surprisal(entries[-len(exchange.token_ids) :])
+            start = delta.start or start
+    return Score(_surprisal(start.prompt_logprobs), start.num_cached_tokens)
 
 
 def _surprisal(entries: Sequence[TokenLogprobs]) -> float:
@@ -247,7 +268,13 @@ def report(found: Comparison) -> dict[str, Any]:
         "threshold": found.plan.threshold,
         "verdict": found.verdict,
         "requests_until_detection": found.num_until_detection,
-        "cpu_seconds": {"scoring": found.cpu.scoring, "decoding": found.cpu.decoding},
+        "cached_prompt_tokens": found.num_cached_tokens,
+        "cpu_seconds": {
+            "scoring": found.cpu.scoring,
+            "decoding": found.cpu.decoding,
+            "scoring_cached": found.cpu.scoring_cached,
+            "decoding_cached": found.cpu.decoding_cached,
+        },
     }
 
 
@@ -264,7 +291,11 @@ def lines(found: Comparison) -> list[str]:
     ]
     if found.num_until_detection is not None:
         shown.append(f"found after {found.num_until_detection} answers")
-    if cpu.scoring is not None and cpu.decoding:
-        share = f"{cpu.scoring / cpu.decoding:.0%}"
-        shown.append(f"CPU of {plan.candidate}: scoring {cpu.scoring:.1f} s, answering {cpu.decoding:.1f} s ({share})")
+    for seconds, other, where in (
+        (cpu.scoring, cpu.decoding, ""),
+        (cpu.scoring_cached, cpu.decoding_cached, ", with the prompts' KV cached"),
+    ):
+        if seconds is not None and other:
+            share = f"{seconds / other:.0%}"
+            shown.append(f"CPU of {plan.candidate}{where}: scoring {seconds:.1f} s, answering {other:.1f} s ({share})")
     return shown

@@ -69,10 +69,13 @@ def next_prefill_chunk(
     if candidate.own_seconds < MIN_PREFILL_CHUNKS * seconds:
         return None
     if live.request.pooling is not None or live.request.tier is SHADOW_TIER:
-        return None  # its tokens are computed again, because their hidden states, or logits, are not kept
+        return None  # an embedding's tokens are computed again; a shadow gives way to all others anyway
     num_cached = candidate.num_overlap_tokens
     num_tokens = max(settings.min_tokens, view.speed.num_tokens_within(seconds, num_cached, view.num_context_tokens))
     end = (num_cached + num_tokens) // candidate.block_size * candidate.block_size
+    limit = live.max_cached_tokens
+    if limit is not None:
+        end = min(end, limit // candidate.block_size * candidate.block_size)
     return end if num_cached < end < len(live.request.prompt_token_ids) else None
 
 

@@ -210,14 +210,17 @@ class Placer:
 
     def _candidates(self, shards: list[Shard], live: LiveRequest, now: float) -> list[Candidate]:
         overlaps: dict[int, dict[str, int]] = {}
-        num_tokens = live.num_context_tokens
+        num_tokens, limit = live.num_context_tokens, live.max_cached_tokens
         candidates: list[Candidate] = []
         for shard in shards:
             block_size = shard.description.block_size
             counts = overlaps.get(block_size)
             if counts is None:
                 counts = overlaps[block_size] = self._index.count_overlaps(self.hashes(live, block_size), now)
-            candidates.append(self._candidate(shard, num_tokens, counts.get(shard.shard_id, 0), now))
+            num_overlap_blocks = counts.get(shard.shard_id, 0)
+            if limit is not None:
+                num_overlap_blocks = min(num_overlap_blocks, limit // block_size)
+            candidates.append(self._candidate(shard, num_tokens, num_overlap_blocks, now))
         adapter = live.request.adapter
         if adapter is not None:
             for shard, candidate in zip(shards, candidates, strict=True):

@@ -37,7 +37,11 @@ from shard_server.engines.torch_engine.lora.reader import PeftReader
 from shard_server.engines.torch_engine.memory import forget_code
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS
-from shard_server.engines.torch_engine.scheduler import Scheduler
+from shard_server.engines.torch_engine.scheduler import (
+    MAX_PROMPT_LOGITS_PER_STEP,
+    Scheduler,
+    max_prompt_logits_on_cpu,
+)
 from shard_server.engines.torch_engine.speed import StepSpeed
 from shard_server.engines.torch_engine.step_loop import StepLoop
 
@@ -377,6 +381,7 @@ class TorchEngine:
             BlockPool(runner.num_blocks, config.block_size),
             max_batch=config.max_batch,
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+            max_prompt_logits_per_step=_max_prompt_logits(runner),
             queue_order=config.queue_order,
         )
         step_loop = StepLoop(
@@ -438,6 +443,11 @@ class TorchEngine:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop is closed and reads no more outputs
             self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _max_prompt_logits(runner: ModelRunner | DeviceRunner) -> int:
+    on_cpu = isinstance(runner, ModelRunner)
+    return max_prompt_logits_on_cpu(runner.vocab_size) if on_cpu else MAX_PROMPT_LOGITS_PER_STEP
 
 
 def _loader(config: ShardConfig) -> Callable[..., ModelRunner | DeviceRunner]:

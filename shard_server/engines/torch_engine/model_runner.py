@@ -38,8 +38,8 @@ class ScheduledSequence:
     """True when the last of token_ids is the sequence's last known token or a draft after it."""
     num_drafts: int = 0
     """The number of drafts at the end of token_ids. Logits are computed after each and after the token before them."""
-    wants_all_logits: bool = False
-    """Whether logits are computed after every one of token_ids: for the logprobs of a prompt."""
+    num_prompt_logits: int = 0
+    """The number of tokens, at the end of token_ids, after which logits are computed for the logprobs of a prompt."""
     wants_hidden_states: bool = False
     """Whether the hidden states of token_ids are wanted, for an embedding."""
     adapter: Any = None
@@ -48,9 +48,7 @@ class ScheduledSequence:
     @property
     def num_logits(self) -> int:
         """The number of tokens, at the end of token_ids, after which logits are computed."""
-        if self.wants_all_logits:
-            return len(self.token_ids)
-        return 1 + self.num_drafts if self.wants_logits else 0
+        return self.num_prompt_logits or (1 + self.num_drafts if self.wants_logits else 0)
 
 
 class ModelRunner:

@@ -26,9 +26,19 @@ MIN_PREFILL_TOKENS_PER_STEP: Final = 32
 MAX_PROMPT_LOGITS_PER_STEP: Final = 256
 """The maximum number of prompt tokens in a step whose logits are wanted: each takes as many floats as there are tokens
 in the vocabulary."""
+_MIN_PROMPT_LOGITS_PER_STEP: Final = 16
+_PROMPT_LOGITS_BYTES: Final = 24 * 2**20
+"""Of those logits in the memory of a CPU. The C library takes arrays of 32 MiB and more from the system each time, and
+returns them: the page faults make logits cost a third more."""
 
 Chunk = tuple[Sequence, int]
 """A sequence and the number of its uncomputed tokens that a step computes."""
+
+
+def max_prompt_logits_on_cpu(vocab_size: int) -> int:
+    """The maximum number of prompt tokens in a step whose logits are wanted, if the logits are in the CPU's memory."""
+    num_rows = _PROMPT_LOGITS_BYTES // (4 * vocab_size)
+    return min(max(num_rows, _MIN_PROMPT_LOGITS_PER_STEP), MAX_PROMPT_LOGITS_PER_STEP)
 
 
 class Scheduler:
@@ -41,11 +51,13 @@ class Scheduler:
         *,
         max_batch: int,
         max_prefill_tokens_per_step: int,
+        max_prompt_logits_per_step: int = MAX_PROMPT_LOGITS_PER_STEP,
         queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs",
     ) -> None:
         self.pool = pool
         self.max_batch = max_batch
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.max_prompt_logits_per_step = max_prompt_logits_per_step
         self.queue_order = queue_order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -83,7 +95,7 @@ class Scheduler:
         no work. The speed bounds the budget and ranks the waiting sequences; if it is unknown (0), they stay in the
         order of arrival."""
         budget = self.prefill_budget(prefill_tokens_per_second)
-        self._num_prompt_logits_left = MAX_PROMPT_LOGITS_PER_STEP
+        self._num_prompt_logits_left = self.max_prompt_logits_per_step
         batch: list[Chunk] = []
         index = 0
         while index < len(self.running):  # preemption removes members after `index`
@@ -179,7 +191,7 @@ class Scheduler:
             if self._awaits_shared_prefix(sequence):
                 skipped.append(self.waiting.popleft())
                 continue
-            if sequence.needs_prompt_logits and not self._num_prompt_logits_left:
+            if not self._num_prompt_logits_left and sequence.next_prompt_logits is not None:
                 break
             if not self._allocate(sequence):
                 break
@@ -192,9 +204,11 @@ class Scheduler:
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
         """How many of a sequence's uncomputed tokens fit into the step."""
         num_tokens = min(sequence.num_uncomputed_tokens, budget)
-        if sequence.needs_prompt_logits:
-            num_tokens = min(num_tokens, self._num_prompt_logits_left)
-            self._num_prompt_logits_left -= num_tokens
+        num_logits = sequence.num_prompt_logits(num_tokens)
+        if num_logits:
+            num_allowed = min(num_logits, self._num_prompt_logits_left)
+            num_tokens -= num_logits - num_allowed
+            self._num_prompt_logits_left -= num_allowed
         return num_tokens
 
     def _allocate(self, sequence: Sequence) -> bool:
@@ -203,8 +217,7 @@ class Scheduler:
         One block is left for every running sequence: otherwise their next tokens would preempt the new one.
         """
         pool = self.pool
-        num_reusable = 0 if sequence.needs_prompt_logits else sequence.num_reusable_blocks
-        matched = pool.match_prefix(sequence.block_keys[:num_reusable], sequence.request.root_hash)
+        matched = pool.match_prefix(sequence.block_keys[: sequence.num_reusable_blocks], sequence.request.root_hash)
         num_new = self._num_blocks(sequence.num_tokens) - len(matched)
         if pool.num_available - pool.num_evictable(matched) < num_new + len(self.running):
             return False
@@ -220,8 +233,6 @@ class Scheduler:
     def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill is about to compute the prefix that this sequence needs next. Waiting for it avoids
         computing the prefix twice and costs no time, since that prefill comes first in the budget anyway."""
-        if sequence.needs_prompt_logits:
-            return False
         if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
             sequence.shares_with = self._find_shared_prefill(sequence)
         return sequence.shares_with is not None

@@ -90,17 +90,26 @@ class Sequence:
         self.adjustments = LogitAdjustments.of(request)
         """What is changed in the logits that its tokens are drawn from; None: nothing."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None
-        """Those of the prompt tokens behind the first, as far as they are known; None: they are not wanted."""
+        """Those of the prompt tokens that were asked for, as far as they are known; None: none were."""
         if request.sampling.num_prompt_logprobs is not None:
             self.prompt_logprobs = []
         if pooled is None:
             self.extend_block_keys()
 
     @property
-    def needs_prompt_logits(self) -> bool:
-        """Whether logits of prompt tokens are missing. They come from computing the tokens, not from the cache."""
+    def next_prompt_logits(self) -> int | None:
+        """The position of the first token after which logits are missing for the logprobs of the prompt; they come from
+        computing the tokens, not from the cache. None: none are missing."""
         known = self.prompt_logprobs
-        return known is not None and len(known) < len(self.request.prompt_token_ids) - 1
+        if known is None:
+            return None
+        position = max(self.request.sampling.prompt_logprobs_start, 1) - 1 + len(known)
+        return position if position < len(self.request.prompt_token_ids) - 1 else None
+
+    def num_prompt_logits(self, num_tokens: int) -> int:
+        """After how many of the next `num_tokens` uncomputed tokens logits are computed for that: the last ones."""
+        position = None if self.prompt_logprobs is None else self.next_prompt_logits
+        return 0 if position is None else max(0, self.num_computed_tokens + num_tokens - position)
 
     @property
     def num_tokens(self) -> int:
@@ -122,11 +131,12 @@ class Sequence:
 
     @property
     def num_reusable_blocks(self) -> int:
-        """The number of blocks that may come from the cache. The last token is always computed, for its logits, and for
-        an embedding all are, for their hidden states."""
+        """The number of blocks that may come from the cache. The last token is always computed, for its logits, and so
+        are those that the prompt's missing logprobs need; for an embedding all are, for their hidden states."""
         if self.pooled is not None:
             return 0
-        return (len(self.token_ids) - 1) // self.block_size
+        position = self.next_prompt_logits
+        return (len(self.token_ids) - 1 if position is None else position) // self.block_size
 
     def append(self, token_id: int) -> None:
         """Append a drawn token."""

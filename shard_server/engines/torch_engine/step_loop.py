@@ -204,7 +204,8 @@ class StepLoop:
                 sequence.num_reused_tokens = sequence.num_computed_tokens
             scheduled.append(_scheduled(sequence, num_tokens, drafts.get(sequence, ())))
         try:
-            draws = Draws(self._runner.run(scheduled))
+            logits = self._runner.run(scheduled)
+            draws = Draws(logits, _drawn_rows(scheduled) if any(one.num_prompt_logits for one in scheduled) else None)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -222,8 +223,11 @@ class StepLoop:
         for sequence, num_tokens in batch:
             if sequence.pooled is not None:
                 continue
-            if sequence.needs_prompt_logits:
-                row += _collect_prompt_logprobs(sequence, num_tokens, draws, row)
+            num_logits = sequence.num_prompt_logits(num_tokens)
+            if num_logits:
+                _collect_prompt_logprobs(sequence, num_tokens, num_logits, draws, row)
+                # The first output token is drawn from the last row of a complete prompt.
+                row += num_logits - (num_tokens == sequence.num_uncomputed_tokens)
             self.scheduler.mark_computed(sequence, num_tokens)
             if not sequence.num_uncomputed_tokens:
                 draft = drafts.get(sequence, ())
@@ -341,25 +345,35 @@ def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) 
         block_table=table if complete else table[: -(-end // sequence.block_size)],
         wants_logits=complete and not is_pooled,
         num_drafts=len(draft),
-        wants_all_logits=sequence.needs_prompt_logits,
+        num_prompt_logits=sequence.num_prompt_logits(num_tokens),
         wants_hidden_states=is_pooled,
         adapter=sequence.adapter,
     )
 
 
-def _collect_prompt_logprobs(sequence: EngineSequence, num_tokens: int, draws: Draws, first_row: int) -> int:
-    """Add the logprobs of the prompt tokens after the next `num_tokens` computed ones, whose logits begin at row
-    `first_row`. Returns the number of rows before the one that the first output token is drawn from."""
+def _collect_prompt_logprobs(
+    sequence: EngineSequence, num_tokens: int, num_logits: int, draws: Draws, first_row: int
+) -> None:
+    """Add the logprobs of the prompt tokens that follow the last `num_logits` of the next `num_tokens` tokens, whose
+    logits begin at row `first_row`."""
     known, num_top = sequence.prompt_logprobs, sequence.request.sampling.num_prompt_logprobs
     assert known is not None
     assert num_top is not None
-    start = sequence.num_computed_tokens
-    num_prompt_tokens = len(sequence.request.prompt_token_ids)
-    # After a preemption, tokens are computed again.
-    for position in range(max(start, len(known)), min(start + num_tokens, num_prompt_tokens - 1)):
-        row = first_row + position - start
-        known.append(draws.logprobs(row, sequence.token_ids[position + 1], num_top))
-    return num_tokens - 1 if sequence.num_uncomputed_tokens == num_tokens else num_tokens
+    end = sequence.num_computed_tokens + num_tokens
+    first = end - num_logits
+    for position in range(first, min(end, len(sequence.request.prompt_token_ids) - 1)):
+        known.append(draws.logprobs(first_row + position - first, sequence.token_ids[position + 1], num_top))
+
+
+def _drawn_rows(batch: Sequence[ScheduledSequence]) -> list[int]:
+    """The logit rows of a step that tokens are drawn from."""
+    rows: list[int] = []
+    num_rows = 0
+    for sequence in batch:
+        num_rows += sequence.num_logits
+        if sequence.wants_logits:
+            rows += range(num_rows - 1 - sequence.num_drafts, num_rows)
+    return rows
 
 
 def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
@@ -368,8 +382,8 @@ def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
     first_row = 0
     for sequence, num_tokens in batch:
         is_complete = sequence.num_uncomputed_tokens == num_tokens
-        if sequence.needs_prompt_logits:
-            first_row += num_tokens - is_complete
+        if num_logits := sequence.num_prompt_logits(num_tokens):
+            first_row += num_logits - is_complete
         if not is_complete or sequence.pooled is not None:  # part of a prompt, or a whole one without an answer
             continue
         num_rows = 1 + len(drafts.get(sequence, ()))

@@ -61,6 +61,7 @@ def test_a_scoring_request_is_one_prefill_of_prompt_and_answer() -> None:
     assert (request.model, request.max_tokens, request.choices[0].slot) == ("b", 1, 9)
     assert isinstance(request.sampling, SamplingParams)
     assert request.sampling.HasField("prompt_logprobs")
+    assert (request.sampling.prompt_logprobs_start, request.max_cached_tokens) == (2, 1)
     assert (request.client_id, request.tier) == (SHADOW_CLIENT_ID, Tier.SHADOW)
     assert (request.traceparent, request.client_request_id, request.prompt_text) == ("", "", "")
     assert request.tenant not in ("", "t")
@@ -68,7 +69,8 @@ def test_a_scoring_request_is_one_prefill_of_prompt_and_answer() -> None:
 
 def test_a_generating_request_fits_its_limit() -> None:
     """The candidate must not answer longer than the limit allows, however long the model was allowed to."""
-    sampling = SamplingParams(temperature=0.5, seed=4, logprobs=3, prompt_logprobs=1, predicted_token_ids=[1])
+    sampling = SamplingParams(temperature=0.5, seed=4, logprobs=3, prompt_logprobs=1, prompt_logprobs_start=1)
+    sampling.predicted_token_ids.append(1)
     stop = StopConditions(stop=["x"], min_tokens=50)
     for asked, wanted in ((None, 18), (100, 18), (5, 5)):
         given_up = sample(sampling=sampling, stop=stop, max_tokens=asked)

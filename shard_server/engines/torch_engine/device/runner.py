@@ -125,7 +125,7 @@ class DeviceRunner:
         num_prompt_logits = 0
         for sequence in batch:
             num_logits = sequence.num_logits
-            if len(sequence.token_ids) == num_logits and not sequence.wants_all_logits:  # so it wants no hidden states
+            if len(sequence.token_ids) == num_logits and not sequence.num_prompt_logits:  # so it wants no hidden states
                 places.append((False, len(decodes), num_logits))
                 first = sequence.num_computed_tokens
                 table = sequence.block_table

@@ -37,14 +37,16 @@ class Draws:
     """Tokens drawn from the rows of `logits` (float32, [rows, vocab]), row by row: a mask, then the request's
     adjustments, temperature, min_p, top_k, top_p. Log-probabilities are those of the raw logits."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits: torch.Tensor, rows: Sequence[int] | None = None) -> None:
+        """`rows`: those that tokens may be drawn from; None: all."""
         self._logits = logits
         self._drawn: dict[int, int] = {}
         """By row: tokens that were drawn beforehand."""
         # Ties go to the lowest id: torch's max returns the first.
-        best, best_ids = logits.max(dim=-1)
-        self._best: list[float] = best.tolist()
-        self._best_ids: list[int] = best_ids.tolist()
+        best, best_ids = (logits if rows is None else logits[rows]).max(dim=-1)
+        places = range(len(logits)) if rows is None else rows
+        self._best: dict[int, float] = dict(zip(places, best.tolist(), strict=True))
+        self._best_ids: dict[int, int] = dict(zip(places, best_ids.tolist(), strict=True))
 
     @property
     def wants_rows_together(self) -> bool:

@@ -67,6 +67,14 @@ def test_a_tier_is_sent_along() -> None:
     assert build_request({"model": "m", "text": "a", "tier": "batch"}).tier == router_service_pb2.TIER_BATCH
 
 
+def test_a_prompts_log_probabilities_are_asked_for_from_a_start_on() -> None:
+    """Both numbers are sampling parameters, of which a forgotten one would have no effect."""
+    sampling = build_request(
+        {"model": "m", "token_ids": [1, 2], "prompt_logprobs": 0, "prompt_logprobs_start": 1}
+    ).sampling
+    assert (sampling.HasField("prompt_logprobs"), sampling.prompt_logprobs_start) == (True, 1)
+
+
 def test_options_that_are_none_count_as_not_given() -> None:
     """Callers pass on their own optional parameters, which may be None."""
     request = build_request({"model": "m", "text": "a", "seed": None, "stop": None})  # pyright: ignore[reportArgumentType]

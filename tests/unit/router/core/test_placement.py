@@ -53,6 +53,20 @@ def test_prefix_attracts(holder: str) -> None:
     assert submitted(rig.submit(prompt_token_ids=PROMPT))[0] == holder
 
 
+def test_only_what_may_come_from_a_cache_attracts() -> None:
+    """What must be computed anew for its log-probabilities costs the same everywhere, and a shard is sent what it may
+    expect of its cache; but not where an earlier attempt has reported them."""
+    rig = two_shards()
+    rig.handle(KvEventsArrived("s0", 1, [KvChange(stored=hashes(PROMPT))]))
+    for limit, expected in ((None, 39), (39, 36), (22, 20), (3, 0), (0, 0)):
+        plan = rig.core.plan(request(max_cached_tokens=limit), rig.now)
+        assert {s.shard_id: s.num_overlap_tokens for s in plan.shards} == {"s0": expected, "s1": 0}
+    resumed = request(max_cached_tokens=0, choices=[ChoiceSpec(1, 0, [8, 9])])
+    assert rig.core.plan(resumed, rig.now).shards[0].num_overlap_tokens == 40
+    sent = only(rig.submit(prompt_token_ids=PROMPT, max_cached_tokens=22), SubmitAttempt)
+    assert (sent.shard_id, sent.num_expected_cached_tokens) == ("s0", 20)
+
+
 def test_queue_outweighs_prefix() -> None:
     """A cache hit is not worth waiting behind much more prefill than it saves."""
     rig = two_shards()

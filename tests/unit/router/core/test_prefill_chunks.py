@@ -94,6 +94,16 @@ def test_tokens_of_prefill_chunks_are_not_reported_as_cached() -> None:
     assert (end.num_cached_tokens, end.num_attempts, end.num_output_tokens) == (0, 1, 1)
 
 
+def test_chunks_end_where_nothing_more_may_come_from_the_cache() -> None:
+    """What is computed for its log-probabilities would be computed twice if a chunk had it before."""
+    assert not only(PrefillChunkRig().ask("r", 1, BIG, max_cached_tokens=0), SubmitAttempt).prepares
+    rig = PrefillChunkRig()
+    first = only(rig.ask("r", 1, BIG, max_cached_tokens=20_000), SubmitAttempt)
+    prefill_chunks, last, _ = run_prefill_chunks(rig, first)
+    assert [len(prefill_chunk.request.prompt_token_ids) for prefill_chunk in prefill_chunks] == [12_800, 39 * 512]
+    assert last.num_expected_cached_tokens == 39 * 512
+
+
 def test_a_short_prompt_goes_in_between() -> None:
     """The purpose of prefill chunks: a short prompt waits for one chunk, not for the whole prompt before it."""
     rig = PrefillChunkRig()

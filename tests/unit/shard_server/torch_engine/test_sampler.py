@@ -35,6 +35,18 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
     )
 
 
+def test_rows_that_no_token_is_drawn_from_change_nothing() -> None:
+    """The rows of a prompt's logprobs lie between those that tokens are drawn from."""
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(5))
+    logits[2] = math.inf
+    some, all_rows = Draws(logits, [1, 4]), Draws(logits)
+    for index in (1, 4):
+        row = SampleRow(Sampling(temperature=0.0, num_logprobs=1), 0)
+        assert some.draw(index, row) == all_rows.draw(index, row)
+    assert some.logprobs(3, 7, 2) == all_rows.logprobs(3, 7, 2)
+    assert Draws(logits, []).logprobs(0, 7, 0) == all_rows.logprobs(0, 7, 0)
+
+
 def adjustments(
     sampling: Sampling, output: Sequence[int] = (), prompt: Sequence[int] = (1,), **fields: Any
 ) -> LogitAdjustments | None:
