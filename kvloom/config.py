@@ -663,6 +663,20 @@ class CallersConfig(Section):
     caller's, so that they share cached prompts and can find out which prompts others have sent."""
 
 
+class ControlConfig(Section):
+    """The control service: tenants with keys, limits, budgets and metering (docs/tenancy.md)."""
+
+    enabled: bool = False
+    """Whether the fabric has tenants. Then only holders of their keys are served."""
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """Where the service listens for the processes of its fabric. 0: the system picks the port."""
+    database_url: str = ""
+    """"postgresql://USER@HOST/NAME", or "sqlite:///PATH". Empty: a SQLite file in the data directory."""
+    max_stale_seconds: PositiveFloat = 86_400.0
+    """How long edges and routers serve with the table of tenants that they have while the service cannot be reached."""
+
+
 class TlsConfig(Section):
     """TLS for clients, on the HTTP and the gRPC port. The files are in PEM and are reloaded when they change."""
 
@@ -729,6 +743,7 @@ class KvloomConfig(Section):
     safety: SafetyConfig = msgspec.field(default_factory=SafetyConfig)
     fabric: FabricConfig = msgspec.field(default_factory=FabricConfig)
     callers: CallersConfig = msgspec.field(default_factory=CallersConfig)
+    control: ControlConfig = msgspec.field(default_factory=ControlConfig)
     tls: TlsConfig = msgspec.field(default_factory=TlsConfig)
     redis: RedisConfig = msgspec.field(default_factory=RedisConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
