@@ -45,6 +45,8 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_OVERLOADED, message))
         self._num_followers += 1
         try:
+            # The follower learns at once that it is connected, also if nothing has changed.
+            await context.send_initial_metadata(())
             with FOLLOWERS.track_inprogress():
                 await self._send(Follower(self._database, self._versions, request.table_id, request.version), context)
         except (SQLAlchemyError, OSError) as error:

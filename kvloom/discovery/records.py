@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -90,6 +90,9 @@ class MetricsTarget(msgspec.Struct, frozen=True):
     def key_owner(self) -> str:
         """As for a router."""
         return ""
+
+
+ProcessRole = Literal["edge", "safety", "control", "supervisor"]
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):

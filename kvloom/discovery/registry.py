@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, Generic, Literal
+from typing import Any, Final, Generic
 
 import msgspec
 import redis.asyncio.retry
@@ -25,6 +25,7 @@ from kvloom.discovery.records import (
     MetricsTarget,
     NameTakenError,
     ProcessRecord,
+    ProcessRole,
     Record,
     RecordError,
     RolloutRecord,
@@ -281,7 +282,7 @@ class ProcessRegistry(Registry[ProcessRecord]):
         self,
         url: str,
         key_prefix: str,
-        role: Literal["edge", "safety", "control", "supervisor"],
+        role: ProcessRole,
         sealer: Sealer | None = None,
     ) -> None:
         ttl_seconds = SUPERVISOR_TTL_SECONDS if role == "supervisor" else None
