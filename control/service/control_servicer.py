@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, Final
 
 import structlog
@@ -16,7 +17,13 @@ from control.service.metrics import FOLLOWERS, SNAPSHOTS
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import control_service_pb2_grpc
-from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, ReportKeyUsesRequest, ReportKeyUsesResponse
+from kvloom.v1.control_service_pb2 import (
+    FollowRequest,
+    FollowResponse,
+    KeyUse,
+    ReportKeyUsesRequest,
+    ReportKeyUsesResponse,
+)
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
@@ -59,13 +66,16 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         try:
             if len(request.uses) > keys.MAX_USES:
                 raise invalid_argument(f"There are at most {keys.MAX_USES} in a batch.", "uses")
-            async with self._database.writing() as connection:
-                await keys.report_uses(connection, ((use.key_id, use.at) for use in request.uses), time.time())
+            await self._database.uninterrupted(self._note_uses(request.uses))
         except KvloomError as error:
             await abort(context, error)
         except (SQLAlchemyError, OSError) as error:
             await abort(context, database_error("ReportKeyUses", error))
         return ReportKeyUsesResponse()
+
+    async def _note_uses(self, uses: Iterable[KeyUse]) -> None:
+        async with self._database.writing() as connection:
+            await keys.report_uses(connection, ((use.key_id, use.at) for use in uses), time.time())
 
 
 def database_error(method: str, error: Exception) -> KvloomError:
