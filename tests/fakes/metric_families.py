@@ -14,6 +14,8 @@ from control.service.metrics import CALLS, FOLLOWERS, SNAPSHOTS
 from edge_http.answers.answer import Answer
 from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
+from kvloom.access.tenant_metrics import observe
+from kvloom.access.tenants import Tenants
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -89,6 +91,7 @@ def _edge() -> Any:
     answer = types.SimpleNamespace(error=error, started_at=0.0, first_token_at=1.0, num_output_tokens=2, num_choices=1)
     metrics.on_answer("chat", MODEL, cast(Answer, answer), num_prompt_tokens=3, num_events=4)
     metrics.on_discarded("chat", MODEL, "refusal", 3)
+    observe(Tenants(max_stale_seconds=1.0), metrics.registry, "edge")
     return metrics.registry
 
 
@@ -112,6 +115,7 @@ def _router() -> CollectorRegistry:
     shadow.generated("stop", 2, 2)
     shadow.skipped("busy")
     shadow.failed("internal")
+    observe(Tenants(max_stale_seconds=1.0), registry, "router")
     return registry
 
 
