@@ -52,6 +52,7 @@ async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingAp
         with edge.bodies.lease(caller) as lease:
             raw = await read_prompt_body(edge, request, lease)
             body = api.decode(raw)
+            edge.check_requested_models(request, body.model, body.models)
             job = None
             if not edge.routes.is_needed(body.model, body.models, edge.models, is_answer=False):
                 job = await api.make_job(edge, body, edge.find_embedding_model(body.model, api.use))
@@ -73,7 +74,8 @@ def _choose(
 ) -> ChosenRoute:
     """The models to try. Raises KvloomError (INVALID_ARGUMENT)."""
     more = body.models or ()
-    able = sorted({model.name for model in edge.models.values() if _may_embed(edge, model, api.use)})
+    able = {model.name for model in edge.models.values() if _may_embed(edge, model, api.use)}
+    able = sorted(edge.usable(request, able))
     if not api.use:
         edge.routes.check_comparable(body.model, more, able, edge.resolved_name)
     facts = RouteFacts(
@@ -122,5 +124,5 @@ async def _routed_body(
             pass_on(passed, name, error)
             lease.resize(0)  # the vectors that it had got
     if not passed:  # "auto", and there is no model
-        edge.find_model(body.model)
+        edge.usable_model(request, body.model)
     raise passed[0][1]

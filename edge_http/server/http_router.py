@@ -9,6 +9,10 @@ from typing import Final
 import structlog
 from aiohttp import web
 
+from edge_http.admin.handler import administer
+from edge_http.admin.routes import BY_PATH as ADMIN_PATHS
+from edge_http.admin.routes import PREFIX as ADMIN_PREFIX
+from edge_http.admin.routes import template_of
 from edge_http.edge import Edge
 from edge_http.endpoints.embeddings import embeddings
 from edge_http.endpoints.generation import chat_completions, completions
@@ -35,6 +39,7 @@ from edge_http.wire.json_response import error_response
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
 from kvloom.process.request_context import enter_request
+from kvloom.tenancy.scopes import Scope
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
@@ -81,12 +86,19 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/metrics/targets": {"GET": metrics_targets, "HEAD": metrics_targets},
     "/version": {"GET": version, "HEAD": version},
     "/openapi.json": {"GET": openapi_json, "HEAD": openapi_json},
+    **{path: dict.fromkeys(methods, administer) for path, methods in ADMIN_PATHS.items()},
     **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }
 
 OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", "/openapi.json", *PAGE_ROUTES))
 """What needs no API key: the probes of load balancers, the description of the API, which holds no
 secrets, and the pages, which ask their users for a key."""
+
+
+SCOPES: Final[Mapping[str, Scope]] = dict.fromkeys(
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets", *ADMIN_PATHS), "admin"
+)
+"""What a key of a tenant needs for a route; for all others it is "inference"."""
 
 
 class HttpRouter:
@@ -96,7 +108,7 @@ class HttpRouter:
         self._edge = edge
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
-        route = _route(request.path)
+        route = _route(request)
         record = RequestRecord(request, self._edge.callers, self._edge.cors)
         enter_request(record)
         try:
@@ -119,8 +131,11 @@ class HttpRouter:
             cors = self._edge.cors
             if cors is not None and (response := cors.preflight(request, _methods(route))) is not None:
                 return response
-            if route not in OPEN_ROUTES and (verification := self._edge.callers.check(request)) is not None:
-                await verification
+            if route not in OPEN_ROUTES:
+                if (verification := self._edge.callers.check(request)) is not None:
+                    await verification
+                if self._edge.callers.have_tenants:
+                    self._edge.callers.check_scope(request, SCOPES.get(route, "inference"))
             check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)
@@ -152,9 +167,12 @@ def _error_response(request: web.BaseRequest, error: KvloomError) -> web.Respons
     return response
 
 
-def _route(path: str) -> str:
+def _route(request: web.BaseRequest) -> str:
+    path = request.path
     if path in ROUTES:
         return path
+    if path.startswith(ADMIN_PREFIX):
+        return template_of(request.rel_url.raw_path) or UNKNOWN_ROUTE
     for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE, RESPONSE_ROUTE, MESSAGE_ROUTE):
         folder = route.removesuffix("{id}")
         if path.startswith(folder) and len(path) > len(folder):

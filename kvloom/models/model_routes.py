@@ -148,7 +148,7 @@ class ModelRoutes:
     ) -> bool:
         """Whether `name` is a route, or there are fallbacks. `is_answer`: see RouteFacts."""
         routes = self.by_name if is_answer else self._configured
-        return bool(more) or name in routes or (name == AUTO and name not in served)
+        return bool(more) or name in routes or self.is_any(name, served)
 
     def check_comparable(
         self, name: str, more: Sequence[str], served: Collection[str], resolved: Callable[[str], str]
@@ -170,6 +170,10 @@ class ModelRoutes:
                     "cannot be compared: name one of them, or list those that may answer in models.",
                     field,
                 )
+
+    def is_any(self, name: str, served: Container[str]) -> bool:
+        """Whether `name` stands for all models."""
+        return name == AUTO and name not in self.by_name and name not in served
 
     def choose(self, name: str, more: Sequence[str], facts: RouteFacts, served: Iterable[str]) -> ChosenRoute:
         """The models for a request that names `name` and, as fallbacks, `more`: models or routes. `served` are all

@@ -30,7 +30,7 @@ _BROUGHT_BY: Final = {
     **dict.fromkeys(_TORCH, "kvloom-fabric[torch]"),
     "matplotlib": "kvloom-fabric[simulate]",
 }
-_OWN: Final = frozenset(("edge_http", "kvloom", "router", "safety_svc", "shard_server", "tools"))
+_OWN: Final = frozenset(("control", "edge_http", "kvloom", "router", "safety_svc", "shard_server", "tools"))
 
 
 class MissingPackageError(Exception):

@@ -1,0 +1,66 @@
+"""What a request costs: integers of billionths of the currency, so that sums are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+
+class Price(msgspec.Struct, frozen=True):
+    """The message `Price` in control_service.proto describes every field."""
+
+    id: str
+    model: str
+    effective_from: float = 0.0
+    prompt_nanos: int = 0
+    cached_nanos: int = 0
+    output_nanos: int = 0
+    request_nanos: int = 0
+    batch_percent: int = 100
+    result_cache_percent: int = 0
+
+    def cost_nanos(
+        self,
+        num_prompt: int,
+        num_cached: int,
+        num_output: int,
+        *,
+        is_batch: bool = False,
+        is_result_cache_hit: bool = False,
+    ) -> int:
+        """Rounded down to whole billionths."""
+        cost = (
+            self.request_nanos
+            + self.prompt_nanos * (num_prompt - num_cached)
+            + self.cached_nanos * num_cached
+            + self.output_nanos * num_output
+        )
+        if is_batch:
+            cost = cost * self.batch_percent // 100
+        return cost * self.result_cache_percent // 100 if is_result_cache_hit else cost
+
+
+FREE = Price("", "*")
+
+
+class Prices:
+    """The prices of all models over time."""
+
+    def __init__(self, prices: Iterable[Price] = ()) -> None:
+        self._by_model: dict[str, list[Price]] = {}
+        for price in sorted(prices, key=lambda one: one.effective_from, reverse=True):
+            self._by_model.setdefault(price.model, []).append(price)
+
+    def at(self, model: str, seconds_since_1970: float) -> Price:
+        """The price in force for a model, or MODEL:ADAPTER: its own, else that of the adapter's model, else that of
+        "*"; FREE if there is none."""
+        for name in dict.fromkeys((model, model.partition(":")[0], "*")):
+            for price in self._by_model.get(name, ()):
+                if price.effective_from <= seconds_since_1970:
+                    return price
+        return FREE
+
+    def __iter__(self):
+        for prices in self._by_model.values():
+            yield from prices

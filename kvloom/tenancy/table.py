@@ -1,0 +1,218 @@
+"""The tenants, keys, limits and prices of a fabric, looked up without a database.
+
+`control` owns them; every edge and router has this copy, which it keeps up to date from `ControlService.Follow`.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvloom.tenancy.limits import NO_LIMITS, Limits, limits_from_proto, limits_to_proto
+from kvloom.tenancy.prices import Price, Prices
+from kvloom.v1 import control_service_pb2 as pb
+
+
+class Organisation(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    limits: Limits = NO_LIMITS
+    disabled: bool = False
+
+
+class Tenant(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    """ORGANISATION/PROJECT"""
+    limits: Limits = NO_LIMITS
+    cache_scope: str = ""
+    """The tenants with the same one share cached prompts; "": nobody shares with this one."""
+    models: tuple[str, ...] = ()
+    """Names, and prefixes that end in "*"; empty: all."""
+    disabled: bool = False
+
+    @property
+    def organisation(self) -> str:
+        return self.id.partition("/")[0]
+
+
+class Key(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    digest: bytes
+    """SHA-256 of the key; empty for an identity that has no key."""
+    tenant: str
+    name: str = ""
+    scopes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    expires_at: float = 0.0
+    """Seconds since 1970; 0: never."""
+    limits: Limits = NO_LIMITS
+    user: str = ""
+
+
+def allows_model(patterns: Sequence[str], model: str) -> bool:
+    """Whether these names and prefixes (`Tenant.models`) include the model."""
+    return not patterns or any(
+        model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern for pattern in patterns
+    )
+
+
+class TenantTable:
+    """One version of everything. `apply` changes it; lookups are dictionary reads."""
+
+    def __init__(self) -> None:
+        self.table_id = ""
+        self.version = 0
+        self.prices = Prices()
+        self._organisations: dict[str, Organisation] = {}
+        self._tenants: dict[str, Tenant] = {}
+        self._keys: dict[str, Key] = {}
+        self._by_digest: dict[bytes, Key] = {}
+        self._models: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Equal lists of models are one object, since most keys have one of a few."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.table_id
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._tenants)
+
+    def organisation(self, organisation_id: str) -> Organisation | None:
+        return self._organisations.get(organisation_id)
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        return self._tenants.get(tenant_id)
+
+    def key(self, key_id: str) -> Key | None:
+        return self._keys.get(key_id)
+
+    def key_of_digest(self, digest: bytes) -> Key | None:
+        """The key with this SHA-256, whether or not it has expired."""
+        key = self._by_digest.get(digest)
+        return key if key is not None and hmac.compare_digest(key.digest, digest) else None
+
+    def is_active(self, key: Key, seconds_since_1970: float) -> bool:
+        """Whether the key may be used: it has not expired, and neither its tenant nor its organisation is disabled."""
+        tenant = self._tenants.get(key.tenant)
+        has_expired = 0.0 < key.expires_at <= seconds_since_1970
+        return tenant is not None and not has_expired and self.is_active_tenant(tenant)
+
+    def is_active_tenant(self, tenant: Tenant) -> bool:
+        """Whether neither the tenant nor its organisation is disabled."""
+        organisation = self._organisations.get(tenant.organisation)
+        return not tenant.disabled and organisation is not None and not organisation.disabled
+
+    def apply(self, response: pb.FollowResponse) -> None:
+        """Apply a part of a snapshot, or changes. Until a part `is_complete`, the table is that of no version."""
+        if response.begins_snapshot:
+            self.__init__()
+        self._remove(response)
+        for organisation in response.organisations:
+            self._organisations[organisation.id] = Organisation(
+                organisation.id, _limits(organisation.limits), organisation.disabled
+            )
+        for tenant in response.tenants:
+            self._tenants[tenant.id] = Tenant(
+                tenant.id, _limits(tenant.limits), tenant.cache_scope, self._shared(tenant.models), tenant.disabled
+            )
+        for entry in response.keys:
+            self._add(_key(entry, self._shared(entry.models), self._shared(entry.scopes)))
+        if response.has_prices:
+            self.prices = Prices(price_from_proto(price) for price in response.prices)
+        self.table_id, self.version = response.table_id, response.version
+
+    def _remove(self, response: pb.FollowResponse) -> None:
+        for organisation_id in response.removed_organisations:
+            self._organisations.pop(organisation_id, None)
+        for tenant_id in response.removed_tenants:
+            self._tenants.pop(tenant_id, None)
+        for key_id in response.removed_keys:
+            self._drop(key_id)
+
+    def _add(self, key: Key) -> None:
+        self._drop(key.id)
+        self._keys[key.id] = key
+        if key.digest:
+            self._by_digest[key.digest] = key
+
+    def _drop(self, key_id: str) -> None:
+        key = self._keys.pop(key_id, None)
+        if key is not None and self._by_digest.get(key.digest) is key:
+            del self._by_digest[key.digest]
+
+    def _shared(self, names: Iterable[str]) -> tuple[str, ...]:
+        found = tuple(names)
+        return self._models.setdefault(found, found)
+
+
+def _limits(limits: pb.Limits) -> Limits:
+    found = limits_from_proto(limits)
+    return NO_LIMITS if found == NO_LIMITS else found
+
+
+def _key(entry: pb.KeyEntry, models: tuple[str, ...], scopes: tuple[str, ...]) -> Key:
+    return Key(
+        entry.id,
+        entry.digest,
+        entry.tenant,
+        entry.name,
+        scopes,
+        models,
+        entry.expires_at,
+        _limits(entry.limits),
+        entry.user,
+    )
+
+
+def organisation_to_proto(organisation: Organisation) -> pb.OrganisationEntry:
+    return pb.OrganisationEntry(
+        id=organisation.id, limits=limits_to_proto(organisation.limits), disabled=organisation.disabled
+    )
+
+
+def tenant_to_proto(tenant: Tenant) -> pb.TenantEntry:
+    return pb.TenantEntry(
+        id=tenant.id,
+        limits=limits_to_proto(tenant.limits),
+        cache_scope=tenant.cache_scope,
+        models=tenant.models,
+        disabled=tenant.disabled,
+    )
+
+
+def key_to_proto(key: Key) -> pb.KeyEntry:
+    return pb.KeyEntry(
+        id=key.id,
+        digest=key.digest,
+        tenant=key.tenant,
+        name=key.name,
+        scopes=key.scopes,
+        models=key.models,
+        expires_at=key.expires_at,
+        limits=limits_to_proto(key.limits),
+        user=key.user,
+    )
+
+
+def price_from_proto(price: pb.Price) -> Price:
+    return Price(
+        price.id,
+        price.model,
+        price.effective_from,
+        price.prompt_nanos,
+        price.cached_nanos if price.HasField("cached_nanos") else price.prompt_nanos,
+        price.output_nanos,
+        price.request_nanos,
+        price.batch_percent if price.HasField("batch_percent") else 100,
+        price.result_cache_percent,
+    )
+
+
+def price_to_proto(price: Price) -> pb.Price:
+    return pb.Price(**{field: getattr(price, field) for field in Price.__struct_fields__})
