@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from control.service.metrics import CALLS, FOLLOWERS, SNAPSHOTS
 from edge_http.answers.answer import Answer
 from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
@@ -71,6 +72,7 @@ def all_families() -> dict[str, list[Family]]:
         "router": families(_router().collect()),
         "shard": families(_shard().collect()),
         "safety": families(_safety()),
+        "control": families(_control()),
     }
 
 
@@ -134,6 +136,13 @@ def _safety() -> list[Metric]:
     BLOCKS.labels("prompt", "rule").inc(0)
     assert all((ANSWERS, PROMPTS, STREAMS))
     return [metric for metric in REGISTRY.collect() if metric.name.startswith("kvloom_safety_")]
+
+
+def _control() -> list[Metric]:
+    """Likewise."""
+    CALLS.labels("ListKeys", "").inc(0)
+    assert all((FOLLOWERS, SNAPSHOTS))
+    return [metric for metric in REGISTRY.collect() if metric.name.startswith("kvloom_control_")]
 
 
 def router_of_many(count: int) -> CollectorRegistry:
