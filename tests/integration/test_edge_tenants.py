@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,11 +13,15 @@ import anthropic
 import openai
 import pytest
 
+from edge_http.wire.headers import RELAYED, RELAYED_CERTIFICATE
 from kvloom.access.listener_tls import ListenerTls
+from kvloom.callers import Callers
 from kvloom.config import CertificateConfig, RouteConfig, TlsConfig
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.process.watched_files import following
 from kvloom.tenancy.table import Tenant
+from kvloom.trust.secret import FabricSecret
+from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.fakes.certificates import Authority
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -286,3 +291,24 @@ async def test_a_certificate_is_as_good_as_a_key(tmp_path: Path) -> None:
             ):
                 assert response.status == status
         assert world.link.requests[-1].request.tenant == "acme/search"
+
+
+async def test_a_relayed_certificate_is_believed_only_if_the_fabric_has_sealed_it(tmp_path: Path) -> None:
+    """An edge asks another one for an answer on behalf of a client that has shown its certificate to the first only. No
+    client may do the same with a certificate that it has merely seen."""
+    trust = SharedSecret(FabricSecret.draw(), ("edge",), "edge-0")
+    certificate, _ = Authority("mesh").issue("search")
+    der = ssl.PEM_cert_to_DER_cert(certificate.decode())
+    mapped = [CertificateConfig(tenant="acme/search", common_name="search")]
+    callers = Callers(identities=identities_of(tmp_path, two_organisations(), trust, certificates=mapped))
+    stranger = SharedSecret(FabricSecret.draw(), ("edge",), "edge-0")
+    async with edge_world(callers=callers) as world:
+        for sealed, status in (
+            (trust.sealer.encrypt(RELAYED_CERTIFICATE, der), 200),
+            (stranger.sealer.encrypt(RELAYED_CERTIFICATE, der), 401),
+            (trust.sealer.encrypt("something else", der), 401),
+            (der, 401),
+        ):
+            headers = {RELAYED: "tag", RELAYED_CERTIFICATE: base64.b64encode(sealed).decode()}
+            async with world.http.get(f"{world.url}/v1/models", headers=headers) as response:
+                assert response.status == status
