@@ -13,6 +13,7 @@ import msgspec
 
 from kvloom.models.adapters import Adapter
 from router.core.frames import Step
+from router.core.lease_messages import LeaseGrant, LeaseName
 
 
 class Tier(enum.IntEnum):
@@ -71,6 +72,8 @@ class Request(msgspec.Struct, frozen=True):
     tier: Tier = Tier.INTERACTIVE
     adapter: Adapter | None = None
     """The adapter of the model with which it runs; None: with none."""
+    key_id: str = ""
+    """The key with which it was made, whose limits apply beside the tenant's; "": there are no tenants."""
 
 
 class AdapterState(msgspec.Struct, frozen=True):
@@ -279,6 +282,16 @@ class AnswersScreened(msgspec.Struct, frozen=True):
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
+class LeasesGranted(msgspec.Struct, frozen=True):
+    """The answer to leases that were wanted (see `LeasesWanted`)."""
+
+    grants: Sequence[LeaseGrant] = ()
+    failed: Sequence[LeaseName] = ()
+    """Those whose owner could not be asked."""
+    num_routers: int = 1
+    """How many routers shared the limits when that was last known."""
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed: expire deadlines, and retry waiting requests."""
 
@@ -310,6 +323,7 @@ Event = (
     | SafetyDown
     | PromptVerdict
     | AnswersScreened
+    | LeasesGranted
     | Tick
     | DrainStarted
     | DrainEnded

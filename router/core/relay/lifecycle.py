@@ -11,6 +11,7 @@ from kvloom.v1.generation_pb2 import (
     FINISH_REASON_CONTENT_FILTER,
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
     FinishReason,
 )
 from router.core.action_buffer import ActionBuffer
@@ -22,6 +23,8 @@ from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
 from router.core.relay.screening import Screening
+from router.core.tenancy.charge import Charge
+from router.core.tenancy.limiter import Limiter
 from router.core.withheld_output import WithheldOutput
 
 RETRYABLE_REASONS: Final = frozenset(
@@ -47,6 +50,7 @@ class Lifecycle:
         screening: Screening,
         action_buffer: ActionBuffer,
         max_attempts: int,
+        limiter: Limiter | None = None,
     ) -> None:
         self.requests: dict[str, LiveRequest] = {}
         self.clients: dict[str, Client] = {}
@@ -55,6 +59,7 @@ class Lifecycle:
         self._screening = screening
         self._action_buffer = action_buffer
         self._max_attempts = max_attempts
+        self._limiter = limiter
 
     def client(self, client_id: str) -> Client:
         client = self.clients.get(client_id)
@@ -241,6 +246,8 @@ class Lifecycle:
     def _send_start(self, choice: Choice, start: Start, now: float) -> None:
         if choice.request.first_sent_at is None:
             choice.request.first_sent_at = now
+        if choice.request.charge is not None and self._limiter is not None:
+            start.limits = self._limiter.state(choice.request.charge, now)
         self._action_buffer.step(choice.client).starts.append(start)
 
     def _end(self, choice: Choice, finish: Finish, now: float) -> None:
@@ -256,11 +263,33 @@ class Lifecycle:
         live.num_output_tokens += len(choice.output_token_ids) - choice.num_resumed_tokens
         live.note_end(finish.reason, finish.error)
         live.num_open_choices -= 1
+        if live.charge is not None:
+            self._end_charged(live, live.charge, finish, now)
         if not live.num_open_choices:
             del self.requests[live.request.request_id]
             self._action_buffer.add(request_ended(live, now))
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []
+
+    def _end_charged(self, live: LiveRequest, charge: Charge, finish: Finish, now: float) -> None:
+        """A choice of a request with limits ends. With its last one, it is settled what the request has used."""
+        is_cut_short = charge.max_tokens is not None and finish.num_output_tokens >= charge.max_tokens
+        if is_cut_short and finish.reason == FINISH_REASON_LENGTH:
+            finish.limited_by = charge.capped_by
+        if live.num_open_choices or self._limiter is None:
+            return
+        reason = live.ended_with[0]
+        self._limiter.settle(
+            charge,
+            live.num_cached_tokens,
+            live.num_output_tokens + charge.num_resumed_tokens,
+            0,
+            was_dispatched=live.num_attempts > 0,
+            has_output=live.first_sent_at is not None or reason == FINISH_REASON_STOP,
+            failed=reason == FINISH_REASON_ERROR,
+        )
+        if live.first_sent_at is None:
+            finish.limits = self._limiter.state(charge, now)
 
 
 def request_ended(live: LiveRequest, now: float) -> RequestEnded:
@@ -287,4 +316,5 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         client_id=request.client_id,
         client_request_id=request.client_request_id,
         traceparent=request.traceparent,
+        limits="" if live.charge is None else live.charge.describe(),
     )
