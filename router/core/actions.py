@@ -13,6 +13,7 @@ from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Step
 from router.core.placement.plan import Pick, PlacementPlan
+from router.core.request_usage import RequestUsage
 
 
 class SubmitAttempt(msgspec.Struct, frozen=True):
@@ -121,6 +122,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """The client stream over which the request came."""
     client_request_id: str = ""
     traceparent: str = ""
+    usage: RequestUsage | None = None
+    """What a usage record needs beyond this; None where no usage records are made."""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):

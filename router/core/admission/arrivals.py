@@ -20,6 +20,7 @@ from router.core.live import Client, LiveRequest
 from router.core.placement.placer import Placer
 from router.core.relay.lifecycle import Lifecycle, request_ended
 from router.core.relay.verdicts import Verdicts
+from router.core.request_usage import UsageMeter
 
 
 class Arrivals:
@@ -67,6 +68,8 @@ class Arrivals:
             self._refuse(request, client, error, now)
             return
         live = LiveRequest(request, client, now)
+        if self._config.meters_usage:
+            live.usage = UsageMeter()
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
         finished = [choice for choice in live.choices if choice.num_resumed_tokens >= (request.max_tokens or math.inf)]
         needs_shard = len(finished) < len(live.choices)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
+
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
@@ -171,6 +173,8 @@ class Lifecycle:
             live.avoid_shard_id = shard_id
             live.failure = error
             live.pending.append(choice)
+            if live.usage is not None:
+                live.usage.release(now)
             self._attempt_sender.queue.check_unschedulable = True
             if not live.is_queued:
                 self._attempt_sender.queue.wait_for_any(live, now)
@@ -189,6 +193,8 @@ class Lifecycle:
             choice.num_moves += 1
             live = choice.request
             live.pending.append(choice)
+            if live.usage is not None:
+                live.usage.release(now)
             if not live.is_queued:
                 self._attempt_sender.queue.wait_for_any(live, now)
 
@@ -287,4 +293,16 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         client_id=request.client_id,
         client_request_id=request.client_request_id,
         traceparent=request.traceparent,
+        usage=None if live.usage is None else live.usage.usage(request, live.num_output_tokens, now),
     )
+
+
+def request_progress(live: LiveRequest, now: float) -> RequestEnded:
+    """The record that there would be if the request ended now. Tokens on the fast path are not in it."""
+    num_open_tokens = 0
+    for choice in live.choices:
+        if not choice.is_done:
+            num_withheld = 0 if choice.withheld is None else choice.withheld.num_tokens
+            num_open_tokens += len(choice.output_token_ids) - num_withheld - choice.num_resumed_tokens
+    ended = request_ended(live, now)
+    return msgspec.structs.replace(ended, num_output_tokens=live.num_output_tokens + num_open_tokens)
