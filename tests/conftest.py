@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +100,31 @@ def load_runner(loaded_models: LoadedModels) -> Iterator[Callable[..., ModelRunn
     one."""
     with loaded_models.lending() as load_runner:
         yield load_runner
+
+
+@pytest.fixture(scope="session")
+def postgres_sockets() -> Iterator[Path]:
+    """The directory with the socket of a PostgreSQL server. Tests that need it are skipped where PostgreSQL is not
+    installed, except in continuous integration."""
+    from tests.fakes.postgres_server import find_postgres, postgres_server
+
+    binaries = find_postgres()
+    if binaries is None:
+        if os.environ.get("CI"):
+            raise RuntimeError("PostgreSQL is not installed")
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    with postgres_server(binaries) as folder:
+        yield folder
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database, for `control.database_url`: each test runs with both kinds."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/control.db"
+    from tests.fakes.postgres_server import make_postgres_database
+
+    return make_postgres_database(request.getfixturevalue("postgres_sockets"), f"test-{uuid.uuid4().hex}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -14,6 +14,7 @@ from router.core.fleet.shard_health import HealthState
 from router.core.frames import Step
 from router.core.lease_messages import LeaseWant
 from router.core.placement.plan import Pick, PlacementPlan
+from router.core.request_usage import RequestUsage
 
 
 class SubmitAttempt(msgspec.Struct, frozen=True):
@@ -124,6 +125,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
     traceparent: str = ""
     limits: str = ""
     """The limits that applied, for explanations; "": none."""
+    usage: RequestUsage | None = None
+    """What a usage record needs beyond this; None where no usage records are made."""
 
 
 class LeasesWanted(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core import events as ev
 from router.core import integrity
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import Action, FleetChanged
+from router.core.actions import Action, FleetChanged, RequestEnded
 from router.core.admission.arrivals import Arrivals
 from router.core.admission.cancellation import Cancellation
 from router.core.admission.deadlines import Deadlines
@@ -40,7 +40,7 @@ from router.core.placement import PlacementPlan, built_in_policy
 from router.core.placement.placer import Placer
 from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.deferred_frames import DeferredFrames
-from router.core.relay.lifecycle import Lifecycle
+from router.core.relay.lifecycle import Lifecycle, request_progress
 from router.core.relay.relay import Relay
 from router.core.relay.screening import Screening
 from router.core.relay.verdicts import Verdicts
@@ -195,6 +195,16 @@ class RouterCore:
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this name is live."""
         return request_id in self._lifecycle.requests
+
+    def progress(self, arrived_before: float, now: float) -> list[RequestEnded]:
+        """For each live request that arrived before that time, the record that there would be if it ended now."""
+        for shard in self._fleet.shards.values():
+            shard.fast_path.write_back()
+        return [
+            request_progress(live, now)
+            for live in self._lifecycle.requests.values()
+            if live.arrived_at < arrived_before
+        ]
 
     def next_deadline(self) -> float | None:
         """The time at which a Tick is needed at the latest; None: not before another event."""

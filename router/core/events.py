@@ -73,7 +73,11 @@ class Request(msgspec.Struct, frozen=True):
     adapter: Adapter | None = None
     """The adapter of the model with which it runs; None: with none."""
     key_id: str = ""
-    """The key with which it was made, whose limits apply beside the tenant's; "": there are no tenants."""
+    """The tenant's key with which it was made, whose limits apply too; "" without tenants (docs/tenancy.md)."""
+    answer_id: str = ""
+    """What tells answers apart whose requests have the same id (kvloom/tenancy/usage_record.py); "": the id does."""
+    num_ended_tokens: int = 0
+    """Output tokens of other choices of the answer: they had ended when it was submitted here, to be continued."""
 
 
 class AdapterState(msgspec.Struct, frozen=True):

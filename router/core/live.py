@@ -17,7 +17,8 @@ from kvloom.v1.generation_pb2 import (
 from router.core.events import ChoiceSpec, Request, TextFilter
 from router.core.frames import Step
 from router.core.load.load_ledger import ReservationKey
-from router.core.tenancy.charge import Charge
+from router.core.request_usage import UsageMeter
+from router.core.tenancy.request_charge import RequestCharge
 from router.core.withheld_output import WithheldOutput
 
 _SEVERITY: Final[dict[int, int]] = {
@@ -204,6 +205,7 @@ class LiveRequest:
         "queue_id",
         "request",
         "unschedulable_at",
+        "usage",
         "variant",
     )
 
@@ -249,8 +251,10 @@ class LiveRequest:
         self.num_output_tokens = 0
         self.prompt_verdict_open = False
         self.check_id = 0
-        self.charge: Charge | None = None
+        self.charge: RequestCharge | None = None
         """What it has taken of its limits; None: it has none."""
+        self.usage: UsageMeter | None = None
+        """None where no usage records are made."""
         self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
         """The most severe end among its choices."""
 

@@ -21,6 +21,7 @@ from router.core.live import Client, LiveRequest
 from router.core.placement.placer import Placer
 from router.core.relay.lifecycle import Lifecycle, request_ended
 from router.core.relay.verdicts import Verdicts
+from router.core.request_usage import UsageMeter
 
 
 class Arrivals:
@@ -72,6 +73,8 @@ class Arrivals:
             self._refuse(request, client, error, now)
             return
         live = LiveRequest(request, client, now)
+        if self._config.meters_usage:
+            live.usage = UsageMeter()
         live.deadline = now + timeout_seconds
         if self._limits is not None:
             error = self._limits.admit(live, now)

@@ -249,6 +249,8 @@ class AttemptSender:
             is_arrival=not live.num_ready_tokens,
         )
         self._ledger.reserve(attempt.key, reservation)
+        if live.usage is not None:
+            live.usage.hold(num_prompt_blocks, candidate.block_size, now)
         self._index.place(shard.shard_id, hashes, now)
         self._placer.note_placed(live, shard, hashes, now)
 

@@ -10,7 +10,7 @@ budget_lease.py     this router's part of a hard budget
 expected_output.py  how long the answers of a key usually are
 answer_cost.py      what an answer uses of a budget, as a function of its length
 accounts.py         the leases of the keys, tenants and organisations that are in use
-charge.py           what one request has taken from its accounts
+request_charge.py   what one request has taken from its accounts
 limit_refusals.py   the errors of requests above a limit
 limiter.py          Limiter, the entry point: admits, refuses, holds and settles
 """

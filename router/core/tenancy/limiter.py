@@ -17,7 +17,6 @@ from router.core.events import SHADOW_TIER, LeasesGranted, Request, Tier
 from router.core.lease_messages import LeaseKind, LeaseWant
 from router.core.tenancy.accounts import Account, AccountBook, Lease
 from router.core.tenancy.answer_cost import money_cost, token_cost
-from router.core.tenancy.charge import BudgetNeed, Charge, RateNeed
 from router.core.tenancy.expected_output import ExpectedOutput
 from router.core.tenancy.limit_refusals import (
     budget_exhausted,
@@ -28,6 +27,7 @@ from router.core.tenancy.limit_refusals import (
     rate_limited,
 )
 from router.core.tenancy.rate_lease import RateLease
+from router.core.tenancy.request_charge import BudgetNeed, RateNeed, RequestCharge
 from router.core.tenancy.slot_lease import SlotLease
 
 HOLD_SECONDS: Final = 1.0
@@ -54,7 +54,7 @@ class Limiter:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def charge_for(self, request: Request, window: int, now: float) -> Charge | KvloomError | None:
+    def charge_for(self, request: Request, window: int, now: float) -> RequestCharge | KvloomError | None:
         """What the request would take, of which nothing is taken yet; None: it has no limits. `window` is the largest
         one that it could have."""
         if request.tier is SHADOW_TIER:
@@ -63,7 +63,7 @@ class Limiter:
         if not accounts:
             return None
         price = self._table.prices.at(_priced_model(request), self._seconds_since_1970(now))
-        charge = Charge(request, accounts, price)
+        charge = RequestCharge(request, accounts, price)
         num_prompt_tokens = len(request.prompt_token_ids)
         for account in accounts:
             limit = account.limits.max_prompt_tokens
@@ -80,7 +80,7 @@ class Limiter:
             self._sweep_at = now + SWEEP_SECONDS
         return charge
 
-    def admit(self, charge: Charge, now: float, *, is_last_try: bool = False) -> KvloomError | None:
+    def admit(self, charge: RequestCharge, now: float, *, is_last_try: bool = False) -> KvloomError | None:
         """Take what the request needs: `charge.is_admitted` says whether it has it. Otherwise it waits for leases,
         which `take_wants` asks for; or an error is returned. With `is_last_try`, it does not wait any more."""
         charge.stop_waiting()
@@ -131,13 +131,12 @@ class Limiter:
 
     def settle(
         self,
-        charge: Charge,
+        charge: RequestCharge,
         num_cached_tokens: int,
         num_output_tokens: int,
-        num_reasoning_tokens: int,
         *,
         was_dispatched: bool,
-        has_output: bool,
+        has_answer: bool,
         failed: bool,
     ) -> None:
         """The request has ended; `num_output_tokens` are those of the whole answer, with what was delivered elsewhere.
@@ -145,29 +144,28 @@ class Limiter:
         charge.stop_waiting()
         if not charge.is_admitted:
             return
+        charge.settled = charge.charges(num_cached_tokens, num_output_tokens, has_answer=has_answer)
         charge.is_admitted = False
         for account in charge.accounts:
             account.num_charges -= 1
         request = charge.request
-        is_free = not was_dispatched or (failed and not has_output)
-        num_prompt_tokens = len(request.prompt_token_ids)
+        is_free = not was_dispatched or (failed and not has_answer)
         num_new_tokens = num_output_tokens - charge.num_resumed_tokens
         for need, taken in charge.taken:
             self._touch(need.lease)
             if need.kind is LeaseKind.SLOTS or is_free:
                 need.lease.give_back(taken)
             elif need.kind is LeaseKind.TOKENS:
-                prompt, cached = (0, 0) if charge.is_continued else (num_prompt_tokens, num_cached_tokens)
-                used = need.limits.weighted_tokens(prompt, cached, num_new_tokens, num_reasoning_tokens)
+                num_prompt = 0 if charge.is_continued else len(request.prompt_token_ids)
+                num_cached = min(num_cached_tokens, num_prompt)
+                used = need.limits.weighted_tokens(num_prompt, num_cached, num_new_tokens, 0)
                 need.lease.give_back(taken - used)
+        used_of = {(used.account, used.period): used.own for used in charge.settled}
         for need, reserved in charge.reserved:
             self._touch(need.lease)
-            used = 0
-            if has_output or charge.num_resumed_tokens:
-                used = self._used(need, charge, num_cached_tokens, num_output_tokens, num_reasoning_tokens)
-            need.lease.settle(reserved, used)
-        if has_output and request.max_tokens != 0 and not charge.is_continued:
-            self._expected.learn(request.key_id, request.model, num_output_tokens / len(request.choices))
+            need.lease.settle(reserved, used_of[need.lease.name.account, need.lease.name.period])
+        if has_answer and request.max_tokens != 0 and not charge.is_continued:
+            self._expected.learn(request.key_id, request.model, num_new_tokens / len(request.choices))
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -202,7 +200,7 @@ class Limiter:
         """The time at which `take_wants` has to be called; infinity: not in the present state."""
         return self._sweep_at
 
-    def state(self, charge: Charge, now: float) -> LimitsState:
+    def state(self, charge: RequestCharge, now: float) -> LimitsState:
         """What the caller is told: the limits that leave least."""
         accounts = [account for account in charge.accounts if not account.limits.shadow]
         return LimitsState(
@@ -223,7 +221,7 @@ class Limiter:
             for lease in account.leases
         )
 
-    def check_integrity(self, live: Iterable[Charge]) -> None:
+    def check_integrity(self, live: Iterable[RequestCharge]) -> None:
         """Assert that leases add up to what the live requests have of them."""
         waiting: dict[int, int] = {}
         in_use: dict[int, int] = {}
@@ -244,7 +242,7 @@ class Limiter:
 
     # -- details --------------------------------------------------------------------------------------------------
 
-    def _limit_output(self, charge: Charge, window: int) -> None:
+    def _limit_output(self, charge: RequestCharge, window: int) -> None:
         """How long the answer may be at most, and by which limit."""
         request = charge.request
         num_choices = len(request.choices)
@@ -259,11 +257,10 @@ class Limiter:
                 continue
             per_choice = charge.max_tokens = limit
             charge.capped_by = f"{account.name} {_OUTPUT_LIMIT}"
-        charge.most_tokens = sum(max(per_choice, len(choice.output_token_ids)) for choice in request.choices)
-        charge.min_tokens = charge.num_resumed_tokens + (num_choices if per_choice else 0)
-        charge.min_tokens = min(charge.min_tokens, charge.most_tokens)
+        charge.most_tokens = charge.num_output_tokens(per_choice)
+        charge.min_tokens = min(charge.num_resumed_tokens + num_choices, charge.most_tokens)
 
-    def _add_needs(self, charge: Charge, account: Account, now: float) -> KvloomError | None:
+    def _add_needs(self, charge: RequestCharge, account: Account, now: float) -> KvloomError | None:
         request, limits = charge.request, account.limits
         is_continued = charge.is_continued and account.may_continue(now)
         is_forced = limits.shadow or is_continued
@@ -292,7 +289,7 @@ class Limiter:
             charge.budgets.append(BudgetNeed(lease, cost, limits))
         return None
 
-    def _hold(self, charge: Charge, now: float) -> None:
+    def _hold(self, charge: RequestCharge, now: float) -> None:
         if not charge.held_until:
             charge.held_until = now + HOLD_SECONDS
             self._count("all", "held")
@@ -301,12 +298,12 @@ class Limiter:
         for need in charge.budgets:
             self._wait(charge, need.lease, need.cost.units(charge.most_tokens))
 
-    def _wait(self, charge: Charge, lease: Lease, units: int) -> None:
+    def _wait(self, charge: RequestCharge, lease: Lease, units: int) -> None:
         lease.waiting += units
         charge.waiting.append((lease, units))
         self._touch(lease)
 
-    def _take(self, charge: Charge, num_tokens: int, scarce: BudgetNeed | None, now: float) -> None:
+    def _take(self, charge: RequestCharge, num_tokens: int, scarce: BudgetNeed | None, now: float) -> None:
         """Everything at once. `num_tokens`: how many output tokens all choices may have."""
         charge.is_admitted = True
         for account in charge.accounts:
@@ -329,24 +326,16 @@ class Limiter:
         verdict = need.lease.verdict(need.units, now)
         return not (verdict.is_ready or verdict.is_wanted)
 
-    def _cap(self, charge: Charge, num_tokens: int, scarce: BudgetNeed) -> int:
+    def _cap(self, charge: RequestCharge, num_tokens: int, scarce: BudgetNeed) -> int:
         """Let every choice have so many more tokens that all have at most `num_tokens`. Returns how many they have then
         at most."""
         choices = charge.request.choices
-        shortest = min(len(choice.output_token_ids) for choice in choices)
         num_more = (num_tokens - charge.num_resumed_tokens) // len(choices)
         charge.is_exhausted = num_more < 1
-        charge.max_tokens = shortest + max(0, num_more)
+        charge.max_tokens = min(len(choice.output_token_ids) for choice in choices) + max(0, num_more)
         charge.capped_by = limit_name(scarce.lease.name)
         self._count(scarce.kind.value, "capped")
-        return sum(max(charge.max_tokens, len(choice.output_token_ids)) for choice in choices)
-
-    def _used(self, need: BudgetNeed, charge: Charge, num_cached: int, num_output: int, num_reasoning: int) -> int:
-        num_prompt = len(charge.request.prompt_token_ids)
-        if need.kind is LeaseKind.DAY_TOKENS:
-            return need.limits.weighted_tokens(num_prompt, num_cached, num_output, num_reasoning)
-        is_batch = charge.request.tier is Tier.BATCH
-        return charge.price.cost_nanos(num_prompt, num_cached, num_output, is_batch=is_batch)
+        return charge.num_output_tokens(charge.max_tokens)
 
     def _lease(self, account_name: str, name: object) -> Lease | None:
         account = self._book.get(account_name)

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from kvloom.tenancy.limits import Limits
 from kvloom.tenancy.prices import Price
-from router.core.events import Request
+from kvloom.tenancy.usage_record import Charge, is_part
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
+from router.core.events import Request, Tier
 from router.core.lease_messages import LeaseKind
 from router.core.tenancy.accounts import Account
 from router.core.tenancy.answer_cost import AnswerCost
@@ -38,7 +40,7 @@ class BudgetNeed(NamedTuple):
         return self.lease.name.kind
 
 
-class Charge:
+class RequestCharge:
     """Of one live request that has limits."""
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Charge:
         "rates",
         "request",
         "reserved",
+        "settled",
         "taken",
         "waiting",
     )
@@ -68,10 +71,13 @@ class Charge:
         """That at its arrival."""
         self.rates: list[RateNeed] = []
         self.budgets: list[BudgetNeed] = []
-        resumed = [len(choice.output_token_ids) for choice in request.choices]
-        self.num_resumed_tokens = sum(resumed)
-        self.is_continued = self.num_resumed_tokens > 0
+        num_given = sum(len(choice.output_token_ids) for choice in request.choices) + request.num_ended_tokens
+        self.is_continued = num_given > 0
         """Whether the answer was begun elsewhere, where it has been charged."""
+        self.num_resumed_tokens = 0 if is_part(request.answer_id) else num_given
+        """Output tokens that the answer already has, as its usage record will count them. They are reserved once more:
+        that record will stand for the whole answer, and until then nobody knows what became of the first
+        reservation."""
         self.most_tokens = 0
         """Of the whole answer, all choices together."""
         self.min_tokens = 0
@@ -86,8 +92,34 @@ class Charge:
         self.held_until = 0.0
         self.taken: list[tuple[RateNeed, int]] = []
         self.reserved: list[tuple[BudgetNeed, int]] = []
+        self.settled: tuple[Charge, ...] = ()
+        """Once it has ended: what it has used of budgets."""
         self.waiting: list[tuple[RateLease | SlotLease | BudgetLease, int]] = []
         """What is to be leased for it while it is held."""
+
+    def num_output_tokens(self, limit: int) -> int:
+        """Of the whole answer, if every choice has so many tokens, or as many as it has already."""
+        return self.num_resumed_tokens + sum(
+            max(0, limit - len(choice.output_token_ids)) for choice in self.request.choices
+        )
+
+    def charges(self, num_cached_tokens: int, num_output_tokens: int, *, has_answer: bool) -> tuple[Charge, ...]:
+        """What it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer."""
+        if not self.is_admitted:
+            return self.settled
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        own = {id(need): reserved for need, reserved in self.reserved}
+        found: list[Charge] = []
+        for need in self.budgets:
+            used, name = 0, need.lease.name
+            if has_answer and need.kind is LeaseKind.DAY_TOKENS:
+                used = need.limits.weighted_tokens(num_prompt_tokens, num_cached_tokens, num_output_tokens, 0)
+            elif has_answer:
+                is_batch = self.request.tier is Tier.BATCH
+                used = self.price.cost_nanos(num_prompt_tokens, num_cached_tokens, num_output_tokens, is_batch=is_batch)
+            unit = BUDGET_UNIT_TOKENS if need.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
+            found.append(Charge(name.account, unit, name.period, used if id(need) in own else 0, used))
+        return tuple(found)
 
     @property
     def is_held(self) -> bool:

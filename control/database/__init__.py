@@ -1,0 +1,8 @@
+"""The SQL database of control: SQLite by default, PostgreSQL by URL.
+
+url.py          which database, from the configuration
+database.py     connections and transactions
+schema.py       the tables of the directory: organisations, projects, users, keys, limits, prices, audit, changes
+migrate.py      brings a database to the schema of this version when the process starts
+migrations/     the steps of that, one file each (Alembic)
+"""

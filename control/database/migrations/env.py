@@ -1,0 +1,16 @@
+"""What Alembic runs the steps with: the connection and the transaction of `control.database.migrate`."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from control.database.schema import metadata
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    render_as_batch=True,  # SQLite cannot alter columns
+    transactional_ddl=True,
+    version_table="schema_version",
+)
+context.run_migrations()

@@ -1,0 +1,4 @@
+"""The steps, in their order.
+
+r0001_directory.py   organisations, projects, users, keys, limits, prices, audit, and the log of changes
+"""

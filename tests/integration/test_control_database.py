@@ -1,0 +1,126 @@
+"""The database of control, SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.engine import make_url
+
+from control.database.database import DatabaseInUseError, open_database
+from control.database.migrate import MigrationError, migrate, migrate_back
+from control.database.schema import metadata, organisations, table_state
+from control.database.url import with_driver
+
+
+def shape(connection: sa.Connection) -> dict[str, object]:
+    """What a database has, in comparable form."""
+    inspector = sa.inspect(connection)
+    return {
+        table: (
+            {column["name"]: (str(column["type"]), column["nullable"]) for column in inspector.get_columns(table)},
+            inspector.get_pk_constraint(table)["constrained_columns"],
+            sorted(
+                (tuple(key["constrained_columns"]), key["referred_table"]) for key in inspector.get_foreign_keys(table)
+            ),
+            sorted(tuple(index["column_names"]) for index in inspector.get_indexes(table)),
+            sorted(tuple(unique["column_names"]) for unique in inspector.get_unique_constraints(table)),
+        )
+        for table in sorted(inspector.get_table_names())
+    }
+
+
+async def test_the_steps_lead_to_the_tables_that_the_code_uses_and_back(database_url: str) -> None:
+    """A column that the code has and a migration forgot would fail in the field, not in tests of fresh tables."""
+    url = with_driver(make_url(database_url))
+    async with open_database(url) as database:
+        await migrate(database)
+        async with database.reading() as connection:
+            migrated = await connection.run_sync(shape)
+        await migrate_back(database, "base")
+        async with database.reading() as connection:
+            assert list(await connection.run_sync(shape)) == ["schema_version"]
+        async with database.writing() as connection:
+            await connection.run_sync(metadata.create_all)
+        async with database.reading() as connection:
+            made = await connection.run_sync(shape)
+        assert {name: migrated[name] for name in made} == made
+        async with database.writing() as connection:
+            await connection.run_sync(metadata.drop_all)
+        await migrate(database)  # and once more from the beginning
+
+
+async def test_starts_at_the_same_time_migrate_once(database_url: str) -> None:
+    """Two processes that start together must not both create the tables."""
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await asyncio.gather(*(migrate(database) for _ in range(4)))
+        async with database.reading() as connection:
+            assert len((await connection.execute(sa.select(table_state))).all()) == 1
+
+
+async def test_a_database_of_a_newer_version_is_refused_with_a_reason(database_url: str) -> None:
+    """After a downgrade of the program the operator must learn why it does not start."""
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database)
+        async with database.writing() as connection:
+            await connection.execute(sa.text("UPDATE schema_version SET version_num = 'r9999'"))
+        with pytest.raises(MigrationError, match="newer"):
+            await migrate(database)
+
+
+async def test_no_read_then_update_is_lost(database_url: str) -> None:
+    """SQLite with the driver's own BEGIN loses most of them silently."""
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database)
+
+        async def add_one() -> None:
+            async with database.writing() as connection:
+                version = await connection.scalar(sa.select(table_state.c.version).with_for_update())
+                await connection.execute(sa.update(table_state).values(version=(version or 0) + 1))
+
+        await asyncio.gather(*(add_one() for _ in range(50)))
+        async with database.reading() as connection:
+            assert await connection.scalar(sa.select(table_state.c.version)) == 51
+
+
+async def test_a_reader_sees_one_state_and_does_not_hold_up_writers(database_url: str) -> None:
+    """A snapshot for a router is read in several statements, while administrators make changes."""
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database)
+        count = sa.select(sa.func.count()).select_from(organisations)
+        async with database.reading() as reader:
+            assert await reader.scalar(count) == 0
+            async with database.writing() as writer:
+                row = {"id": "acme", "limits": {}, "disabled": False, "created_at": 1.0}
+                await writer.execute(sa.insert(organisations).values(row))
+            assert await reader.scalar(count) == 0
+        async with database.reading() as reader:
+            assert await reader.scalar(count) == 1
+
+
+async def test_a_sqlite_database_has_one_owner_and_is_private(tmp_path: Path) -> None:
+    """Two services would each answer for half of the budgets' leases; a second one must say so instead."""
+    path = tmp_path / "data" / "control.db"
+    url = with_driver(make_url(f"sqlite:///{path}"))
+    async with open_database(url) as database:
+        await migrate(database)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.with_name("control.db-wal").stat().st_mode) == 0o600
+        with pytest.raises(DatabaseInUseError, match=r"control\.db"):
+            async with open_database(url):
+                pass
+    async with open_database(url):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("mysql://root@host/db", "neither postgresql nor sqlite"), ("sqlite://", "path of a file")],
+)
+def test_databases_that_cannot_be_used_are_refused(url: str, message: str) -> None:
+    """A wrong URL is a mistake in the configuration, not a stack trace."""
+    with pytest.raises(ValueError, match=message):
+        with_driver(make_url(url))
