@@ -71,6 +71,7 @@ from router.rpc.api_key_check import ApiKeyCheck
 from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.shadow.traffic import ShadowTraffic
+from router.tenancy.lease_desk import LeaseDesk, configured_control
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -153,6 +154,21 @@ class RouterServer:
                 self._progress,
                 metrics_registry,
             )
+        self.control_candidates: Callable[[], Sequence[str]] = lambda: configured_control(config)
+        """Addresses of the control service, best first."""
+        self._leases: LeaseDesk | None = None
+        if core.limiter is not None:
+            core.limiter.table = lambda: self.tenants
+            self._leases = LeaseDesk(
+                config,
+                core.limiter,
+                f"{router_id}/{self._incarnation_id}",
+                lambda: self.control_candidates(),
+                trust,
+                self._driver.dispatch,
+                metrics_registry,
+            )
+            self._driver.set_limits(self._leases)
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
@@ -272,6 +288,8 @@ class RouterServer:
                     owned.append(tasks.create_task(self._connect_safety(self._safety_link), name="safety link"))
                 if self._metering is not None:
                     owned.append(tasks.create_task(self._metering.run(), name="metering"))
+                if self._leases is not None:
+                    owned.append(tasks.create_task(self._leases.run(), name="leases of limits"))
                 if self._decision_writer is not None:
                     tasks.create_task(self._decision_writer.run(), name="decision writer")
                 await service.wait_to_open(self._find_peers(), stop)

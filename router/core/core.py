@@ -58,6 +58,7 @@ class RouterCore:
 
     def __init__(self, config: CoreConfig, seed: int = 0, limiter: Limiter | None = None) -> None:
         """Without `limiter`, nobody has limits."""
+        self.limiter = limiter
         self._config = config
         self._action_buffer = ActionBuffer()
         self._fleet = Fleet()

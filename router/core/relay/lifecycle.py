@@ -352,7 +352,9 @@ def _usage(live: LiveRequest, meter: UsageMeter, num_output_tokens: int, now: fl
 
 
 def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:
-    """Whether it costs anything, as in its usage record."""
+    """Whether it costs anything, as in its usage record. What no shard was sent has no record."""
+    if not live.num_attempts:
+        return False
     num_resumed = 0 if live.charge is None else live.charge.num_resumed_tokens
     if num_output_tokens + num_resumed > 0:
         return True

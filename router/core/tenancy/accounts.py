@@ -104,9 +104,7 @@ class Account:
 class AccountBook:
     """The accounts that are in use, by name."""
 
-    def __init__(self, table: TenantTable) -> None:
-        """`table` may change at any time."""
-        self._table = table
+    def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
 
     def __len__(self) -> int:
@@ -118,10 +116,9 @@ class AccountBook:
     def get(self, name: str) -> Account | None:
         return self._accounts.get(name)
 
-    def of(self, request: Request) -> list[Account]:
+    def of(self, request: Request, table: TenantTable) -> list[Account]:
         """Those of the request that have limits: the key, the tenant, the organisation."""
         found: list[Account] = []
-        table = self._table
         key = table.key(request.key_id)
         if key is not None and not key.limits.are_none:
             found.append(self._account(f"key:{key.id}", key.limits))

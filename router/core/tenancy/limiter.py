@@ -38,12 +38,12 @@ _OUTPUT_LIMIT: Final = "max_output_tokens"
 
 
 class Limiter:
-    """`table` is looked up for every request, and may change at any time. `seconds_since_1970` converts the core's
-    time: prices and the periods of budgets are those of a request's arrival."""
+    """`table` may be replaced or change at any time; requests are looked up in it as they arrive. `seconds_since_1970`
+    converts the core's time: prices and the periods of budgets are those of a request's arrival."""
 
-    def __init__(self, table: TenantTable, seconds_since_1970: Callable[[float], float]) -> None:
-        self._table = table
-        self._book = AccountBook(table)
+    def __init__(self, table: Callable[[], TenantTable], seconds_since_1970: Callable[[float], float]) -> None:
+        self.table = table
+        self._book = AccountBook()
         self._seconds_since_1970 = seconds_since_1970
         self._expected = ExpectedOutput()
         self._touched: dict[int, Lease] = {}
@@ -59,10 +59,10 @@ class Limiter:
         one that it could have."""
         if request.tier is SHADOW_TIER:
             return None
-        accounts = self._book.of(request)
+        accounts = self._book.of(request, self.table())
         if not accounts:
             return None
-        price = self._table.prices.at(_priced_model(request), self._seconds_since_1970(now))
+        price = self.table().prices.at(_priced_model(request), self._seconds_since_1970(now))
         charge = RequestCharge(request, accounts, price)
         num_prompt_tokens = len(request.prompt_token_ids)
         for account in accounts:
