@@ -123,8 +123,6 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """The client stream over which the request came."""
     client_request_id: str = ""
     traceparent: str = ""
-    limits: str = ""
-    """The limits that applied, for explanations; "": none."""
     usage: RequestUsage | None = None
     """What a usage record needs beyond this; None where no usage records are made."""
 

@@ -49,6 +49,8 @@ class Arrivals:
         self._verdicts = verdicts
         self._deadlines = deadlines
         self._action_buffer = action_buffer
+        self._meters_usage = config.meters_usage
+        self._max_held_tokens = config.max_held_tokens
         self._limits = limits
         if limits is not None:
             limits.resume = self._on_lease
@@ -73,7 +75,7 @@ class Arrivals:
             self._refuse(request, client, error, now)
             return
         live = LiveRequest(request, client, now)
-        if self._config.meters_usage:
+        if self._meters_usage:
             live.usage = UsageMeter()
         live.deadline = now + timeout_seconds
         if self._limits is not None:
@@ -85,13 +87,15 @@ class Arrivals:
                 self._lifecycle.add(live, client)
                 self._deadlines.add(live.deadline, live)
                 return
-        self._begin(live, client, now, was_held=False)
+        self._begin(live, client, False, now)
 
-    def _begin(self, live: LiveRequest, client: Client, now: float, *, was_held: bool) -> None:
+    def _begin(self, live: LiveRequest, client: Client, was_held: bool, now: float) -> None:
         """The request is admitted, if it has a place: it is queued."""
         request = live.request
-        live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
-        limit = _output_limit(live)
+        live.max_held_tokens = max(1, self._max_held_tokens // len(request.choices))
+        limit = request.max_tokens or math.inf
+        if live.charge is not None and live.charge.max_tokens is not None:
+            limit = min(limit, live.charge.max_tokens)
         finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit]
         needs_shard = len(finished) < len(live.choices)
         open_shards = self._placer.open_shards(live) if needs_shard else []
@@ -112,12 +116,11 @@ class Arrivals:
         self._overload.note_admitted(request, now)
         if not was_held:
             self._lifecycle.add(live, client)
+            self._deadlines.add(live.deadline, live)
         self._verdicts.begin(live)
         for choice in finished:
             self._lifecycle.end(choice, FINISH_REASON_LENGTH, None, now)
         if live.num_open_choices:
-            if not was_held:
-                self._deadlines.add(live.deadline, live)
             self._hand_over(live, open_shards, now, is_parked=is_parked, has_room=has_room)
 
     def _on_lease(self, live: LiveRequest, error: KvloomError | None, now: float) -> None:
@@ -126,7 +129,7 @@ class Arrivals:
         if error is not None:
             self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         else:
-            self._begin(live, live.choices[0].client, now, was_held=True)
+            self._begin(live, live.choices[0].client, True, now)
 
     def _overload_refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
         error = self._overload.refusal(request, timeout_seconds, now)
@@ -173,10 +176,3 @@ class Arrivals:
         rejected = LiveRequest(request, client, now)
         rejected.note_end(FINISH_REASON_ERROR, error)
         self._action_buffer.add(request_ended(rejected, now))
-
-
-def _output_limit(live: LiveRequest) -> float:
-    """How many tokens a choice may have, as far as that is known before it is placed."""
-    limit = live.request.max_tokens or math.inf
-    charge = live.charge
-    return limit if charge is None or charge.max_tokens is None else min(limit, charge.max_tokens)

@@ -253,7 +253,7 @@ class Lifecycle:
     def _send_start(self, choice: Choice, start: Start, now: float) -> None:
         if choice.request.first_sent_at is None:
             choice.request.first_sent_at = now
-        if choice.request.charge is not None and self._limiter is not None:
+        if self._limiter is not None and choice.request.charge is not None:
             start.limits = self._limiter.state(choice.request.charge, now)
         self._action_buffer.step(choice.client).starts.append(start)
 
@@ -322,7 +322,6 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         client_id=request.client_id,
         client_request_id=request.client_request_id,
         traceparent=request.traceparent,
-        limits="" if live.charge is None else live.charge.describe(),
         usage=None if live.usage is None else _usage(live, live.usage, live.num_output_tokens, now),
     )
 
