@@ -120,6 +120,17 @@ class KvloomError(Exception):
             facts.append(f"retry after {self.retry_after_seconds:.3g} s")
         return f"{self.message} ({', '.join(facts)})"
 
+    def renamed(self, field: str, message: str) -> KvloomError:
+        """The same error for callers who know the field by another name."""
+        return KvloomError(
+            self.reason,
+            message,
+            field=field,
+            retry_after_seconds=self.retry_after_seconds,
+            limit=self.limit,
+            limits=self.limits,
+        )
+
     @property
     def kind(self) -> ErrorKind:
         """The gRPC code, HTTP status and OpenAI type of the reason."""
