@@ -102,6 +102,9 @@ class LimitedRig:
         return [finish for action in actions if isinstance(action, SendStep) for finish in action.step.finishes]
 
     def answer(self, actions: list[Action], num_tokens: int) -> list[Action]:
+        return self.note(self.raw_answer(actions, num_tokens))
+
+    def raw_answer(self, actions: list[Action], num_tokens: int) -> list[Action]:
         """The shard answers the request that these actions submitted with so many tokens, or fewer if it may not."""
         attempt = next(action for action in actions if isinstance(action, SubmitAttempt))
         slot = attempt.choices[0].slot
@@ -110,7 +113,7 @@ class LimitedRig:
         for _ in range(num_tokens - 1):
             log += self.rig.step(attempt.shard_id, (slot, [7], "a"))
         reason = 2 if num_tokens == attempt.max_tokens else 1
-        return self.note(log + self.rig.finish(attempt.shard_id, slot, reason))
+        return log + self.rig.finish(attempt.shard_id, slot, reason)
 
 
 def error_of(actions: Sequence[Action]) -> str:
