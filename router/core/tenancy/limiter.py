@@ -209,6 +209,11 @@ class Limiter:
         )
 
     @property
+    def accounts(self) -> AccountBook:
+        """Those that are in use."""
+        return self._book
+
+    @property
     def num_accounts(self) -> int:
         return len(self._book)
 
