@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from kvloom.tenancy.limits import Limits
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core.actions import RequestEnded, SubmitAttempt
 from router.core.events import Request, Tier
@@ -45,17 +46,18 @@ class BudgetsKept(Checker):
             ):
                 if not limit or of_account.shadow:
                     continue
-                self._spent[account, kind] += _least_cost(kind, request, len(token_ids), is_first=is_first)
+                self._spent[account, kind] += _least_cost(kind, of_account, request, len(token_ids), is_first=is_first)
                 if self._spent[account, kind] > limit:
                     self.fail(f"{account} has used {self._spent[account, kind]} of {limit} {kind.value}")
 
 
-def _least_cost(kind: LeaseKind, request: Request, num_tokens: int, *, is_first: bool) -> int:
+def _least_cost(kind: LeaseKind, limits: Limits, request: Request, num_tokens: int, *, is_first: bool) -> int:
     """Of some tokens, and of a prompt that may have been cached. Both together cost no less than each by itself."""
+    num_prompt_tokens = len(request.prompt_token_ids) if is_first else 0
     if kind is LeaseKind.DAY_TOKENS:
-        return num_tokens
+        return num_tokens + limits.cached_token_percent * num_prompt_tokens // 100
     percent = PRICE.batch_percent if request.tier is Tier.BATCH else 100
-    prompt = PRICE.request_nanos + PRICE.cached_nanos * len(request.prompt_token_ids) if is_first else 0
+    prompt = PRICE.request_nanos + PRICE.cached_nanos * num_prompt_tokens if is_first else 0
     return (prompt + PRICE.output_nanos * num_tokens) * percent // 100
 
 

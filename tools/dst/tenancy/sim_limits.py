@@ -61,6 +61,7 @@ class SimLimits:
         self.num_faults = 0
         """Those after which rates may be exceeded."""
         self.is_calm = True
+        self._kind = self.rng.choice(("rates", "budgets", "budgets", "both"))
         self._fill_table(tenants)
         share = self.rng.choice((0.0, 0.5, 1.0))
         self._rates = {kind: rate for kind, rate in FAULTS_PER_SECOND.items() if self.rng.random() < share}
@@ -169,19 +170,20 @@ class SimLimits:
         self.table.apply(response)
 
     def _draw(self, account: str) -> Limits:
-        """Small enough that they are reached."""
+        """Small enough that they are reached, and few enough that most requests reach no more than one."""
         rng = self.rng
+        has_rates = self._kind != "budgets" and rng.random() < 0.5
+        has_budgets = self._kind != "rates" and rng.random() < 0.5
         limits = Limits(
-            requests_per_minute=rng.choice((0, 0, 5, 30, 300)),
-            tokens_per_minute=rng.choice((0, 0, 300, 3000)),
-            tokens_per_day=rng.choice((0, 0, 400, 2000)),
-            max_concurrent_requests=rng.choice((0, 0, 1, 4)),
+            requests_per_minute=rng.choice((0, 5, 30)) if has_rates else 0,
+            tokens_per_minute=rng.choice((0, 300, 1000)) if has_rates else 0,
+            tokens_per_day=rng.choice((0, 60, 150, 400)) if has_budgets else 0,
+            max_concurrent_requests=rng.choice((0, 1, 4)) if has_rates else 0,
             max_prompt_tokens=rng.choice((0, 0, 0, 30)),
             max_output_tokens=rng.choice((0, 0, 0, 6)),
-            monthly_budget_nanos=rng.choice((0, 0, 3000, 20_000)),
+            monthly_budget_nanos=rng.choice((0, 400, 1000, 4000)) if has_budgets else 0,
             shadow=rng.random() < 0.1,
             cached_token_percent=rng.choice((0, 50, 100)),
-            reasoning_token_percent=100,
         )
         self.limits_of[account] = limits
         return limits
