@@ -26,6 +26,8 @@ class ErrorReason(enum.IntEnum):
     UNSUPPORTED_TRANSFER_CODING = 15
     UNSUPPORTED_HTTP_VERSION = 16
     ADAPTER_NOT_FOUND = 17
+    ALREADY_EXISTS = 18
+    FAILED_PRECONDITION = 19
     CONTENT_FILTERED = 20
     RATE_LIMITED = 30
     QUEUE_FULL = 31
@@ -47,6 +49,7 @@ class ErrorReason(enum.IntEnum):
     NOT_IMPLEMENTED = 48
     AUTH_UNAVAILABLE = 49
     INTERNAL = 50
+    CONTROL_UNAVAILABLE = 51
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorReason | None:

@@ -70,8 +70,11 @@ def load_config_file(path: Path | None) -> KvloomConfig:
         model.path = _model_source(model.path, base)
         for adapter in model.adapters:
             adapter.path = _absolute(adapter.path, base)
+    config.control.database_url = _absolute_sqlite(config.control.database_url, base)
     config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
     config.callers.api_keys_file = _absolute(config.callers.api_keys_file, base)
+    for issuer in config.control.issuers:
+        issuer.jwks_file = _absolute(issuer.jwks_file, base)
     config.tls.certificate_file = _absolute(config.tls.certificate_file, base)
     config.tls.key_file = _absolute(config.tls.key_file, base)
     config.tls.client_ca_file = _absolute(config.tls.client_ca_file, base)
@@ -89,6 +92,11 @@ def _model_source(source: str, base: Path) -> str:
     """What is no path here may be the name of a model."""
     found = _absolute(source, base)
     return found if source and Path(found).exists() else source
+
+
+def _absolute_sqlite(url: str, base: Path) -> str:
+    scheme, _, path = url.partition(":///")
+    return f"sqlite:///{_absolute(path, base)}" if scheme == "sqlite" and path else url
 
 
 def _absolute(path: str, base: Path) -> str:

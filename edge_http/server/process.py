@@ -17,6 +17,7 @@ from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
+from kvloom.access.tenant_metrics import observe
 from kvloom.callers import Callers, configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
@@ -90,7 +91,7 @@ async def serve_edge(
     edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
     edge.run_folder = run_folder(Path(config.data_dir))
     if callers.identities is not None:
-        callers.identities.observe(edge.metrics.registry)
+        observe(callers.identities.tenants, edge.metrics.registry, "edge")
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     rollouts = RolloutFollower(config, trust.sealer, routes)

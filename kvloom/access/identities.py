@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import CollectorRegistry, Gauge
-
 from kvloom.access.api_keys import missing_key_error, wrong_key_error
 from kvloom.access.client_certificates import ClientCertificates
 from kvloom.access.tenant_follower import TenantFollower
@@ -59,21 +57,6 @@ class Identities:
         if self._tokens is None:
             raise wrong_key_error()
         return (await self._tokens.verify(credential)).principal(self.tenants)
-
-    def observe(self, registry: CollectorRegistry) -> None:
-        """Add gauges of the table of tenants to a registry of metrics."""
-        tenants = self.tenants
-        for name, about, value in (
-            ("version", "Version of the table of tenants that is in use.", lambda: tenants.table.version),
-            (
-                "age_seconds",
-                "How long it has not followed control's. Unit: seconds.",
-                lambda: tenants.age_seconds,
-            ),
-            ("connected", "Whether it follows control's.", lambda: float(tenants.connected)),
-            ("keys", "Keys in it. Unit: keys.", lambda: tenants.table.num_keys),
-        ):
-            Gauge(f"kvloom_tenant_table_{name}", about, registry=registry).set_function(value)
 
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -71,7 +71,7 @@ class MetricsTarget(msgspec.Struct, frozen=True):
     address: str
     """host:port for scrapers on any machine. It also identifies the target: a successor may have the same."""
     role: str
-    """edge, router, shard or safety."""
+    """edge, router, shard, safety or control."""
     name: str
     """The name of the process."""
     model: str
@@ -96,8 +96,7 @@ ProcessRole = Literal["edge", "safety", "control", "supervisor"]
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """The announcement of an edge, a safety service, a control service, or the supervisor of a machine (`kvloom
-    up`)."""
+    """The announcement of an edge, a safety or control service, or the supervisor of a machine (`kvloom up`)."""
 
     name: str
     address: str

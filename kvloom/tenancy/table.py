@@ -165,7 +165,7 @@ def _key(entry: pb.KeyEntry, models: tuple[str, ...], scopes: tuple[str, ...]) -
         scopes,
         models,
         entry.expires_at,
-        _limits(entry.limits),
+        _limits(entry.limits) if entry.HasField("limits") else NO_LIMITS,
         entry.user,
     )
 
@@ -206,10 +206,10 @@ def price_from_proto(price: pb.Price) -> Price:
         price.model,
         price.effective_from,
         price.prompt_nanos,
-        price.cached_nanos,
+        price.cached_nanos if price.HasField("cached_nanos") else price.prompt_nanos,
         price.output_nanos,
         price.request_nanos,
-        price.batch_percent,
+        price.batch_percent if price.HasField("batch_percent") else 100,
         price.result_cache_percent,
     )
 

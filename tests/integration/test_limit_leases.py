@@ -40,7 +40,7 @@ from router.core.tenancy.limiter import Limiter
 from router.core_driver import CoreDriver
 from router.tenancy.lease_desk import LeaseDesk, epoch_clock
 from router.tenancy.rate_leases import RateLeases
-from tests.fakes.fake_control import FakeControl
+from tests.fakes.fake_budgets import FakeBudgets
 from tests.fakes.limited_rig import tenant_table
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import eventually
@@ -185,7 +185,7 @@ class Shard:
 
 
 class Router:
-    def __init__(self, name: str, redis_url: str, control: FakeControl, table: TenantTable) -> None:
+    def __init__(self, name: str, redis_url: str, control: FakeBudgets, table: TenantTable) -> None:
         self.name, self._control = name, control
         limiter = Limiter(lambda: table, epoch_clock())
         self.core = RouterCore(CoreConfig(meters_usage=True), limiter=limiter)
@@ -220,7 +220,7 @@ def _replaced(request: Request, **fields: Any) -> Request:
 
 
 @contextlib.asynccontextmanager
-async def routers(server: ValkeyServer, control: FakeControl, table: TenantTable) -> AsyncIterator[list[Router]]:
+async def routers(server: ValkeyServer, control: FakeBudgets, table: TenantTable) -> AsyncIterator[list[Router]]:
     found = [Router(f"router-{number}/1", server.connection_url, control, table) for number in range(3)]
     tasks = [asyncio.create_task(router.desk.run()) for router in found]
     try:
@@ -236,7 +236,7 @@ async def routers(server: ValkeyServer, control: FakeControl, table: TenantTable
 async def test_one_budget_of_three_routers_is_not_overspent_when_redis_dies(server: ValkeyServer):
     """Not one token over budget, whatever happens to Redis: hard budgets do not depend on it."""
     limit = 40_000
-    control = FakeControl(limit)
+    control = FakeBudgets(limit)
     await control.start()
     limits = Limits(monthly_budget_nanos=limit, requests_per_minute=100_000, max_concurrent_requests=1000)
     try:
@@ -272,7 +272,7 @@ async def test_one_budget_of_three_routers_is_not_overspent_when_redis_dies(serv
 
 async def test_a_rate_of_three_routers_is_that_of_one(server: ValkeyServer):
     """A tenant gains nothing by asking another router."""
-    control = FakeControl(1)
+    control = FakeBudgets(1)
     await control.start()
     try:
         async with routers(server, control, tenant_table(key=Limits(requests_per_minute=60))) as found:
