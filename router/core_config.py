@@ -31,6 +31,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         safety_patience_seconds=config.safety.patience_seconds,
         max_held_tokens=MAX_HELD_TOKENS,
         decision_sample_share=router.decision_log.sample_share,
+        meters_usage=config.control.enabled,
         health=router.health if router.health.enabled else None,
         overload=OverloadSettings(
             sheds_early=router.overload.sheds_early,

@@ -26,6 +26,7 @@ from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
+    DEFAULT_TEMPERATURE,
     MAX_CHOICES,
     MAX_PREDICTED_TOKENS,
     check_num_choices,
@@ -35,6 +36,7 @@ from kvloom.sampling import (
     draw_seed,
     max_cached_tokens,
 )
+from kvloom.tenancy.usage_record import answer_id_of
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -114,9 +116,13 @@ class Intake:
         has_ready_shard: Callable[[str], bool] = lambda _: True,
         adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
         cache_salts: CacheSalts = NO_SALTS,
+        *,
+        identifies_answers: bool = False,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
-        of models without a card, with their models."""
+        of models without a card, with their models. `identifies_answers`: requests of clients outside the fabric get an
+        answer_id."""
+        self._identifies_answers = identifies_answers
         self._cache_salt = cache_salts.of
         self._models = models
         self._adapter_named = adapter_named
@@ -192,7 +198,10 @@ class Intake:
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
+            num_ended_tokens=submit.num_ended_tokens,
         )
+        if self._identifies_answers and scope is not TRUSTED:
+            request = _identified(request)
         if model is None:
             found = self._adapter_named(request.model)
             return request if found is None else _with_adapter(request, *found, submit.adapter_checksum)
@@ -275,7 +284,10 @@ class Intake:
             session_key=wanted.session_key,
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
+            num_ended_tokens=sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done),
         )
+        if self._identifies_answers and scope is not TRUSTED:
+            request = _identified(request)
         if is_embedding:
             request = _embedding(request, wanted.pooling)
         if model.adapter is not None:
@@ -453,6 +465,17 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
         _check_names(adapter_checksum=checksum)
         adapter = adapter._replace(checksum=checksum)
     return msgspec.structs.replace(request, model=sys.intern(model), adapter=adapter)
+
+
+def _identified(request: Request) -> Request:
+    """With the id of its answer, which follows from prompt and seed. At temperature 0 the seed does not matter."""
+    sampling = request.sampling
+    assert isinstance(sampling, SamplingParams)
+    temperature = sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE
+    seed = sampling.seed if temperature > 0.0 else None
+    indexes = [choice.index for choice in request.choices]
+    answer_id = answer_id_of(request.prompt_token_ids, seed, indexes, is_part=request.num_ended_tokens > 0)
+    return msgspec.structs.replace(request, answer_id=answer_id)
 
 
 def _check_names(**names: str) -> None:

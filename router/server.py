@@ -37,6 +37,7 @@ from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
+from kvloom.tenancy.table import TenantTable
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
@@ -52,7 +53,7 @@ from router.core.actions import (
     VariantChanged,
 )
 from router.core.core import RouterCore
-from router.core.events import DrainEnded, DrainStarted
+from router.core.events import SHADOW_CLIENT_ID, DrainEnded, DrainStarted
 from router.core_driver import CoreDriver
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.decisions.journal import DecisionJournal
@@ -66,6 +67,7 @@ from router.links.moderation import Moderation
 from router.links.safety_finder import safety_finder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
+from router.metering.metering import Metering
 from router.metrics import RouterMetrics
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
@@ -74,6 +76,7 @@ from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
+from router.tenancy.lease_desk import LeaseDesk, configured_control
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -140,12 +143,39 @@ class RouterServer:
             core.has_ready_shard,
             catalogue.adapter_named,
             _cache_salts(callers, trust),
+            identifies_answers=config.control.enabled,
         )
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
         self._usage_records = UsageRecords()
+        self._metering: Metering | None = None
+        """None without tenants."""
+        if config.control.enabled:
+            self._metering = Metering(
+                config,
+                router_id,
+                self._incarnation_id,
+                trust.sealer,
+                lambda: self._tenants().prices,
+                self._progress,
+                metrics_registry,
+            )
+        self._leases: LeaseDesk | None = None
+        if core.limiter is not None:
+            if callers.identities is not None:
+                core.limiter.table = self._tenants
+            self._leases = LeaseDesk(
+                config,
+                core.limiter,
+                f"{router_id}/{self._incarnation_id}",
+                self._control_addresses,
+                trust,
+                self._driver.dispatch,
+                metrics_registry,
+            )
+            self._driver.set_limits(self._leases)
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
@@ -229,6 +259,8 @@ class RouterServer:
         written."""
         if self._decision_writer is not None:
             self._decision_writer.open()
+        if self._metering is not None:
+            await self._metering.start()
         add_port = NO_SECRET.add_port if self._tls is None else self._tls.add_port
         self._for_clients.bind(host, port, add_port)
         if own_port is not None:
@@ -261,6 +293,10 @@ class RouterServer:
                 if self._safety_link is not None:
                     owned.append(tasks.create_task(self._safety_finder.run(), name="safety finder"))
                     owned.append(tasks.create_task(self._connect_safety(self._safety_link), name="safety link"))
+                if self._metering is not None:
+                    owned.append(tasks.create_task(self._metering.run(), name="metering"))
+                if self._leases is not None:
+                    owned.append(tasks.create_task(self._leases.run(), name="leases of limits"))
                 if self._decision_writer is not None:
                     tasks.create_task(self._decision_writer.run(), name="decision writer")
                 await service.wait_to_open(self._find_peers(), stop)
@@ -280,6 +316,8 @@ class RouterServer:
             await self._answers.close()
             self.shadows.close()
             self._driver.close()
+            if self._metering is not None:
+                await self._metering.close()
             await self._registry.close()
 
     def _card(self, model: str) -> PackedCard | None:
@@ -288,6 +326,14 @@ class RouterServer:
         if access is not None:
             access.check_models((model,), self._catalogue.by_name)
         return self._catalogue.card(model)
+
+    def _tenants(self) -> TenantTable:
+        identities = self.callers.identities
+        return TenantTable() if identities is None else identities.tenants.table
+
+    def _control_addresses(self) -> Sequence[str]:
+        identities = self.callers.identities
+        return configured_control(self._config) if identities is None else identities.control_addresses()
 
     def _is_idle(self) -> bool:
         return not self._driver.num_live_requests
@@ -369,11 +415,18 @@ class RouterServer:
         self._decisions.placement_decided(decision)
 
     def request_ended(self, ended: RequestEnded) -> None:
-        self._usage_records.request_ended(ended)
+        record = b""
+        if self._metering is not None:
+            record = self._metering.request_ended(ended)
+            if ended.usage is not None and ended.usage.answer_id:
+                record = b""  # what a client outside the fabric says of lost tokens is no reason to charge less
+        self._usage_records.request_ended(ended, record)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
 
     def tokens_credited(self, credit: Credit) -> None:
+        if self._metering is not None and credit.record:
+            self._metering.tokens_lost(credit.record, credit.num_tokens)
         self._metrics.tokens_credited(credit)
 
     def request_refused(self, error: KvloomError) -> None:
@@ -408,6 +461,10 @@ class RouterServer:
         named = {key: value for key, value in msgspec.structs.asdict(change).items() if value}
         log.warning("answer continues on another variant", **named)
         self._metrics.variant_changed()
+
+    def _progress(self, min_age_seconds: float) -> list[RequestEnded]:
+        now = self._driver.now()
+        return [one for one in self._core.progress(now - min_age_seconds, now) if one.client_id != SHADOW_CLIENT_ID]
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -30,12 +30,15 @@ class Credit:
     tenant: str
     model: str
     num_tokens: int
+    record: bytes = b""
+    """The request's usage record, if usage is metered for tenants (router/metering)."""
 
 
 class _UsageRecord(msgspec.Struct, gc=False):
     tenant: str
     model: str
     num_tokens: int
+    record: bytes
 
 
 class UsageRecords:
@@ -64,7 +67,8 @@ class UsageRecords:
         """Called when all requests of the stream have ended."""
         self._link_ids.pop(client_id, None)
 
-    def request_ended(self, ended: RequestEnded) -> None:
+    def request_ended(self, ended: RequestEnded, record: bytes = b"") -> None:
+        """`record` is given back with a credit."""
         link_id = self._link_ids.get(ended.client_id)
         if link_id is None:
             return
@@ -72,7 +76,7 @@ class UsageRecords:
         key = _key(link_id, ended.request_id)
         for records in (self._records, self._earlier):
             records.pop(key, None)  # This is an earlier request of the same id, whose end the client has received.
-        self._records[key] = _UsageRecord(ended.tenant, ended.model, ended.num_output_tokens)
+        self._records[key] = _UsageRecord(ended.tenant, ended.model, ended.num_output_tokens, record)
         if len(self._records) + len(self._earlier) > self._max_records:
             oldest = self._earlier or self._records
             del oldest[next(iter(oldest))]
@@ -87,7 +91,8 @@ class UsageRecords:
             key = _key(link_id, request_id)
             record = self._records.pop(key, None) or self._earlier.pop(key, None)
             if record is not None and record.num_tokens > num_received:
-                found.append(Credit(request_id, record.tenant, record.model, record.num_tokens - num_received))
+                num_lost = record.num_tokens - num_received
+                found.append(Credit(request_id, record.tenant, record.model, num_lost, record.record))
         return found
 
     def _forget_old(self) -> None:

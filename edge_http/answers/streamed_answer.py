@@ -146,7 +146,7 @@ class StreamedAnswer(Answer):
 
     def _final_details(self) -> dict[str, Any] | None:
         """What the field `kvloom` of the last chunk says; None: there is no such field."""
-        details = self.details() if self._with_details else None
+        details = self.details() if self._with_details or self.limited_by else None
         return {**(details or {}), "continued_by": self.continued_by} if self.continued_by else details
 
     def _open(self, index: int) -> None:

@@ -204,9 +204,12 @@ def _remaining(
         first = number * response.n
         indexes = [index for index in range(first, first + response.n) if index not in state.finishes]
         partial_choices = _progress(state, indexes, first)
-        remaining.append(
-            _link_request(response, request, partial_choices, timeout_seconds) if partial_choices else None
-        )
+        if not partial_choices:
+            remaining.append(None)
+            continue
+        ended = [index for index in range(first, first + response.n) if index in state.finishes]
+        num_ended_tokens = sum(len(state.token_ids[index]) for index in ended)
+        remaining.append(_link_request(response, request, partial_choices, timeout_seconds, num_ended_tokens))
     return remaining
 
 
@@ -239,7 +242,11 @@ def _request_record(request: LinkRequest) -> RequestRecord:
 
 
 def _link_request(
-    response: ResponseRecord, record: RequestRecord, partial_choices: list[ChoiceProgress], timeout_seconds: float
+    response: ResponseRecord,
+    record: RequestRecord,
+    partial_choices: list[ChoiceProgress],
+    timeout_seconds: float,
+    num_ended_tokens: int,
 ) -> LinkRequest:
     return LinkRequest(
         request_id=record.request_id,
@@ -258,4 +265,5 @@ def _link_request(
         partial_choices=partial_choices,
         client_request_id=record.client_request_id,
         adapter_checksum=response.adapter_checksum,
+        num_ended_tokens=num_ended_tokens,
     )

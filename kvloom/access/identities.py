@@ -48,6 +48,10 @@ class Identities:
         organisation = principal.tenant.partition("/")[0]
         return None if organisation == self._operators else organisation
 
+    def control_addresses(self) -> list[str]:
+        """Where the control service may be reached, best first."""
+        return self._follower.control_addresses()
+
     def at_once(self, credential: str, certificate: bytes) -> Principal | None:
         """The caller who presents these; None if `later` must be asked. `certificate`: PEM or DER, verified by TLS; b""
         without one. It counts only for callers without a credential. Raises KvloomError."""

@@ -167,6 +167,8 @@ class GrpcRouterLink:
             submit.key_id = request.key_id
         if request.adapter_checksum:
             submit.adapter_checksum = request.adapter_checksum
+        if request.num_ended_tokens:
+            submit.num_ended_tokens = request.num_ended_tokens
         self._submits.append(submit)
         self._wake_writer()
         return handle

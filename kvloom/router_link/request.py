@@ -57,3 +57,5 @@ class LinkRequest:
     """Asks for the prompt's embedding, which is in the finish, instead of an answer."""
     adapter_checksum: str = ""
     """If `model` is an adapter: which one of this name."""
+    num_ended_tokens: int = 0
+    """With `partial_choices`: the output tokens of the other choices, which have ended."""

@@ -173,7 +173,14 @@ class TrackedRequest:
             if timeout_seconds <= 0:
                 raise KvloomError(_R.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
         partial_choices = [choice for choice in self.choices if not choice.is_done]
-        return dataclasses.replace(self.request, partial_choices=partial_choices, timeout_seconds=timeout_seconds)
+        # The choices that had ended before this object was made have no tokens here.
+        num_ended_tokens = sum(len(choice.token_ids) for choice in self.choices if choice.is_done)
+        return dataclasses.replace(
+            self.request,
+            partial_choices=partial_choices,
+            timeout_seconds=timeout_seconds,
+            num_ended_tokens=self.request.num_ended_tokens + num_ended_tokens,
+        )
 
     def on_submitted(self, link_id: str) -> None:
         """A link has accepted the `next_request`."""

@@ -61,6 +61,28 @@ class Prices:
                     return price
         return FREE
 
+    def cost(
+        self,
+        model: str,
+        seconds_since_1970: float,
+        num_prompt: int,
+        num_cached: int,
+        num_output: int,
+        *,
+        has_answer: bool,
+        is_batch: bool = False,
+        is_result_cache_hit: bool = False,
+    ) -> tuple[str, int]:
+        """(the id of the price, billionths of the currency) of a request for a model, or MODEL:ADAPTER. `has_answer`:
+        it has an output token, or ended as it should. What failed before that is free."""
+        price = self.at(model, seconds_since_1970)
+        if not has_answer:
+            return price.id, 0
+        cost = price.cost_nanos(
+            num_prompt, num_cached, num_output, is_batch=is_batch, is_result_cache_hit=is_result_cache_hit
+        )
+        return price.id, cost
+
     def __iter__(self):
         for prices in self._by_model.values():
             yield from prices

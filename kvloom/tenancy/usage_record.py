@@ -1,16 +1,45 @@
 """What is known of a request once it has ended: the unit of metering.
 
 A router writes one record for each request that ends there, numbered without a gap. A request that continues at another
-router has a record of each; they have the same `request_id`, and each says how far the whole answer had come, so that
-the record that came furthest counts for all of them (see `merged`): what a router lost when it died is covered by the
-record of the router where the request continued.
+router has a record of each, and each says how far the whole answer had come. The router where it continued begins
+behind the tokens that had been delivered, so its record counts for all of them (see `merged`): it also covers what a
+router lost when it died, and it leaves out what was lost in transit.
+
+Which records are of one answer: those with the same `request_id` and `answer_id`. Edges draw ids that are unique. Other
+clients choose theirs, and might use one for two requests; their answers are told apart by what determines them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
+import xxhash
+
+OUTCOME_LOST: Final = "lost"
+"""The outcome in the record of a request that ran when its router was killed."""
+
+
+OUTCOME_VOID: Final = "void"
+"""A number whose record is lost: it was only in the memory of a router that was killed while its disk was full."""
+
+
+_PART: Final = "+"
+
+
+class Charge(msgspec.Struct, frozen=True, array_like=True):
+    """What a request has used of an account's hard budget."""
+
+    account: str
+    unit: int
+    """A BudgetUnit of control_service.proto."""
+    period: str
+    own: int
+    """What the router has taken from its lease for it."""
+    total: int
+    """What the whole answer amounts to, with what earlier routers have taken."""
 
 
 class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False):
@@ -29,7 +58,7 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
     key_id: str = ""
     tier: str = "interactive"
     outcome: str = "stop"
-    """How it ended: a finish reason in lower case, or "error"."""
+    """How it ended: a finish reason in lower case, or OUTCOME_LOST."""
     error_reason: str = ""
     """The name of an ErrorReason, without its prefix."""
     num_prompt_tokens: int = 0
@@ -39,17 +68,69 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
     num_reasoning_tokens: int = 0
     num_attempts: int = 0
     block_seconds: float = 0.0
-    """KV blocks times the seconds for which they were held."""
+    """KV blocks times the seconds for which they were held, as the router's reservations say."""
     ttft_seconds: float = 0.0
     """0: there was no token."""
     duration_seconds: float = 0.0
+    """Since it arrived at this router."""
     is_result_cache_hit: bool = False
     price_id: str = ""
     cost_nanos: int = 0
     client_request_id: str = ""
+    answer_id: str = ""
+    num_resumed_tokens: int = 0
+    """The part of `num_output_tokens` that earlier routers have delivered."""
+    corrects: int = 0
+    """The number of an earlier record of the same producer, which this one replaces: some of its tokens were lost in
+    transit (docs/adr/0011). 0: none."""
+    charges: tuple[Charge, ...] = ()
+    """What it has used of hard budgets."""
+
+    @property
+    def answer(self) -> tuple[str, str]:
+        """The same for all records of one answer."""
+        return self.request_id, self.answer_id
+
+    @property
+    def began_at(self) -> float:
+        """When it arrived at this router."""
+        return self.ended_at - self.duration_seconds
+
+    @property
+    def priced_model(self) -> str:
+        return f"{self.model}:{self.adapter}" if self.adapter else self.model
 
 
-def merged(records: Sequence[UsageRecord]) -> UsageRecord:
-    """The one record of a request that has several: that of the router where its answer came furthest. Of equal ones
-    the last one counts."""
-    return max(records, key=lambda record: (record.num_output_tokens, record.ended_at))
+def merged(records: Iterable[UsageRecord]) -> UsageRecord:
+    """The one record that counts, of all records of an answer; any order gives the same.
+
+    That is the record of the router which had the answer last, since it began behind what had been delivered. What a
+    client outside the fabric says of that is not believed: there, the record that came furthest counts.
+    """
+    found = list(records)
+    corrected = {(record.producer, record.corrects) for record in found if record.corrects}
+    valid = [record for record in found if (record.producer, record.number) not in corrected]
+    if any(record.answer_id for record in valid):
+        return max(valid, key=lambda record: (record.num_output_tokens, *_order(record)))
+    return max(valid, key=_order)
+
+
+def _order(record: UsageRecord) -> tuple[int, float, str, int]:
+    return record.num_resumed_tokens, record.began_at, record.producer, record.number
+
+
+def answer_id_of(
+    prompt_token_ids: Sequence[int], seed: int | None, indexes: Iterable[int], *, is_part: bool = False
+) -> str:
+    """What tells answers with one request id apart. `seed` is None if it does not matter, and `indexes` are those of
+    the choices. `is_part`: other choices have ended, and these continue; they are metered by themselves (`is_part`)."""
+    digest = xxhash.xxh3_128()
+    digest.update(array("I", prompt_token_ids).tobytes())
+    digest.update(f"{seed} {sorted(indexes)}".encode())
+    return digest.hexdigest()[:24] + (_PART if is_part else "")
+
+
+def is_part(answer_id: str) -> bool:
+    """Whether the record has only what its own router delivered: what a client outside the fabric says of choices that
+    have ended elsewhere cannot be checked."""
+    return answer_id.endswith(_PART)

@@ -35,6 +35,8 @@ class CoreConfig:
     """Tokens of one request that may wait for a verdict."""
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are reported as PlacementDecided."""
+    meters_usage: bool = False
+    """Whether RequestEnded has `usage`."""
     health: HealthConfig | None = None
     """When a shard is suspected; None: never. Shards must report every step for this."""
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)

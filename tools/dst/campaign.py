@@ -63,12 +63,16 @@ class Summary:
 
 
 def run_campaign(
-    seeds: Sequence[int], num_jobs: int, note: Callable[[SeedResult], None] = lambda _result: None
+    seeds: Sequence[int],
+    num_jobs: int,
+    note: Callable[[SeedResult], None] = lambda _result: None,
+    *,
+    with_limits: bool = False,
 ) -> Summary:
     """Run every seed. `note` is called with each result, in the order of completion. A single job runs in this
     process."""
     summary = Summary()
-    for result in _results(seeds, num_jobs):
+    for result in _results(seeds, num_jobs, with_limits):
         summary.add(result)
         note(result)
         if len(summary.failures) >= MAX_FAILURES:
@@ -76,14 +80,14 @@ def run_campaign(
     return summary
 
 
-def _results(seeds: Sequence[int], num_jobs: int) -> Iterator[SeedResult]:
+def _results(seeds: Sequence[int], num_jobs: int, with_limits: bool) -> Iterator[SeedResult]:
     if num_jobs == 1 or len(seeds) == 1:
-        yield from map(run_seed, seeds)
+        yield from (run_seed(seed, with_limits=with_limits) for seed in seeds)
         return
     tasks = [seeds[i : i + SEEDS_PER_TASK] for i in range(0, len(seeds), SEEDS_PER_TASK)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_jobs, mp_context=context) as pool:
-        futures = [pool.submit(_run_task, task) for task in tasks]
+        futures = [pool.submit(_run_task, task, with_limits) for task in tasks]
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield from future.result()
@@ -91,5 +95,5 @@ def _results(seeds: Sequence[int], num_jobs: int) -> Iterator[SeedResult]:
             pool.shutdown(cancel_futures=True)
 
 
-def _run_task(seeds: Sequence[int]) -> list[SeedResult]:
-    return [run_seed(seed) for seed in seeds]
+def _run_task(seeds: Sequence[int], with_limits: bool) -> list[SeedResult]:
+    return [run_seed(seed, with_limits=with_limits) for seed in seeds]

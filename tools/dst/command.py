@@ -36,8 +36,22 @@ from tools.options import option
     scope="dst",
     help=f"Print the history (the last {MAX_TRACE:,} events). Requires a single seed.",
 )
+@option(
+    "--limits",
+    "with_limits",
+    is_flag=True,
+    scope="dst",
+    help="Tenants have limits and budgets, and their owners (Redis, control) fail too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def dst(num_seeds: int | None, first_seed: int | None, num_jobs: int | None, trace: bool, as_json: bool) -> None:
+def dst(
+    num_seeds: int | None,
+    first_seed: int | None,
+    num_jobs: int | None,
+    trace: bool,
+    with_limits: bool,
+    as_json: bool,
+) -> None:
     """Run deterministic simulation tests: the real router core among simulated shards, clients, links and clocks that
     fail as the seed determines. Every invariant is checked after every step. A failing seed always fails in the same
     way."""
@@ -48,7 +62,7 @@ def dst(num_seeds: int | None, first_seed: int | None, num_jobs: int | None, tra
     seeds = range(first_seed or 0, (first_seed or 0) + num_seeds)
     begin = time.monotonic()
     num_jobs = num_jobs or os.cpu_count() or 1
-    summary = _run_traced(seeds[0]) if trace else _run_with_progress(seeds, num_jobs)
+    summary = _run_traced(seeds[0], with_limits) if trace else _run_with_progress(seeds, num_jobs, with_limits)
     if as_json:
         print(json.dumps({**summary.to_json(), "wall_seconds": round(time.monotonic() - begin, 1)}, indent=2))
     else:
@@ -59,16 +73,16 @@ def dst(num_seeds: int | None, first_seed: int | None, num_jobs: int | None, tra
         sys.exit(1)
 
 
-def _run_traced(seed: int) -> Summary:
+def _run_traced(seed: int, with_limits: bool) -> Summary:
     history: list[str] = []
-    result = run_seed(seed, history=history)
+    result = run_seed(seed, history=history, with_limits=with_limits)
     print("\n".join(history))
     summary = Summary()
     summary.add(result)
     return summary
 
 
-def _run_with_progress(seeds: range, num_jobs: int) -> Summary:
+def _run_with_progress(seeds: range, num_jobs: int, with_limits: bool) -> Summary:
     columns = (
         TextColumn("dst"),
         BarColumn(),
@@ -85,7 +99,7 @@ def _run_with_progress(seeds: range, num_jobs: int) -> Summary:
             num_failures += result.failure is not None
             progress.update(bar, advance=1, failures=num_failures)
 
-        return run_campaign(seeds, num_jobs, note)
+        return run_campaign(seeds, num_jobs, note, with_limits=with_limits)
 
 
 def _print_summary(summary: Summary, wall_seconds: float) -> None:

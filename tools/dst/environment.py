@@ -13,6 +13,7 @@ from router.core.actions import Action
 from router.core.events import Event, StepArrived
 from tools.dst.checker import Hooks
 from tools.dst.scenario import draw_scenario
+from tools.dst.tenancy.sim_limits import SimLimits
 from tools.dst.timeline import Timeline
 
 MAX_TRACE = 4000
@@ -23,11 +24,15 @@ TraceEntry = tuple[float, str, Event, Sequence[Action]]
 class Environment:
     """Every node takes its random numbers from `rng`, in an order that depends on nothing but the seed."""
 
-    def __init__(self, seed: int, checks: Hooks) -> None:
+    def __init__(self, seed: int, checks: Hooks, *, with_limits: bool = False) -> None:
         self.rng = random.Random(seed)
         self.scenario = draw_scenario(seed, self.rng)
         self.checks = checks
         self.timeline = Timeline(start=100.0)
+        self.limits: SimLimits | None = None
+        """None: no tenant has limits."""
+        if with_limits:
+            self.limits = SimLimits(self.timeline, seed, self.scenario.tenants, self.scenario.num_routers)
         self.is_calm = False
         """No fault strikes, and no new request is sent."""
         self.num_events = 0

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 
 from tools.dst.checker import Checker, Violation
-from tools.dst.checkers import CHECKERS, Checks
+from tools.dst.checkers import CHECKERS, LIMIT_CHECKERS, Checks
 from tools.dst.environment import MAX_TRACE
 from tools.dst.faults import Faults
 from tools.dst.trace import history_lines, scenario_lines
@@ -32,10 +32,11 @@ class Failure:
     at_seconds: float
     """Virtual time since the start."""
     history: tuple[str, ...]
+    with_limits: bool = False
 
     @property
     def replay(self) -> str:
-        return f"kvloom dst --seed {self.seed}"
+        return f"kvloom dst --seed {self.seed}" + (" --limits" if self.with_limits else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,10 +53,19 @@ class SeedResult:
     failure: Failure | None
 
 
-def run_seed(seed: int, checkers: Iterable[type[Checker]] = CHECKERS, history: list[str] | None = None) -> SeedResult:
-    """Never raises for an error of the router or of the simulation: the result has a failure instead. The remembered
+def run_seed(
+    seed: int,
+    checkers: Iterable[type[Checker]] | None = None,
+    history: list[str] | None = None,
+    *,
+    with_limits: bool = False,
+) -> SeedResult:
+    """`checkers`: None for all. `with_limits`: tenants have limits, which changes the seed's history.
+    Never raises for an error of the router or of the simulation: the result has a failure instead. The remembered
     history, one line per event, is appended to `history`."""
-    world = World(seed, Checks(checkers))
+    if checkers is None:
+        checkers = LIMIT_CHECKERS if with_limits else CHECKERS
+    world = World(seed, Checks(checkers), with_limits=with_limits)
     begin_seconds, begin_cpu = world.env.timeline.now, time.process_time()
     failure: Failure | None = None
     try:
@@ -88,6 +98,8 @@ def _run(world: World) -> None:
         env.is_calm = False
         world.traffic.start()
         Faults(world).start()
+        if env.limits is not None:
+            env.limits.start_faults()
         env.timeline.run_until(env.timeline.now + env.scenario.chaos_seconds)
         _quiesce(world)
         for shard in world.shards:
@@ -120,4 +132,5 @@ def _failure(world: World, invariant: str, detail: str, begin_seconds: float) ->
         num_events=world.env.num_events,
         at_seconds=world.env.timeline.now - begin_seconds,
         history=(*scenario_lines(world.env.scenario), *history_lines(world.env.trace, NUM_HISTORY_LINES)),
+        with_limits=world.env.limits is not None,
     )

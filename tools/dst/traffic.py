@@ -149,6 +149,8 @@ class Traffic:
             adapter=self._draw_adapter(model),
         )
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
+        if env.limits is not None:
+            request = env.limits.with_key(request)
         return msgspec.structs.replace(request, choices=specs)
 
     def _draw_adapter(self, model: str) -> Adapter | None:

@@ -14,6 +14,7 @@ from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, Event, Request
 from tools.dst.observed import ObservedRequest, ObservedShard
 from tools.dst.scenario import ShardShape
+from tools.dst.tenancy.sim_limits import SimLimits
 
 # -- what checkers see ------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class RouterView(Protocol):
     is_draining: bool
     is_harmless: bool
     here_since: float
+    limits: SimLimits | None
 
     @property
     def now(self) -> float: ...
@@ -139,6 +141,9 @@ class WorldView(Protocol):
 
     @property
     def is_harmless(self) -> bool: ...
+
+    @property
+    def limits(self) -> SimLimits | None: ...
 
     @property
     def nodes(self) -> Sequence[RouterView]: ...

@@ -12,13 +12,14 @@ from tools.dst.nodes.router_node import RouterNode
 from tools.dst.nodes.safety import SimSafety
 from tools.dst.nodes.shard import SimShard
 from tools.dst.scenario import ShardShape
+from tools.dst.tenancy.sim_limits import SimLimits
 from tools.dst.traffic import Traffic
 from tools.dst.views import ShardView
 
 
 class World:
-    def __init__(self, seed: int, checks: Checks) -> None:
-        self.env = Environment(seed, checks)
+    def __init__(self, seed: int, checks: Checks, *, with_limits: bool = False) -> None:
+        self.env = Environment(seed, checks, with_limits=with_limits)
         scenario = self.env.scenario
         self.safety = SimSafety(self.env)
         self.shards = [SimShard(self.env, f"shard-{i}", shape) for i, shape in enumerate(scenario.shards)]
@@ -91,9 +92,15 @@ class World:
             for node in self.nodes:
                 node.connect(shard)
         self.safety.restore_speed()
+        if self.env.limits is not None:
+            self.env.limits.repair()
 
     def repair_registry(self) -> None:
         self.registry.is_reachable = True
+
+    @property
+    def limits(self) -> SimLimits | None:
+        return self.env.limits
 
     @property
     def is_harmless(self) -> bool:

@@ -55,6 +55,8 @@ class AttemptSender:
         request = live.request
         window = shard.description.max_model_len - len(request.prompt_token_ids)
         max_tokens = window if request.max_tokens is None else min(request.max_tokens, window)
+        if live.charge is not None and live.charge.max_tokens is not None:
+            max_tokens = min(max_tokens, live.charge.max_tokens)
         live.num_attempts += 1
         variant = shard.description.variant
         if live.variant and live.variant != variant and live.continues_answer:
@@ -247,6 +249,8 @@ class AttemptSender:
             is_arrival=not live.num_ready_tokens,
         )
         self._ledger.reserve(attempt.key, reservation)
+        if live.usage is not None:
+            live.usage.hold(num_prompt_blocks, candidate.block_size, now)
         self._index.place(shard.shard_id, hashes, now)
         self._placer.note_placed(live, shard, hashes, now)
 

@@ -7,6 +7,7 @@ ends.py        how requests end: once, metered exactly, and for a reason
 fairness.py    who is preempted for other tenants, and what is left to them
 fleet.py       the fleet reports that clients get
 health.py      hung and draining shards, and the bounds of suspicion
+limits.py      budgets, rates and leases, in runs with limits
 integrity.py   the core's own consistency check
 models.py      shards of several models, and models that are loaded and unloaded
 overload.py    rejections, service tiers, and patience with outages
@@ -37,6 +38,7 @@ from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
+from tools.dst.checkers.limits import BudgetsKept, LeasesConserved, RatesKept
 from tools.dst.checkers.models import ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
 from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
@@ -82,6 +84,22 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     IndexExact,
     LoadExact,
 )
+
+LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
+    EndsOnce,
+    TokensExact,
+    TextIntact,
+    FramesWellFormed,
+    MeteredIsDelivered,
+    Integrity,
+    Fence,
+    SlotsExclusive,
+    SafetyKept,
+    BudgetsKept,
+    RatesKept,
+    LeasesConserved,
+)
+"""Of runs with limits. The others expect that a request is queued or placed as soon as it has arrived."""
 
 
 class Checks(Hooks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from router.core.actions import (
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
+    LeasesWanted,
+    LimitsCounted,
     PlacementDecided,
     RequestEnded,
     RequestsMoved,
@@ -58,8 +61,13 @@ class RouterNode:
         self.number = number
         self.incarnation = incarnation
         self.name = f"router-{number}.{incarnation}"
-        self.core = RouterCore(env.scenario.config, seed=env.scenario.seed + number)
-        self.config = env.scenario.config
+        self.limits = env.limits
+        config = env.scenario.config
+        limiter = None
+        if self.limits is not None:
+            config, limiter = dataclasses.replace(config, meters_usage=True), self.limits.limiter(self)
+        self.core = RouterCore(config, seed=env.scenario.seed + number, limiter=limiter)
+        self.config = config
         self.holds_requests = POLICIES[self.config.policy]().hold is not None
         """Whether the policy may hold requests back although a shard has room."""
         self.tenants = env.scenario.tenants
@@ -200,6 +208,8 @@ class RouterNode:
         checks.after_event(self, event, actions)
         for action in actions:
             self._carry_out(action)
+            if self.limits is not None and isinstance(action, RequestEnded):
+                self.limits.record(self, action)
         self._arm_timer()
 
     def handle_malformed(self, event: Event) -> None:
@@ -239,8 +249,12 @@ class RouterNode:
                 | RequestsMoved()
                 | SequencesPreempted()
                 | VariantChanged()
+                | LimitsCounted()
             ):
                 pass
+            case LeasesWanted():
+                if self.limits is not None:
+                    self.limits.ask(self, action)
 
     def _arm_timer(self) -> None:
         """Like the service shell, leave a timer alone that fires early enough."""

@@ -1,0 +1,62 @@
+"""What a usage record needs of a request beyond what metrics need: kept only where usage is metered for tenants."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvloom.models.adapters import Adapter
+from kvloom.tenancy.usage_record import Charge
+from router.core.events import Request, Tier
+
+
+class RequestUsage(msgspec.Struct, frozen=True):
+    """A part of RequestEnded."""
+
+    tier: Tier
+    adapter: Adapter | None
+    key_id: str
+    answer_id: str
+    num_resumed_tokens: int
+    """Output tokens of all choices that the answer already had when it arrived here, to be continued."""
+    block_seconds: float
+    """KV blocks times the seconds for which shards held them: an estimate, by what the attempts reserved for the prompt
+    and half of the blocks of the output, since these were taken one after another."""
+    charges: tuple[Charge, ...] = ()
+    """What it has used of hard budgets."""
+
+
+class UsageMeter:
+    """Of one live request."""
+
+    __slots__ = ("_block_seconds", "_block_size", "_held_since", "_num_blocks")
+
+    def __init__(self) -> None:
+        self._block_seconds = 0.0
+        """Of earlier attempts."""
+        self._num_blocks = 0
+        """What the attempt has reserved; 0 while there is none."""
+        self._block_size = 1
+        self._held_since = 0.0
+
+    def hold(self, num_blocks: int, block_size: int, now: float) -> None:
+        """An attempt begins, which has reserved so many blocks."""
+        self.release(now)
+        self._num_blocks, self._block_size, self._held_since = num_blocks, block_size, now
+
+    def release(self, now: float) -> None:
+        """The attempt has ended, or the first sequence of several."""
+        self._block_seconds += self._num_blocks * (now - self._held_since)
+        self._num_blocks = 0
+
+    def usage(
+        self, request: Request, num_output_tokens: int, now: float, charges: tuple[Charge, ...] = ()
+    ) -> RequestUsage:
+        """`num_output_tokens` without those that it had already."""
+        block_seconds = self._block_seconds
+        if self._num_blocks:
+            num_blocks = self._num_blocks + num_output_tokens / (2 * self._block_size)
+            block_seconds += num_blocks * (now - self._held_since)
+        num_resumed = request.num_ended_tokens + sum(len(choice.output_token_ids) for choice in request.choices)
+        return RequestUsage(
+            request.tier, request.adapter, request.key_id, request.answer_id, num_resumed, block_seconds, charges
+        )

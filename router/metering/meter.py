@@ -1,0 +1,100 @@
+"""Makes usage records: of requests that have ended, of those that are running, and of what was lost in transit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from kvloom.errors import reason_name
+from kvloom.tenancy.prices import Prices
+from kvloom.tenancy.usage_record import OUTCOME_LOST, Charge, UsageRecord, is_part
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
+from router.core.actions import RequestEnded
+from router.core.events import Tier
+
+_TIERS: Final = {Tier.INTERACTIVE: "interactive", Tier.BATCH: "batch", Tier.SHADOW: "shadow"}
+_OUTCOMES: Final = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in FinishReason.items()}
+_GOOD_ENDS: Final = frozenset({FINISH_REASON_STOP, FINISH_REASON_LENGTH})
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(UsageRecord).decode
+
+
+class Meter:
+    """Pure but for the clock."""
+
+    def __init__(self, producer: str, prices: Callable[[], Prices], clock: Callable[[], float] = time.time) -> None:
+        self.producer = producer
+        self._prices = prices
+        self._clock = clock
+
+    def record(self, ended: RequestEnded, number: int) -> bytes:
+        """The JSON of the record of a request that has ended now."""
+        return _encode(self._record(ended, number, _OUTCOMES[ended.reason], ended.reason in _GOOD_ENDS))
+
+    def progress(self, running: RequestEnded) -> bytes:
+        """That of a request that still runs, in case that nothing more is heard of it. It has no number yet."""
+        return _encode(self._record(running, 0, OUTCOME_LOST, False))
+
+    def correction(self, encoded: bytes, number: int, num_lost_tokens: int) -> bytes:
+        """What replaces a record: so many of its tokens were lost in transit."""
+        record = _decode(encoded)
+        num_output = max(0, record.num_output_tokens - num_lost_tokens)
+        corrected = msgspec.structs.replace(
+            record, number=number, corrects=record.number, num_output_tokens=num_output, charges=()
+        )
+        corrected = self._priced(corrected, record.outcome in ("stop", "length"))
+        charges = [_settled(charge, corrected.cost_nanos) for charge in record.charges]
+        return _encode(msgspec.structs.replace(corrected, charges=tuple(charges)))
+
+    def _record(self, ended: RequestEnded, number: int, outcome: str, ended_well: bool) -> UsageRecord:
+        usage = ended.usage
+        assert usage is not None, "the core does not meter usage"
+        num_resumed = 0 if is_part(usage.answer_id) else usage.num_resumed_tokens
+        record = UsageRecord(
+            self.producer,
+            number,
+            ended.request_id,
+            ended.tenant,
+            self._clock(),
+            ended.model,
+            "" if usage.adapter is None else usage.adapter.name,
+            usage.key_id,
+            _TIERS[usage.tier],
+            outcome,
+            reason_name(ended.error_reason) if ended.error_reason else "",
+            ended.num_prompt_tokens,
+            ended.num_cached_tokens,
+            num_resumed + ended.num_output_tokens,
+            num_attempts=ended.num_attempts,
+            block_seconds=round(usage.block_seconds, 6),
+            ttft_seconds=0.0 if ended.ttft_seconds is None else round(ended.ttft_seconds, 6),
+            duration_seconds=round(ended.e2e_latency_seconds, 6),
+            client_request_id=ended.client_request_id,
+            answer_id=usage.answer_id,
+            num_resumed_tokens=num_resumed,
+            charges=usage.charges,
+        )
+        return self._priced(record, ended_well)
+
+    def _priced(self, record: UsageRecord, ended_well: bool) -> UsageRecord:
+        price_id, cost_nanos = self._prices().cost(
+            record.priced_model,
+            record.began_at,
+            record.num_prompt_tokens,
+            record.num_cached_tokens,
+            record.num_output_tokens,
+            has_answer=ended_well or record.num_output_tokens > 0,
+            is_batch=record.tier == "batch",
+        )
+        return msgspec.structs.replace(record, price_id=price_id, cost_nanos=cost_nanos)
+
+
+def _settled(charge: Charge, cost_nanos: int) -> Charge:
+    """The charge in a correction: the record that it replaces has settled the lease."""
+    total = cost_nanos if charge.unit == BUDGET_UNIT_NANOS else charge.total
+    return Charge(charge.account, charge.unit, charge.period, 0, total)

@@ -1,0 +1,120 @@
+"""Tenants with limits and budgets under random faults of routers, shards, Redis and control.
+
+`kvloom dst --limits` runs the same with thousands of seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from router.core.lease_messages import LeaseGrant, LeaseWant
+from router.core.relay.lifecycle import Lifecycle
+from router.core.tenancy.budget_lease import BudgetLease
+from router.core.tenancy.rate_lease import RateLease
+from router.core.tenancy.request_charge import RequestCharge
+from tools.dst.checker import Checker
+from tools.dst.checkers import LIMIT_CHECKERS
+from tools.dst.checkers.limits import BudgetsKept, LeasesConserved, RatesKept
+from tools.dst.run_seed import run_seed
+from tools.dst.trace import join_lines
+
+NUM_SEEDS = 60
+GROUP = 10
+MAX_SEEDS = 40
+"""In how many a planted bug must be caught."""
+
+
+@pytest.mark.parametrize("begin", range(0, NUM_SEEDS, GROUP))
+def test_limits_hold_under_faults(begin: int) -> None:
+    """Not one token over a budget, no rate above its bound, no lease lost, and every held request ends once."""
+    for seed in range(begin, begin + GROUP):
+        failure = run_seed(seed, with_limits=True).failure
+        if failure is not None:
+            pytest.fail(f"{failure.invariant}: {failure.detail}\n{join_lines(failure.history)}", pytrace=False)
+
+
+def test_limits_have_their_own_random_numbers() -> None:
+    """Seeds without limits keep their histories, and those with limits can be replayed."""
+    assert run_seed(3, ()).digest != run_seed(3, (), with_limits=True).digest
+    assert run_seed(3, (), with_limits=True).digest == run_seed(3, (), with_limits=True).digest
+
+
+Patch = pytest.MonkeyPatch
+
+
+def reserves_what_is_expected(patch: Patch) -> None:
+    """A budget reserves no more than half of what an answer can cost."""
+    original = BudgetLease.take
+
+    def take(self: BudgetLease, need: int, now: float) -> int:
+        return original(self, need // 2, now)
+
+    patch.setattr(BudgetLease, "take", take)
+
+
+def forgets_the_cap(patch: Patch) -> None:
+    """The answer of a request that a budget cuts short may be as long as the request says."""
+    original = RequestCharge.num_output_tokens
+
+    def num_output_tokens(self: RequestCharge, limit: int) -> int:
+        found = original(self, limit)
+        self.max_tokens = None
+        return found
+
+    patch.setattr(RequestCharge, "num_output_tokens", num_output_tokens)
+
+
+def counts_a_grant_twice(patch: Patch) -> None:
+    """A lease of requests adds what it was granted to what it already has, and once more."""
+    original = RateLease.on_grant
+
+    def on_grant(self: RateLease, grant: LeaseGrant, now: float) -> None:
+        original(self, grant, now)
+        self.units += 2 * grant.granted
+
+    patch.setattr(RateLease, "on_grant", on_grant)
+
+
+def keeps_what_it_returns(patch: Patch) -> None:
+    """A budget's lease that is given back stays in use."""
+    original = BudgetLease.want
+
+    def want(self: BudgetLease, now: float) -> LeaseWant | None:
+        found = original(self, now)
+        if found is not None and found.returned:
+            self.free = found.returned
+        return found
+
+    patch.setattr(BudgetLease, "want", want)
+
+
+def never_settles(patch: Patch) -> None:
+    """What a request has reserved stays reserved after its end."""
+    patch.setattr(Lifecycle, "_end_charged", lambda *_arguments: None)
+
+
+BUGS: list[tuple[Callable[[Patch], None], type[Checker]]] = [
+    (reserves_what_is_expected, BudgetsKept),
+    (forgets_the_cap, BudgetsKept),
+    (counts_a_grant_twice, RatesKept),
+    (keeps_what_it_returns, LeasesConserved),
+    (never_settles, LeasesConserved),
+]
+
+
+@pytest.mark.parametrize(("plant", "checker"), BUGS, ids=[plant.__name__ for plant, _ in BUGS])
+def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], checker: type[Checker], monkeypatch: Patch) -> None:
+    """A checker that catches nothing would not be missed when it breaks."""
+    plant(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        failure = run_seed(seed, [checker], with_limits=True).failure
+        if failure is not None and failure.invariant == checker.invariant:
+            return
+    pytest.fail(f"not caught in {MAX_SEEDS} seeds: {plant.__doc__}")
+
+
+def test_every_checker_of_limits_has_a_planted_bug() -> None:
+    """A new checker comes with a proof that it works."""
+    own = {checker for checker in LIMIT_CHECKERS if checker.__module__.endswith(".limits")}
+    assert {checker for _, checker in BUGS} == own
