@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
+from aiohttp import web
+
 from edge_http.metrics import EdgeMetrics
 from edge_http.resume.kept_answers import KeptAnswer, KeptAnswers
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
@@ -18,6 +20,7 @@ from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
+from kvloom.access.caller_access import check_models, usable
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.discovery.records import MetricsTarget
@@ -214,6 +217,22 @@ class Edge:
         """Raises KvloomError (NOT_FOUND) if the API is not described here."""
         if not self.config.api_docs:
             raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This path does not exist (edge.api_docs is false).")
+
+    def check_models(self, request: web.BaseRequest, names: Iterable[str]) -> None:
+        """Raises KvloomError (PERMISSION_DENIED) for the first model, adapter or route that the caller may not use."""
+        principal = self.callers.principal_of(request)
+        if principal is not None:
+            check_models(principal, names, self.models)
+
+    def usable(self, request: web.BaseRequest, names: Iterable[str]) -> Iterable[str]:
+        """Those of these models, adapters and routes that the caller may use."""
+        principal = self.callers.principal_of(request)
+        return names if principal is None else usable(principal, names, self.models)
+
+    def usable_model(self, request: web.BaseRequest, name: str) -> ServedModel:
+        """As `find_model`, for the caller of the request: also raises KvloomError (PERMISSION_DENIED)."""
+        self.check_models(request, (name,))
+        return self.find_model(name)
 
     def find_model(self, name: str) -> ServedModel:
         """Raises KvloomError (MODEL_NOT_FOUND)."""

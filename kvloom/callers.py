@@ -6,12 +6,16 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvloom.access.api_keys import ApiKeys, missing_key_error, wrong_key_error
 from kvloom.access.auth_provider import CallerVerifier, configured_verifier
 from kvloom.config import KvloomConfig
 from kvloom.process.watched_files import Watcher
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+
+if TYPE_CHECKING:
+    from kvloom.access.identities import Identities
 
 _DIGEST_BYTES: Final = 12
 _BEARER: Final = "bearer "
@@ -29,24 +33,27 @@ class Callers:
         anonymous_share: bool = False,
         api_keys: ApiKeys | None = None,
         verifier: CallerVerifier | None = None,
+        identities: Identities | None = None,
     ) -> None:
         """`key`: at most 64 bytes. With `anonymous_share`, all requests without a credential are one caller's. With
         `api_keys`, only their holders are served. With `verifier`, only those are served to whom it gives an id, which
-        must be awaited: `check` does not ask it."""
+        must be awaited: `check` does not ask it. With `identities`, only those who belong to a tenant, whose id is then
+        the caller's name; `check` does not ask them either."""
         self._key = key
         self._anonymous_share = anonymous_share
         self.api_keys = api_keys
         self.verifier = verifier
+        self.identities = identities
 
     @property
     def are_authenticated(self) -> bool:
         """Whether not everyone may call."""
-        return self.api_keys is not None or self.verifier is not None
+        return self.api_keys is not None or self.verifier is not None or self.identities is not None
 
     @property
     def watched(self) -> Watcher | None:
         """What needs to be followed while callers are served (kvloom/process/watched_files.py)."""
-        return self.verifier if self.api_keys is None else self.api_keys
+        return self.identities or self.api_keys or self.verifier
 
     def name_of_id(self, verified_id: str) -> str:
         """The name of a caller to whom the verifier has given this id."""
@@ -81,9 +88,24 @@ def bare_credential(authorization: str, api_key: str) -> str:
     return authorization or api_key
 
 
-def configured_callers(config: KvloomConfig, key: bytes = b"") -> Callers:
-    """`key`: see FabricTrust.caller_key. Raises ConfigError if the file of API keys or the auth provider cannot be
-    used."""
+def configured_callers(config: KvloomConfig, trust: FabricTrust = NO_SECRET, own_name: str = "") -> Callers:
+    """The callers of an edge or a router called `own_name`. Raises ConfigError if the file of API keys, the auth
+    provider or the settings of tenants cannot be used."""
+    if not config.control.enabled:
+        return _without_tenants(config, trust.caller_key)
+    # Only here, because a fabric without tenants needs nothing of it.
+    from kvloom.access.identities import Identities
+
+    return Callers(trust.caller_key, identities=Identities(config, own_name, trust))
+
+
+def configured_scrapers(config: KvloomConfig) -> Callers:
+    """Who may read the metrics of other processes than edges. Tenants may not: with `control.enabled`, the keys in
+    `callers.api_keys_file` are for this alone. Raises ConfigError."""
+    return _without_tenants(config, b"")
+
+
+def _without_tenants(config: KvloomConfig, key: bytes) -> Callers:
     file = config.callers.api_keys_file
     api_keys = ApiKeys.from_file(Path(file)) if file else None
     verifier = configured_verifier(config.callers)

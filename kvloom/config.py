@@ -663,6 +663,71 @@ class CallersConfig(Section):
     caller's, so that they share cached prompts and can find out which prompts others have sent."""
 
 
+TenantId = Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,64}/[a-z0-9-]{1,64}$")]
+"""ORGANISATION/PROJECT"""
+TokenAlgorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519"
+]
+"""Those whose keys can be published."""
+RoleName = Literal["reader", "member", "operator", "admin"]
+
+
+class IssuerConfig(Section):
+    """An OIDC provider whose tokens (JWTs) are accepted like keys (docs/tenancy.md)."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    """What its subjects' ids begin with: `oidc:NAME:SUBJECT`."""
+    issuer: Annotated[str, Meta(min_length=1, max_length=512)]
+    """The `iss` of its tokens, exactly."""
+    audiences: Annotated[list[str], Meta(min_length=1, max_length=16)]
+    """One of them must be in a token's `aud`."""
+    jwks_url: str = ""
+    """Where it publishes its keys: an https URL, or an http one of this machine."""
+    jwks_file: str = ""
+    """A file with its keys, instead of `jwks_url`."""
+    algorithms: Annotated[list[TokenAlgorithm], Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: list[TokenAlgorithm](("RS256", "ES256"))
+    )
+    """Those that its tokens may be signed with."""
+    tenant_claim: str = "tenant"
+    """The claim that says to which tenant a token belongs: a text, or a list of texts (groups)."""
+    tenants: dict[str, TenantId] = {}
+    """The tenants by the values of that claim; the first one here that a token has counts. Empty: the value itself is a
+    tenant, so the issuer may name any of them."""
+    role_claim: str = "roles"
+    """The claim that says which role the token has: a text, or a list of texts."""
+    roles: dict[str, RoleName] = {}
+    """The roles by the values of that claim; the highest that a token has counts."""
+    default_role: RoleName | Literal[""] = "member"
+    """The role of tokens that have none of `roles`. "": they are refused."""
+    leeway_seconds: Annotated[float, Meta(ge=0, le=300)] = 30.0
+    """How much the clocks may differ."""
+    refresh_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
+    """How often the keys are read again."""
+    min_refetch_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
+    """A token with a key that is not known makes them be read again at once, but not more often than this."""
+
+    def __post_init__(self) -> None:
+        if bool(self.jwks_url) == bool(self.jwks_file):
+            raise ValueError("one of jwks_url and jwks_file is needed")
+
+
+class CertificateConfig(Section):
+    """Clients' certificates (`tls.client_ca_file`) that are accepted like keys. A client with a key needs none of
+    these."""
+
+    tenant: TenantId
+    uri: str = ""
+    """A URI of the certificate, such as a SPIFFE id; with "*" at its end, all that begin so."""
+    common_name: str = ""
+    """The common name of the certificate's subject, instead of `uri`."""
+    role: RoleName = "member"
+
+    def __post_init__(self) -> None:
+        if bool(self.uri.strip("*")) == bool(self.common_name):
+            raise ValueError("one of uri and common_name is needed")
+
+
 class ControlConfig(Section):
     """The control service: tenants with keys, limits, budgets and metering (docs/tenancy.md)."""
 
@@ -675,6 +740,10 @@ class ControlConfig(Section):
     """"postgresql://USER@HOST/NAME", or "sqlite:///PATH". Empty: a SQLite file in the data directory."""
     max_stale_seconds: PositiveFloat = 86_400.0
     """How long edges and routers serve with the table of tenants that they have while the service cannot be reached."""
+    issuers: Annotated[list[IssuerConfig], Meta(max_length=16)] = []
+    """OIDC providers whose tokens are accepted like keys."""
+    certificates: Annotated[list[CertificateConfig], Meta(max_length=1024)] = []
+    """Clients' certificates that are accepted like keys; the first that fits counts."""
 
 
 class TlsConfig(Section):

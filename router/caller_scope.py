@@ -8,12 +8,15 @@ one can neither cancel, explain nor block the other's requests.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final
 from urllib.parse import unquote
 
+from kvloom.access.caller_access import NamedModel, check_models, usable
+from kvloom.access.tenants import Tenants
 from kvloom.callers import Callers, bare_credential
+from kvloom.tenancy.principal import Principal
 from kvloom.transport.local_stream import LocalStream
 
 _SEPARATOR: Final = "@"
@@ -26,6 +29,8 @@ class CallerScope:
 
     caller: str | None
     """See kvloom.callers. None: a trusted process."""
+    access: CallerAccess | None = None
+    """What the caller may use; None: everything."""
 
     def request_id(self, given: str) -> str:
         """The id inside the router of a request that the caller calls `given`."""
@@ -42,6 +47,39 @@ class CallerScope:
     def tenant(self, given: str) -> str:
         """Who the request belongs to, if the caller says `given`."""
         return given if self.caller is None else self.caller
+
+    def key_id(self, given: str) -> str:
+        """With which of the tenant's keys a request was made, if the caller says `given`."""
+        if self.caller is None:
+            return given
+        return "" if self.access is None else self.access.key_id
+
+    def check_models(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> None:
+        """Raises KvloomError (PERMISSION_DENIED) for the first model that the caller may not use. `models`: those that
+        are served, by all their names."""
+        if self.access is not None:
+            self.access.check_models(names, models)
+
+    def usable(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> Iterable[str]:
+        """The models that the caller may use."""
+        return names if self.access is None else self.access.usable(names, models)
+
+
+class CallerAccess:
+    """What the holder of a key may use, by the table of tenants as it is now."""
+
+    def __init__(self, tenants: Tenants, principal: Principal) -> None:
+        self._tenants = tenants
+        self._principal = principal
+        self.key_id = principal.key_id
+
+    def check_models(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> None:
+        """Raises KvloomError (PERMISSION_DENIED), and UNAUTHENTICATED if the key is no longer accepted."""
+        check_models(self._tenants.renewed(self._principal), names, models)
+
+    def usable(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> Iterable[str]:
+        """Raises KvloomError (UNAUTHENTICATED)."""
+        return usable(self._tenants.renewed(self._principal), names, models)
 
 
 TRUSTED: Final = CallerScope(None)
@@ -67,17 +105,27 @@ class CallerScopes:
         """A process of the same user on the other end of a Unix socket is trusted."""
         if self._trusts_all or isinstance(context, LocalStream):
             return TRUSTED
-        return CallerScope(caller_name(self._callers, context))
+        return CallerScope(caller_name(self._callers, context), caller_access.get())
 
 
 verified_caller: Final[ContextVar[str | None]] = ContextVar("verified_caller", default=None)
-"""Within an RPC: the name of its caller, if an auth provider has said who it is (router/rpc/provider_check.py)."""
+"""Within an RPC: the name of its caller, if an auth provider has said who it is (router/rpc/provider_check.py), or if
+it belongs to a tenant (router/rpc/tenant_check.py)."""
+caller_access: Final[ContextVar[CallerAccess | None]] = ContextVar("caller_access", default=None)
+"""Within an RPC: what its caller may use, if it belongs to a tenant."""
 
 
 def caller_name(callers: Callers, context: Any) -> str:
     """The name of an RPC's caller."""
     verified = verified_caller.get()
     return callers.name(credential_of(context), peer_host(context.peer())) if verified is None else verified
+
+
+def owner_of(context: Any) -> str:
+    """To whom what an RPC begins belongs: to the tenant, whose keys may change, or else to the holder of the
+    credential. All callers that send none count as one."""
+    verified = verified_caller.get()
+    return credential_of(context) if verified is None or caller_access.get() is None else f"tenant\0{verified}"
 
 
 def credential_of(context: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from kvloom.access.cache_salts import CacheSalts
 from kvloom.conversation.model_output import prompted, show_markers
 from kvloom.conversation.prompt import conversation_prompt, screened_text
 from kvloom.conversation.tool_plan import ToolPlan, plan_tools
@@ -39,7 +40,7 @@ from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
+from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from router import convert
 from router.caller_scope import TRUSTED, CallerScope
 from router.conversation_intake import (
@@ -71,6 +72,7 @@ _TIERS: Final[Mapping[int, Tier]] = {
 
 
 NO_TOOLS: Final = ToolPlan()
+NO_SALTS: Final = CacheSalts(b"")
 
 
 class AcceptedGenerate(NamedTuple):
@@ -112,12 +114,14 @@ class Intake:
         routes: ModelRoutes = NO_ROUTES,
         has_ready_shard: Callable[[str], bool] = lambda _: True,
         adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
+        cache_salts: CacheSalts = NO_SALTS,
         *,
         identifies_answers: bool = False,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `identifies_answers`: requests of clients outside the fabric get an
         answer_id."""
+        self._cache_salt = cache_salts.of
         self._identifies_answers = identifies_answers
         self._models = models
         self._adapter_named = adapter_named
@@ -165,11 +169,13 @@ class Intake:
         )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
+        scope.check_models((submit.model,), self._models)
         model = self._models.get(submit.model)
         self._check_prompt(token_ids, model, "prompt_token_ids")
         check_prompt_logprobs(submit.sampling, len(token_ids), len(choices))
         text = submit.prompt_text  # It is read only once because every access decodes it.
         self._check_text_size(text, "prompt_text")
+        tenant = sys.intern(scope.tenant(submit.tenant))
         request = Request(
             request_id=scope.request_id(submit.request_id or new_request_id()),
             client_id=client_id,
@@ -183,7 +189,9 @@ class Intake:
             stop=_copied(submit.stop),
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
-            tenant=sys.intern(scope.tenant(submit.tenant)),
+            tenant=tenant,
+            key_id=scope.key_id(submit.key_id),
+            cache_salt=self._cache_salt(tenant),
             traceparent=submit.traceparent,
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
@@ -197,6 +205,28 @@ class Intake:
         if model.adapter is None:
             return request
         return _with_adapter(request, model.base_name, model.adapter, submit.adapter_checksum)
+
+    def fleet_shown(self, fleet: FleetState, scope: CallerScope) -> FleetState:
+        """The models and adapters that a caller may use. Raises KvloomError (UNAUTHENTICATED)."""
+        if scope.access is None:
+            return fleet
+        shown = FleetState(draining=fleet.draining, reads_packed_token_ids=fleet.reads_packed_token_ids)
+        adapters = [full_name(model.name, one.name) for model in fleet.models for one in model.adapters]
+        names_by_model: dict[str, list[str]] = {}
+        for name, model in self._models.items():
+            names_by_model.setdefault(model.name, []).append(name)
+        usable = {
+            own
+            for own in (*(model.name for model in fleet.models), *adapters)
+            if any(True for _ in scope.usable(names_by_model.get(own, (own,)), self._models))
+        }
+        for model in fleet.models:
+            shown_adapters = [one for one in model.adapters if full_name(model.name, one.name) in usable]
+            if shown_adapters or model.name in usable:
+                shown.models.add().CopyFrom(model)
+                del shown.models[-1].adapters[:]
+                shown.models[-1].adapters.extend(shown_adapters)
+        return shown
 
     async def accept_generate(
         self,
@@ -212,7 +242,7 @@ class Intake:
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
-        model, chosen = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant)
+        model, chosen = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant, scope)
         if model is None:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
@@ -244,6 +274,8 @@ class Intake:
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
             tenant=tenant,
+            key_id=scope.key_id(""),
+            cache_salt=self._cache_salt(tenant),
             traceparent=traceparent,
             session_key=wanted.session_key,
             client_request_id=client_request_id,

@@ -41,7 +41,7 @@ from router.answers.generate import GenerateCall
 from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answers import ResumableAnswers
 from router.answers.resume import serve_generate, serve_resume
-from router.caller_scope import CallerScopes, credential_of
+from router.caller_scope import CallerScopes, owner_of
 from router.core.core import RouterCore
 from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
@@ -176,7 +176,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             await abort(context, invalid_argument("request_id is required.", "request_id"))
         request_id = self._scopes.of(context).request_id(request.request_id)
         if request.resume_token:
-            name = name_of(request.request_id, request.resume_token, credential_of(context))
+            name = name_of(request.request_id, request.resume_token, owner_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
             found = self._named_calls.settle(name, request_id, num_tokens)
             return CancelResponse(found=found)
@@ -192,7 +192,13 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         return CancelResponse(outcome=outcome)
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
-        return ListModelsResponse(models=convert.fleet_to_proto(self._core.fleet).models)
+        scope = self._scopes.of(context)
+        try:
+            return ListModelsResponse(
+                models=self._intake.fleet_shown(convert.fleet_to_proto(self._core.fleet), scope).models
+            )
+        except KvloomError as error:
+            await abort(context, error)
 
     async def GetMetrics(self, request: GetMetricsRequest, context: Context) -> GetMetricsResponse:
         if self._scopes.of(context).caller is not None:

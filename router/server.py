@@ -13,11 +13,13 @@ import msgspec
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from kvloom.access.cache_salts import CacheSalts
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
-from kvloom.callers import configured_callers
+from kvloom.callers import Callers, configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
+from kvloom.discovery.process_finder import ProcessFinder
 from kvloom.discovery.records import NameTakenError, RouterRecord
 from kvloom.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
@@ -28,18 +30,18 @@ from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
 from kvloom.models.card_service import ModelCardServicer
 from kvloom.models.catalogue import Catalogue
+from kvloom.models.model_card import PackedCard
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
-from kvloom.tenancy.table import TenantTable
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
-from router.caller_scope import CallerScopes
+from router.caller_scope import CallerScopes, caller_access
 from router.core.actions import (
     PlacementDecided,
     RequestEnded,
@@ -60,7 +62,7 @@ from router.links.fleet_watcher import FleetWatcher
 from router.links.link_sessions import LinkSessions
 from router.links.local_link import LocalRouterLink
 from router.links.moderation import Moderation
-from router.links.safety_finder import SafetyFinder
+from router.links.safety_finder import safety_finder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 from router.metering.metering import Metering
@@ -70,6 +72,7 @@ from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
 from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
+from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
 from router.usage_records import Credit, UsageRecords
 
@@ -115,7 +118,7 @@ class RouterServer:
         """The models whose shards differ in their variant."""
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
         self._driver = CoreDriver(core, self)
-        self._safety_finder = SafetyFinder(config, router_id, trust.sealer)
+        self._safety_finder = safety_finder(config, router_id, trust.sealer)
         self._safety_link = _safety_link(config, self._safety_finder, self._driver, trust)
         self._moderation = Moderation(self._safety_link)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
@@ -126,6 +129,9 @@ class RouterServer:
         """What is compared with candidates. It may be changed while the router runs."""
         self.shadows.configure(config.shadows)
         self._rollouts = RolloutFollower(config, trust.sealer, routes, self.shadows.follow_rollouts)
+        callers = configured_callers(config, trust, router_id)
+        if callers.identities is not None:
+            callers.identities.observe(metrics_registry)
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -133,6 +139,7 @@ class RouterServer:
             routes,
             core.has_ready_shard,
             catalogue.adapter_named,
+            _cache_salts(callers, trust),
             identifies_answers=config.control.enabled,
         )
         self._intake = intake
@@ -140,16 +147,16 @@ class RouterServer:
         """None when the decision log has no file."""
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
         self._usage_records = UsageRecords()
-        self.tenants = TenantTable()
         self._metering: Metering | None = None
         """None without tenants."""
-        if config.control.enabled:
+        if callers.identities is not None:
+            tenants = callers.identities.tenants
             self._metering = Metering(
                 config,
                 router_id,
                 self._incarnation_id,
                 trust.sealer,
-                lambda: self.tenants.prices,
+                lambda: tenants.table.prices,
                 self._progress,
                 metrics_registry,
             )
@@ -159,20 +166,18 @@ class RouterServer:
         )
         sessions = LinkSessions(self._driver, self._usage_records)
 
-        callers = configured_callers(config, trust.caller_key)
-
         self._limits = RpcLimits(config.router, callers, config.edge.trusted_proxies)
         access_log = AccessLog(config.log)
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if access_log.is_on:
             interceptors.append(RpcAccessLog(access_log, callers))
-        self._callers = callers
+        self.callers = callers
         self._tls = listener_tls(config.tls)
         if risk := exposure_risk(config, config.router.host):
             raise service.StartError(risk)
         if not trust.has_secret and (self._tls is not None or callers.are_authenticated):
             raise service.StartError(
-                "TLS, API keys and auth providers for clients need the fabric's secret (fabric.secret_file or "
+                "TLS, tenants, API keys and auth providers for clients need the fabric's secret (fabric.secret_file or "
                 "KVLOOM_FABRIC_SECRET): without it, edges use the same port as clients"
             )
 
@@ -197,13 +202,15 @@ class RouterServer:
                 self._moderation,
                 metrics_registry,
             )
-            return RouterListener(servicer, ModelCardServicer(catalogue.card), options, [*interceptors, *checks])
+            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
 
         checks: list[grpc.aio.ServerInterceptor] = [self._limits]
         if callers.api_keys is not None:
             checks.append(ApiKeyCheck(callers))
         if callers.verifier is not None:
             checks.insert(0, ProviderCheck(callers, callers.verifier))
+        if callers.identities is not None:
+            checks.insert(0, TenantCheck(callers.identities))
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         for_clients = service.sharing_port(options) if shares_port else options
@@ -261,7 +268,7 @@ class RouterServer:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
-            watched = filter(None, (self._memory, self._sweep, self._tls, self._callers.watched, self._rollouts))
+            watched = filter(None, (self._memory, self._sweep, self._tls, self.callers.watched, self._rollouts))
             async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),
@@ -295,6 +302,13 @@ class RouterServer:
                 await self._metering.close()
             await self._registry.close()
 
+    def _card(self, model: str) -> PackedCard | None:
+        """Raises KvloomError (PERMISSION_DENIED) if the RPC's caller may not use the model."""
+        access = caller_access.get()
+        if access is not None:
+            access.check_models((model,), self._catalogue.by_name)
+        return self._catalogue.card(model)
+
     def _is_idle(self) -> bool:
         return not self._driver.num_live_requests
 
@@ -308,6 +322,8 @@ class RouterServer:
         """Requests that arrive before the shards and the safety service are known would be rejected although nothing is
         wrong. At a port shared with other routers that may be any client's request."""
         await self._watcher.wait_until_tried()
+        if self.callers.identities is not None:
+            await self.callers.identities.tried.wait()
         if self._safety_link is not None:
             await self._safety_link.tried.wait()
 
@@ -462,8 +478,14 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
 
 
+def _cache_salts(callers: Callers, trust: FabricTrust) -> CacheSalts:
+    if callers.identities is None:
+        return CacheSalts(trust.cache_key)
+    return CacheSalts(trust.cache_key, callers.identities.tenants.cache_scope)
+
+
 def _safety_link(
-    config: KvloomConfig, finder: SafetyFinder, driver: CoreDriver, trust: FabricTrust
+    config: KvloomConfig, finder: ProcessFinder, driver: CoreDriver, trust: FabricTrust
 ) -> SafetyLink | None:
     """Returns None when there is no safety service. Raises StartError when requests need one and none is configured."""
     safety = config.safety

@@ -71,7 +71,7 @@ class Intake:
                 connection.parts.finishes.append(rejection(choice.slot, error))
             return
         now = self._clock()
-        names = request_fields(submit.request_id, submit.client_request_id, submit.traceparent, submit.cache_salt)
+        names = request_fields(submit.request_id, submit.client_request_id, submit.traceparent, submit.tenant)
         for choice, request in zip(choices, requests, strict=True):
             try:
                 self._submit_choice(connection, choice, request, submit, now, names)

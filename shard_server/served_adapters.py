@@ -99,12 +99,12 @@ class ServedAdapters:
     def check(self, submit: ShardSubmit) -> None:
         """Raises KvloomError unless the engine has exactly the adapter that the submit names."""
         name, checksum = submit.adapter.name, submit.adapter.checksum
+        if not checksum:
+            # It is a part of every block's hash: without it, blocks of the model would be taken for the adapter's.
+            raise invalid_argument("The adapter's checksum is missing.", "adapter.checksum")
         info = None if self._adapters is None else self._adapters.find(name)
         if info is None or info.checksum != checksum:
             raise not_found(name)
-        if checksum not in submit.cache_salt:
-            # Otherwise blocks of another adapter would be taken for those of this one.
-            raise invalid_argument("cache_salt does not name the adapter.", "cache_salt")
 
     def _present(self) -> Adapters:
         if self._adapters is None:

@@ -56,7 +56,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     if not prompt:
         raise invalid_argument("The prompt is empty.", "prompt_token_ids")
     _check_token_ids(prompt, info, "prompt_token_ids")
-    root = root_hash(info.model, cache_salt=submit.cache_salt)
+    root = root_hash(info.model, submit.adapter.checksum, submit.cache_salt)
     if submit.HasField("pooling"):
         return [_pooled_request(submit, prompt, info, serial, origin, root)]
     if Capability.EMBED in info.capabilities and Capability.GENERATE not in info.capabilities:

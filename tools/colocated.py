@@ -44,7 +44,9 @@ async def serve(options: argparse.Namespace) -> None:
     async def serve_edge_side() -> None:
         try:
             edge_listen_options = EdgeListenOptions.from_arguments(options, config)
-            await serve_edge(config, link, catalogue, edge_listen_options, stop, on_ready, trust, options.name)
+            await serve_edge(
+                config, link, catalogue, edge_listen_options, stop, on_ready, trust, options.name, router.callers
+            )
         finally:
             await link.close()
             edge_has_ended.set()

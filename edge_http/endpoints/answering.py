@@ -241,7 +241,7 @@ async def _stream_resumable(
     permit.handed_over = True
     if edge.resume.is_published:
         answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
-        record = _response_record(request, job, formatter.envelope, response, headers)
+        record = _response_record(request, job, formatter.envelope, response, headers, edge.callers.key_id_of(request))
         on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
         run = run_resumable(edge, submission, answer, stream, on_submitted)
     else:
@@ -290,7 +290,12 @@ def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name
 
 
 def _response_record(
-    request: web.BaseRequest, job: GenerationJob, envelope: Envelope, name: ResponseName, headers: dict[str, str]
+    request: web.BaseRequest,
+    job: GenerationJob,
+    envelope: Envelope,
+    name: ResponseName,
+    headers: dict[str, str],
+    key_id: str,
 ) -> ResponseRecord:
     return ResponseRecord(
         number=0,
@@ -304,6 +309,7 @@ def _response_record(
         prompt_sizes=list(job.prompt_sizes),
         caller=name.caller,
         tenant=name.tenant,
+        key_id=key_id,
         idempotency_key=name.idempotency_key,
         body_digest=name.body_digest,
         guide_field=job.guide_field,
@@ -336,6 +342,7 @@ def _link_request(
         n=job.n,
         timeout_seconds=timeout_seconds,
         tenant=edge.callers.caller_of(request),
+        key_id=edge.callers.key_id_of(request),
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         session_key=job.session_key,

@@ -117,6 +117,7 @@ def _link_request(
         stop=StopConditions(),
         timeout_seconds=edge.config.request_timeout_seconds,
         tenant=edge.callers.caller_of(request),
+        key_id=edge.callers.key_id_of(request),
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         pooling=job.pooling,

@@ -25,9 +25,10 @@ async def embeddings(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
     return await serve_embedding(edge, request, _job)
 
 
-async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+async def _job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
     body = decode_embeddings(raw)
+    edge.check_models(request, (body.model,))
     model = edge.find_embedding_model(body.model)
     info = edge.model_info(model.name)
     check_dimensions(body.dimensions, info.embedding_size if info is not None else 0)

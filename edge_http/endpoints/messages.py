@@ -68,7 +68,7 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
         body = decode_count_tokens(raw, edge.config.max_messages)
-        prepared = await _prepared(edge, body, edge.find_model(body.model))
+        prepared = await _prepared(edge, body, edge.usable_model(request, body.model))
         response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
         response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
         return response

@@ -20,15 +20,17 @@ from kvloom.models.served_model import ServedModel
 
 async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     if is_anthropic(request):
-        models = [_anthropic_object(edge, name, model) for name, model in _listed(edge)]
+        models = [_anthropic_object(edge, name, model) for name, model in _listed(edge, request)]
         return _anthropic_response(request, page_of(models, request.query))
-    models = [_model_object(edge, name, model) for name, model in _listed(edge)]
-    routes = [_route_object(edge, route) for name, route in edge.routes.by_name.items() if name not in edge.models]
+    models = [_model_object(edge, name, model) for name, model in _listed(edge, request)]
+    named = edge.usable(request, [name for name in edge.routes.by_name if name not in edge.models])
+    routes = [_route_object(edge, edge.routes.by_name[name]) for name in named]
     return json_response({"object": "list", "data": models + routes})
 
 
 async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     name = unquote(request.path.removeprefix("/v1/models/"))
+    edge.check_models(request, (name,))
     route = edge.routes.by_name.get(name)
     if route is not None and name not in edge.models and not is_anthropic(request):
         return json_response(_route_object(edge, route))
@@ -38,10 +40,11 @@ async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     return json_response(_model_object(edge, name, model))
 
 
-def _listed(edge: Edge) -> Iterator[tuple[str, ServedModel]]:
-    """Models by all their names, then each adapter once: by its own name if that is enough."""
+def _listed(edge: Edge, request: web.BaseRequest) -> Iterator[tuple[str, ServedModel]]:
+    """Models that the caller may use, by all their names, then each adapter once: by its own name if that is enough."""
     adapters: dict[str, str] = {}
-    for name, model in edge.models.items():
+    for name in edge.usable(request, list(edge.models)):
+        model = edge.models[name]
         if model.adapter is None:
             yield name, model
         elif name in (model.name, model.adapter.name):

@@ -42,9 +42,10 @@ async def score(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     return await serve_embedding(edge, request, _score_job)
 
 
-async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
     body = decode_rerank(raw)
+    edge.check_models(request, (body.model,))
     model = edge.find_embedding_model(body.model, "rerank")
     texts, fields = [body.query, *document_texts(body)], ["query", *document_fields(body)]
     prompts = await text_prompts(texts, fields, model.tokenizer, edge.window(model.name))
@@ -61,9 +62,10 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Embed
     return EmbeddingJob("rerank", "rerank-", model, prompts, Pooling(), digest_of(raw), pieces)
 
 
-async def _score_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:  # noqa: ARG001
+async def _score_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
     body = decode_score(raw)
+    edge.check_models(request, (body.model,))
     model = edge.find_embedding_model(body.model, "score")
     first, second = as_list(body.text_1), as_list(body.text_2)
     fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]

@@ -56,6 +56,9 @@ async def serve_generation(edge: Edge, request: web.BaseRequest, api: Generation
         with edge.bodies.lease(caller) as lease:
             raw = await read_prompt_body(edge, request, lease)
             body = api.decode(edge, raw)
+            if not edge.routes.is_any(body.model, edge.models):
+                edge.check_models(request, (body.model,))
+            edge.check_models(request, body.models or ())
             job, model = None, edge.models.get(body.model)
             if model is not None and body.models is None and body.model not in edge.routes.by_name:
                 job = await api.make_job(edge, request, raw, body, model)
@@ -104,7 +107,7 @@ class _RoutedRequest(Generic[Body]):
                     raise
                 self._pass_on(name, error)
         if not self.passed:  # "auto", and there is no model
-            self.edge.find_model(self.body.model)
+            self.edge.usable_model(self.request, self.body.model)
         raise self.passed[0][1]
 
     def _choose(self) -> ChosenRoute:
@@ -117,7 +120,8 @@ class _RoutedRequest(Generic[Body]):
             self.api.max_answer_tokens(body),
             self.api.user_text(body) if edge.routes.reads_text else "",
         )
-        return edge.routes.choose(body.model, body.models or (), facts, adapters_by_model(edge.models.values()))
+        served = edge.usable(self.request, adapters_by_model(edge.models.values()))
+        return edge.routes.choose(body.model, body.models or (), facts, served)
 
     def _tried(self, chosen: ChosenRoute) -> list[str]:
         """An answer that outlives its connection cannot be judged first, as it belongs to a task that its name stands

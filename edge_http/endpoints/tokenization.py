@@ -25,7 +25,7 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         body = decode_tokenize(await read_prompt_body(edge, request, lease), edge.config.max_messages)
-        model = edge.find_model(body.model)
+        model = edge.usable_model(request, body.model)
         window = edge.window(model.name)
         token_ids = await _token_ids(body, model, window)
         names = [shown_token(model.tokenizer, each) for each in token_ids] if body.return_token_strs else None
@@ -44,7 +44,7 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         body = decode_detokenize(await read_prompt_body(edge, request, lease))
-        tokenizer = edge.find_model(body.model).tokenizer
+        tokenizer = edge.usable_model(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})

@@ -261,6 +261,7 @@ def _link_request(
         n=response.n,
         timeout_seconds=timeout_seconds,
         tenant=response.tenant,
+        key_id=response.key_id,
         traceparent=record.traceparent,
         session_key=record.session_key,
         tier=cast(Any, record.tier),

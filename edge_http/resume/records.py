@@ -58,6 +58,8 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     """As in PromptReport."""
     adapter_checksum: str = ""
     """If `model` is an adapter: which one of this name."""
+    key_id: str = ""
+    """The tenant's key with which it was requested; "" in a fabric without tenants."""
 
 
 class RequestRecord(msgspec.Struct, array_like=True):

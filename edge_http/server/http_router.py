@@ -35,6 +35,7 @@ from edge_http.wire.json_response import error_response
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
 from kvloom.process.request_context import enter_request
+from kvloom.tenancy.scopes import Scope
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
@@ -89,6 +90,12 @@ OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", "/open
 secrets, and the pages, which ask their users for a key."""
 
 
+SCOPES: Final[Mapping[str, Scope]] = dict.fromkeys(
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets"), "admin"
+)
+"""What a key of a tenant needs for a route; for all others it is "inference"."""
+
+
 class HttpRouter:
     """aiohttp calls this handler for every well-formed request."""
 
@@ -119,8 +126,10 @@ class HttpRouter:
             cors = self._edge.cors
             if cors is not None and (response := cors.preflight(request, _methods(route))) is not None:
                 return response
-            if route not in OPEN_ROUTES and (verification := self._edge.callers.check(request)) is not None:
-                await verification
+            if route not in OPEN_ROUTES:
+                if (verification := self._edge.callers.check(request)) is not None:
+                    await verification
+                self._edge.callers.check_scope(request, SCOPES.get(route, "inference"))
             check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)

@@ -17,7 +17,7 @@ from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
-from kvloom.callers import configured_callers
+from kvloom.callers import Callers, configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
 from kvloom.discovery.records import NameTakenError
@@ -73,27 +73,35 @@ async def serve_edge(
     on_ready: Callable[[str, str, str], None],
     trust: FabricTrust = NO_SECRET,
     name: str = "edge-0",
+    callers: Callers | None = None,
 ) -> None:
     """Serve until `stop` is set, then let running requests end. `catalogue` has the models whose files this machine
     has; the cards of the others come from routers. `on_ready` is called with the address, that of /metrics, and that
-    for the processes of the fabric ("" without a secret). Raises StartError, ConfigError."""
+    for the processes of the fabric ("" without a secret). `callers`: those of a router in this process, which follows
+    them; None: there is none. Raises StartError, ConfigError."""
     if risk := exposure_risk(config, config.edge.host):
         raise StartError(risk)
     group = link if isinstance(link, RouterGroup) else None
-    callers = configured_callers(config, trust.caller_key)
+    followed = None
+    if callers is None:
+        callers = configured_callers(config, trust, name)
+        followed = callers.watched
     routes = ModelRoutes(config.routes)
     edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
     edge.run_folder = run_folder(Path(config.data_dir))
+    if callers.identities is not None:
+        callers.identities.observe(edge.metrics.registry)
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     rollouts = RolloutFollower(config, trust.sealer, routes)
-    watchers = (None if group is None else CatalogueFollower(catalogue, group), callers.watched, rollouts)
+    watchers = (None if group is None else CatalogueFollower(catalogue, group), followed, rollouts)
     async with following(*filter(None, watchers)):
-        await _serve(edge, config, listen_options, stop, on_ready, trust, name)
+        await _serve(edge, callers, config, listen_options, stop, on_ready, trust, name)
 
 
 async def _serve(
     edge: Edge,
+    callers: Callers,
     config: KvloomConfig,
     listen_options: EdgeListenOptions,
     stop: asyncio.Event,
@@ -109,7 +117,7 @@ async def _serve(
         # Clients may be waiting to connect already. They would be rejected until a shard can be reached. On a shared
         # port, responses of other edges would appear not to exist until those edges are known.
         if listen_options.peer_port is None:
-            await wait_to_open(_until_ready(edge), stop)
+            await wait_to_open(_until_ready(edge, callers), stop)
             address = own_address = await _open(server, config.edge.host, listen_options, tls)
             peer_address = await _open_to_peers(server, config, address, trust)
             peers = join_edges(edge, config.redis, _for_peers(config, peer_address), trust)
@@ -124,7 +132,7 @@ async def _serve(
             )
             peer_address = await _open_to_peers(server, config, own_address, trust)
             peers = join_edges(edge, config.redis, _for_peers(config, peer_address), trust, shares_port=True)
-            await wait_to_open(_until_ready(edge), stop)
+            await wait_to_open(_until_ready(edge, callers), stop)
             address = await _open(server, config.edge.host, listen_options, tls)
         announcement = TargetAnnouncement(config, trust, role="edge", name=name, address=own_address)
         targets = TargetList(metrics_registry(config, trust), announcement.target)
@@ -151,8 +159,10 @@ async def _serve(
             await targets.close()
 
 
-async def _until_ready(edge: Edge) -> None:
+async def _until_ready(edge: Edge, callers: Callers) -> None:
     """Looks again after a short time, too: a model's card may arrive without a change of the fleet."""
+    if callers.identities is not None:
+        await callers.identities.tried.wait()
     while edge.not_ready_reason():
         try:
             async with asyncio.timeout(_LOOK_AGAIN_SECONDS):

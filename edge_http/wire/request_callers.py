@@ -5,19 +5,26 @@ from __future__ import annotations
 import hashlib
 import ssl
 from collections.abc import Awaitable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from edge_http.wire.headers import RELAYED
 from kvloom.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
+from kvloom.access.caller_access import check_scope
 from kvloom.callers import Callers, bare_credential
 from kvloom.limits.client_address import client_address, networks_of
+from kvloom.tenancy.principal import Principal
+from kvloom.tenancy.scopes import Scope
+
+if TYPE_CHECKING:
+    from kvloom.access.identities import Identities
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
 _VERIFIED_KEY: Final = web.RequestKey("verified", str)
-"""The caller's name, if an auth provider has said who it is."""
+"""The caller's name, if an auth provider has said who it is, or if it is a tenant."""
+_PRINCIPAL_KEY: Final = web.RequestKey("principal", Principal)
 
 
 class RequestCallers:
@@ -50,7 +57,16 @@ class RequestCallers:
 
     def check(self, request: web.BaseRequest) -> Awaitable[None] | None:
         """Raises KvloomError (UNAUTHENTICATED) if the request needs an API key and has none that is valid. Where an
-        auth provider decides, what is returned must be awaited, and raises KvloomError; other requests do not wait."""
+        auth provider decides, or where a token is new, what is returned must be awaited, and raises KvloomError; other
+        requests do not wait."""
+        identities = self._callers.identities
+        if identities is not None:
+            credential = credential_of(request)
+            principal = identities.at_once(credential, b"" if credential else _certificate(request))
+            if principal is None:
+                return self._identify(request, identities, credential)
+            _accept(request, principal)
+            return None
         if self._callers.api_keys is not None:
             self._callers.check(credential_of(request))
         verifier = self._callers.verifier
@@ -59,6 +75,22 @@ class RequestCallers:
     async def _verify(self, request: web.BaseRequest, verifier: CallerVerifier) -> None:
         verified_id = await verifier.verify(_credentials(request, verifier.headers))
         request[_CALLER_KEY] = request[_VERIFIED_KEY] = self._callers.name_of_id(verified_id)
+
+    async def _identify(self, request: web.BaseRequest, identities: Identities, credential: str) -> None:
+        _accept(request, await identities.later(credential))
+
+    def check_scope(self, request: web.BaseRequest, scope: Scope) -> None:
+        """To be called after `check`. Raises KvloomError (PERMISSION_DENIED)."""
+        if self._callers.identities is not None:
+            check_scope(request[_PRINCIPAL_KEY], scope)
+
+    def principal_of(self, request: web.BaseRequest) -> Principal | None:
+        """Who makes a request that was checked; None in a fabric without tenants."""
+        return None if self._callers.identities is None else request[_PRINCIPAL_KEY]
+
+    def key_id_of(self, request: web.BaseRequest) -> str:
+        """The tenant's key with which a request was made; "" in a fabric without tenants."""
+        return "" if self._callers.identities is None else request[_PRINCIPAL_KEY].key_id
 
     def address_of(self, request: web.BaseRequest) -> str:
         """Return the client's IP address; "" if it has none, as over a Unix socket."""
@@ -71,9 +103,19 @@ class RequestCallers:
 def _credentials(request: web.BaseRequest, names: Sequence[str]) -> Credentials:
     """The certificate is one that TLS has verified. That of a relayed request is the other edge's, not the caller's."""
     found = {name: request.headers[name] for name in names if name in request.headers}
-    tls = request.get_extra_info("ssl_object") if RELAYED not in request.headers else None
-    certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+    certificate = _certificate(request)
     return Credentials(found, ssl.DER_cert_to_PEM_cert(certificate) if certificate else "")
+
+
+def _certificate(request: web.BaseRequest) -> bytes:
+    """In DER; b"" without one."""
+    tls = request.get_extra_info("ssl_object") if RELAYED not in request.headers else None
+    return (tls.getpeercert(binary_form=True) or b"") if tls is not None else b""
+
+
+def _accept(request: web.BaseRequest, principal: Principal) -> None:
+    request[_PRINCIPAL_KEY] = principal
+    request[_CALLER_KEY] = request[_VERIFIED_KEY] = principal.tenant
 
 
 def credential_of(request: web.BaseRequest) -> str:
@@ -85,9 +127,10 @@ def credential_of(request: web.BaseRequest) -> str:
 def credential_digest(request: web.BaseRequest) -> bytes:
     """Return a digest of the credential, which binds a response to the holder of the credential that began it.
 
-    Where an auth provider says who a caller is, the response is bound to the caller, who may have new credentials by
-    now. All requests without one have the same digest: the id of a response, which cannot be guessed, is then all that
-    is needed to find it, so that a client may change its address. The credentials themselves are not kept.
+    Where an auth provider says who a caller is, or the caller is a tenant, the response is bound to the caller, who may
+    have new credentials by now. All requests without one have the same digest: the id of a response, which cannot be
+    guessed, is then all that is needed to find it, so that a client may change its address. The credentials themselves
+    are not kept.
     """
     given = request.get(_VERIFIED_KEY, "") or credential_of(request)
     return hashlib.blake2b(given.encode("utf-8", "surrogateescape"), digest_size=16).digest()

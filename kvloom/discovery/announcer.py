@@ -9,13 +9,13 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Generic, Literal
+from typing import Generic
 
 import redis.exceptions
 import structlog
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.records import NameTakenError, ProcessRecord, Record
+from kvloom.discovery.records import NameTakenError, ProcessRecord, ProcessRole, Record
 from kvloom.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS, ProcessRegistry, Registry
 from kvloom.process.aligned_timer import seconds_to_aligned_tick
 from kvloom.trust.seal import Sealer
@@ -93,7 +93,7 @@ def name_owner(data_dir: str) -> str:
 
 @contextlib.asynccontextmanager
 async def announced_process(
-    config: KvloomConfig, role: Literal["edge", "safety", "supervisor"], record: ProcessRecord, sealer: Sealer
+    config: KvloomConfig, role: ProcessRole, record: ProcessRecord, sealer: Sealer
 ) -> AsyncIterator[None]:
     """Announce an edge, a safety service or a supervisor as long as the context lasts; without Redis this does nothing.
     Raises NameTakenError if another process has its name."""

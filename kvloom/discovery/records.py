@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -92,8 +92,12 @@ class MetricsTarget(msgspec.Struct, frozen=True):
         return ""
 
 
+ProcessRole = Literal["edge", "safety", "control", "supervisor"]
+
+
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """The announcement of an edge, a safety service, or the supervisor of a machine (`kvloom up`)."""
+    """The announcement of an edge, a safety service, a control service, or the supervisor of a machine (`kvloom
+    up`)."""
 
     name: str
     address: str

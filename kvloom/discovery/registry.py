@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, Generic, Literal
+from typing import Any, Final, Generic
 
 import msgspec
 import redis.asyncio.retry
@@ -25,6 +25,7 @@ from kvloom.discovery.records import (
     MetricsTarget,
     NameTakenError,
     ProcessRecord,
+    ProcessRole,
     Record,
     RecordError,
     RolloutRecord,
@@ -277,8 +278,6 @@ class RolloutRegistry(Registry[RolloutRecord]):
 class ProcessRegistry(Registry[ProcessRecord]):
     """The announced edges, safety services or supervisors, by name."""
 
-    def __init__(
-        self, url: str, key_prefix: str, role: Literal["edge", "safety", "supervisor"], sealer: Sealer | None = None
-    ) -> None:
+    def __init__(self, url: str, key_prefix: str, role: ProcessRole, sealer: Sealer | None = None) -> None:
         ttl_seconds = SUPERVISOR_TTL_SECONDS if role == "supervisor" else None
         super().__init__(url, key_prefix, f"process-{role}", ProcessRecord, sealer, ttl_seconds)

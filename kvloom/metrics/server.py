@@ -23,7 +23,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from kvloom.access.auth_provider import Credentials
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
-from kvloom.callers import Callers, bare_credential, configured_callers
+from kvloom.callers import Callers, bare_credential, configured_scrapers
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
 from kvloom.process.service import StartError
@@ -48,10 +48,10 @@ class MetricsServer:
         """Listens on `metrics.host`; port 0 picks a free one. With `shares_port`, a successor may listen on the same
         port. Raises StartError, and ConfigError if the files with keys or certificates cannot be used."""
         host = config.metrics.host
-        if risk := exposure_risk(config, host):
+        if risk := exposure_risk(config, host, is_for_scrapers=True):
             raise StartError(f"metrics.host: {risk}")
         self._tls = listener_tls(config.tls)
-        self._callers = configured_callers(config)
+        self._callers = configured_scrapers(config)
         self._closing = False
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -130,7 +130,11 @@ class ModelRoutes:
 
     def is_needed(self, name: str, more: Sequence[str] | None, served: Container[str]) -> bool:
         """Whether `name` is a route, or there are fallbacks."""
-        return bool(more) or name in self.by_name or (name == AUTO and name not in served)
+        return bool(more) or name in self.by_name or self.is_any(name, served)
+
+    def is_any(self, name: str, served: Container[str]) -> bool:
+        """Whether `name` stands for all models."""
+        return name == AUTO and name not in self.by_name and name not in served
 
     def choose(self, name: str, more: Sequence[str], facts: RouteFacts, served: Iterable[str]) -> ChosenRoute:
         """The models for a request that names `name` and, as fallbacks, `more`: models or routes. `served` are all

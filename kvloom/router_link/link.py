@@ -163,6 +163,8 @@ class GrpcRouterLink:
             pooling=request.pooling,
             **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
         )
+        if request.key_id:
+            submit.key_id = request.key_id
         if request.adapter_checksum:
             submit.adapter_checksum = request.adapter_checksum
         if request.num_ended_tokens:

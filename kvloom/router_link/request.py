@@ -38,6 +38,8 @@ class LinkRequest:
     n: int = 1
     timeout_seconds: float = 0.0
     tenant: str = ""
+    key_id: str = ""
+    """See Submit in router_service.proto."""
     traceparent: str = ""
     session_key: str = ""
     """See GenerateRequest in router_service.proto."""

@@ -100,10 +100,13 @@ class TenantTable:
     def is_active(self, key: Key, seconds_since_1970: float) -> bool:
         """Whether the key may be used: it has not expired, and neither its tenant nor its organisation is disabled."""
         tenant = self._tenants.get(key.tenant)
-        if tenant is None or tenant.disabled or 0.0 < key.expires_at <= seconds_since_1970:
-            return False
+        has_expired = 0.0 < key.expires_at <= seconds_since_1970
+        return tenant is not None and not has_expired and self.is_active_tenant(tenant)
+
+    def is_active_tenant(self, tenant: Tenant) -> bool:
+        """Whether neither the tenant nor its organisation is disabled."""
         organisation = self._organisations.get(tenant.organisation)
-        return organisation is not None and not organisation.disabled
+        return not tenant.disabled and organisation is not None and not organisation.disabled
 
     def apply(self, response: pb.FollowResponse) -> None:
         """Apply a part of a snapshot, or changes. Until a part `is_complete`, the table is that of no version."""

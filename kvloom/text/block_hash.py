@@ -19,14 +19,11 @@ BYTES_PER_TOKEN = 4
 
 
 def root_hash(model: str, adapter: str = "", cache_salt: str = "") -> int:
-    """The parent of a sequence's first block: 64 bits that name (model, adapter, cache_salt)."""
+    """The parent of a sequence's first block: 64 bits that name (model, adapter, cache_salt).
+
+    `adapter` is the checksum of the adapter that computes the sequence: no other adapter, no earlier one of the same
+    name and not the model alone ("") computes the same KV. `cache_salt`: see kvloom/access/cache_salts.py."""
     return xxhash.xxh3_64_intdigest("\0".join((model, adapter, cache_salt)).encode())
-
-
-def adapter_salt(cache_salt: str, checksum: str) -> str:
-    """The cache salt of sequences that run with the adapter with this checksum: no other adapter, no earlier one of the
-    same name and not the model alone computes the same KV."""
-    return f"{cache_salt}\0{checksum}"
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:

@@ -37,6 +37,11 @@ class FabricTrust(Protocol):
         """The key for kvloom.callers.Callers."""
         ...
 
+    @property
+    def cache_key(self) -> bytes:
+        """The key for kvloom.access.cache_salts.CacheSalts."""
+        ...
+
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Listen on host:port for processes of this fabric; returns the port. Raises RuntimeError if that fails."""
         ...
@@ -68,6 +73,7 @@ class NoSecret:
     has_secret = False
     sealer: Sealer = PLAIN
     caller_key = b""
+    cache_key = b""
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         return server.add_insecure_port(address)

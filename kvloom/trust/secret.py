@@ -73,6 +73,12 @@ class FabricSecret:
         """The key for kvloom.callers.Callers. A rotation does not change it, so that callers keep their names."""
         return hmac.digest(self.identity, b"kvloom callers", hashlib.sha256)
 
+    @property
+    def cache_key(self) -> bytes:
+        """The key for kvloom.access.cache_salts.CacheSalts. A rotation does not change it either, so that what is
+        cached is found again."""
+        return hmac.digest(self.identity, b"kvloom cache salts", hashlib.sha256)
+
     def keys(self, purpose: str) -> dict[str, bytes]:
         """The keys for one purpose (32 bytes), by key id. The first is used, all are accepted."""
         return {key_id(secret): hmac.digest(secret, f"kvloom {purpose}".encode(), "sha256") for secret in self.secrets}

@@ -55,6 +55,10 @@ class SharedSecret:
     def caller_key(self) -> bytes:
         return self._secret.caller_key
 
+    @property
+    def cache_key(self) -> bytes:
+        return self._secret.cache_key
+
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         shown = self._certificates
 

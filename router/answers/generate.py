@@ -18,7 +18,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON
 from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
 from router import convert
 from router.answers.named_calls import NamedCalls, name_of
-from router.caller_scope import TRUSTED, CallerScope, credential_of, metadata_value
+from router.caller_scope import TRUSTED, CallerScope, metadata_value, owner_of
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived
 from router.core.frames import Finish, Start, Step
@@ -69,7 +69,7 @@ class GenerateCall:
         name = ""
         if wanted.resume_token:
             wanted.request_id = wanted.request_id or new_request_id()
-            name = name_of(wanted.request_id, wanted.resume_token, credential_of(self._context))
+            name = name_of(wanted.request_id, wanted.resume_token, owner_of(self._context))
             self._named_calls.open(name, self._client_id, self._on_settled)
         try:
             if name:

@@ -124,7 +124,7 @@ class ResumableAnswers:
         scope: CallerScope = TRUSTED,
         client_request_id: str = "",
     ) -> ResumableAnswer:
-        """Open the answer of a request. `caller` is the value of the `authorization` metadata. Raises KvloomError
+        """Open the answer of a request. `caller`: see `owner_of`. Raises KvloomError
         (INVALID_ARGUMENT, DUPLICATE_REQUEST_ID)."""
         request_id = request.request_id or new_request_id()
         if len(request_id) > MAX_NAME_CHARS:

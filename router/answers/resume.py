@@ -10,7 +10,7 @@ import grpc
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, ResumeResponse
 from router.answers.generate import REQUEST_ID_METADATA, explain, owner_metadata, wants_explanation
 from router.answers.resumable_answers import ResumableAnswers
-from router.caller_scope import TRUSTED, CallerScope, credential_of, metadata_value
+from router.caller_scope import TRUSTED, CallerScope, metadata_value, owner_of
 
 REQUEST_ID_KEY: Final = "kvloom-request-id"
 """Its value is percent-encoded, like all values of the initial metadata."""
@@ -26,7 +26,7 @@ async def serve_generate(
     """Begin an answer and read it. Raises KvloomError if it ends with an error."""
     answer = answers.begin(
         request,
-        credential_of(context),
+        owner_of(context),
         metadata_value(context, "traceparent"),
         scope,
         metadata_value(context, REQUEST_ID_METADATA),
@@ -51,7 +51,7 @@ async def serve_generate(
 
 async def serve_resume(answers: ResumableAnswers, request: ResumeRequest, context: Context) -> None:
     """Raises KvloomError (NOT_FOUND, EVENTS_GONE, INVALID_ARGUMENT), and the error that the answer ends with."""
-    answer = answers.find(request.request_id, request.resume_token, credential_of(context))
+    answer = answers.find(request.request_id, request.resume_token, owner_of(context))
     reader = answer.attach(request.starting_after)
     answers.metrics.on_resumed(answer.log.num_events - request.starting_after)
 

@@ -60,6 +60,10 @@ class Request(msgspec.Struct, frozen=True):
     timeout_seconds: float = 0.0
     """Time from arrival to the last token; 0: the core's default."""
     tenant: str = ""
+    key_id: str = ""
+    """The tenant's key with which it was made; "" without tenants (docs/tenancy.md)."""
+    cache_salt: str = ""
+    """Requests with different ones share no cached blocks."""
     traceparent: str = ""
     client_request_id: str = ""
     """The id that the caller gave the request. It is only reported, and need not be unique."""
@@ -71,8 +75,6 @@ class Request(msgspec.Struct, frozen=True):
     tier: Tier = Tier.INTERACTIVE
     adapter: Adapter | None = None
     """The adapter of the model with which it runs; None: with none."""
-    key_id: str = ""
-    """The tenant's key with which it was made; "" without tenants (docs/tenancy.md)."""
     answer_id: str = ""
     """What tells answers apart whose requests have the same id (kvloom/tenancy/usage_record.py); "": the id does."""
     num_ended_tokens: int = 0

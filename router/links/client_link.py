@@ -210,7 +210,7 @@ class ClientLink:
             return None
         response = RouterServiceConnectResponse()
         if fleet is not None:
-            response.fleet.CopyFrom(convert.fleet_to_proto(fleet))
+            response.fleet.CopyFrom(self._intake.fleet_shown(convert.fleet_to_proto(fleet), self._scope))
             response.router_address = self._router_address
             response.incarnation_id = self._incarnation_id
         if step is not None:

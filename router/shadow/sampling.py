@@ -117,8 +117,9 @@ def _shadow_request(
         sampling=sampling,
         stop=stop,
         timeout_seconds=TIMEOUT_SECONDS,
-        # It seeds the block hashes: nobody finds cached blocks of it but other shadows of the same caller. No caller's
-        # name has this character.
+        # No caller's name and no salt has this character: cached blocks are found only by other shadows of the same
+        # caller.
         tenant=f"shadow\0{request.tenant}",
+        cache_salt=f"shadow\0{request.cache_salt}",
         tier=Tier.SHADOW,
     )

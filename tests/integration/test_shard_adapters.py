@@ -32,11 +32,9 @@ def make_engine(config: KvloomConfig, max_loaded: int = 2) -> Engine:
     return SimEngine("model", config.shard, VOCABULARY, frozenset({EOS}), max_loaded_adapters=max_loaded)
 
 
-async def submit_with(router: RouterEnd, slot: int, adapter: str, max_tokens: int = 4, salt: str = "") -> None:
-    checksum = sim_adapter_checksum(adapter, "")
-    ref = AdapterRef(name=adapter, checksum=checksum)
-    salt = salt or f"tenant|{checksum}"
-    await router.submit(slot, PROMPT, max_tokens=max_tokens, adapter=ref, cache_salt=salt)
+async def submit_with(router: RouterEnd, slot: int, adapter: str, max_tokens: int = 4) -> None:
+    ref = AdapterRef(name=adapter, checksum=sim_adapter_checksum(adapter, ""))
+    await router.submit(slot, PROMPT, max_tokens=max_tokens, adapter=ref, cache_salt="tenant")
 
 
 def expected(adapter: str, num_tokens: int) -> list[int]:
@@ -76,13 +74,24 @@ async def test_a_sequence_is_refused_unless_the_shard_has_exactly_its_adapter() 
     async with shard_world(config, make_engine(config)) as world:
         router = await world.router()
         await submit_with(router, 1, "medicine")
-        await router.submit(
-            2, PROMPT, adapter=AdapterRef(name="law", checksum="other weights"), cache_salt="other weights"
-        )
+        await router.submit(2, PROMPT, adapter=AdapterRef(name="law", checksum="other weights"))
         for slot in (1, 2):
             assert (await router.finish_of(slot)).error.reason == R.ERROR_REASON_ADAPTER_NOT_FOUND
-        await submit_with(router, 3, "law", salt="tenant")  # its blocks would be shared with the model's
-        assert (await router.finish_of(3)).error.field == "cache_salt"
+        await router.submit(3, PROMPT, adapter=AdapterRef(name="law"))  # its blocks would be shared with the model's
+        assert (await router.finish_of(3)).error.field == "adapter.checksum"
+
+
+async def test_a_shard_shares_no_block_between_adapters_of_one_salt() -> None:
+    """The same prompt of the same tenant has other KV with every adapter, and with none."""
+    config = adapter_config("law", "medicine")
+    async with shard_world(config, make_engine(config)) as world:
+        router = await world.router()
+        await submit_with(router, 1, "law")
+        await router.finish_of(1)
+        await submit_with(router, 2, "medicine")
+        await router.submit(3, PROMPT, max_tokens=4, cache_salt="tenant")
+        await submit_with(router, 4, "law")
+        assert [(await router.finish_of(slot)).num_cached_tokens > 0 for slot in (2, 3, 4)] == [False, False, True]
 
 
 async def test_adapters_come_and_go_by_call() -> None:

@@ -144,6 +144,7 @@ class Traffic:
             sampling=sampling,
             timeout_seconds=rng.choice((0.0, 0.0, 0.1, 5.0)),
             tenant=tenant,
+            cache_salt=tenant,
             tier=Tier.BATCH if self._tier_rng.random() < env.scenario.batch_share else Tier.INTERACTIVE,
             adapter=self._draw_adapter(model),
         )

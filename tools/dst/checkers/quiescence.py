@@ -17,7 +17,9 @@ def plan_of(
     node: RouterView, model: str, tenant: str, prompt: tuple[int, ...], adapter: Adapter | None = None
 ) -> PlacementPlan:
     choices = [ChoiceSpec(1, 0)]
-    request = Request("question", "nobody", model, prompt, "", choices, max_tokens=1, tenant=tenant, adapter=adapter)
+    request = Request(
+        "question", "nobody", model, prompt, "", choices, 1, tenant=tenant, cache_salt=tenant, adapter=adapter
+    )
     return node.core.plan(request, node.now)
 
 

@@ -6,20 +6,19 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from kvloom.models.adapters import Adapter
-from kvloom.text.block_hash import adapter_salt, block_hashes, root_hash
+from kvloom.text.block_hash import block_hashes, root_hash
 from router.core.events import KvChange, Request
 from tools.dst.scenario import ShardShape
 
 
 @functools.lru_cache(maxsize=2048)
-def hashes_of(model: str, tenant: str, prompt: tuple[int, ...], adapter: Adapter | None, block_size: int) -> list[int]:
-    salt = tenant if adapter is None else adapter_salt(tenant, adapter.checksum)
-    return block_hashes(prompt, block_size, root_hash(model, "", salt))
+def hashes_of(model: str, salt: str, prompt: tuple[int, ...], adapter: Adapter | None, block_size: int) -> list[int]:
+    return block_hashes(prompt, block_size, root_hash(model, "" if adapter is None else adapter.checksum, salt))
 
 
 def prompt_hashes(request: Request, block_size: int) -> Sequence[int]:
     prompt = tuple(request.prompt_token_ids)
-    return hashes_of(request.model, request.tenant, prompt, request.adapter, block_size)
+    return hashes_of(request.model, request.cache_salt, prompt, request.adapter, block_size)
 
 
 class BlockCache:

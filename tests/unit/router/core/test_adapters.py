@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import Adapter
-from kvloom.text.block_hash import adapter_salt, block_hashes, root_hash
+from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router import convert
 from router.core.actions import Action, SubmitAttempt
@@ -85,7 +85,7 @@ def test_requests_without_an_adapter_go_anywhere_and_cost_no_load() -> None:
 def test_no_block_is_shared_between_adapters() -> None:
     """The same prompt has other KV under every adapter, and under a new one of the old name."""
     rig = rig_of(s0=[state(), state("poet", "1")], s1=[state(checksum="2")])
-    hashes = block_hashes(PROMPT, 4, root_hash("m", "", adapter_salt("", "1")))
+    hashes = block_hashes(PROMPT, 4, root_hash("m", "1"))
     rig.handle(KvEventsArrived("s0", 1, [KvChange(stored=hashes)]))
     rig.handle(KvEventsArrived("s1", 1, [KvChange(stored=hashes)]))
 
@@ -100,9 +100,11 @@ def test_no_block_is_shared_between_adapters() -> None:
 def test_a_shard_is_told_the_adapter_and_the_salt_that_its_blocks_get() -> None:
     """Router and shard hash a prompt alike, or no prefix would be found again."""
     rig = rig_of(s0=[state()])
-    submit = convert.submit_to_proto(only(rig.submit(adapter=LAWYER, tenant="t"), SubmitAttempt), packs_token_ids=True)
+    submit = convert.submit_to_proto(
+        only(rig.submit(adapter=LAWYER, tenant="t", cache_salt="salt"), SubmitAttempt), packs_token_ids=True
+    )
     assert (submit.adapter.name, submit.adapter.checksum) == LAWYER
-    assert submit.cache_salt == adapter_salt("t", "1")
+    assert (submit.cache_salt, submit.tenant) == ("salt", "t")
     plain = convert.submit_to_proto(only(rig.submit("plain", slots=(2,)), SubmitAttempt), packs_token_ids=True)
     assert not plain.HasField("adapter")
 

@@ -34,8 +34,8 @@ def request(**changes: object) -> Request:
     return Request(**(fields | changes))  # pyright: ignore[reportArgumentType]
 
 
-def hashes(tokens: list[int], tenant: str = "") -> list[int]:
-    return block_hashes(tokens, 4, root_hash("m", "", tenant))
+def hashes(tokens: list[int], salt: str = "") -> list[int]:
+    return block_hashes(tokens, 4, root_hash("m", "", salt))
 
 
 def two_shards(**config: object) -> CoreRig:
@@ -65,9 +65,9 @@ def test_tenants_do_not_share_a_prefix() -> None:
     """One tenant's requests must not reveal by their speed what another's prompts were."""
     rig = two_shards()
     rig.handle(KvEventsArrived("s0", 1, [KvChange(stored=hashes(PROMPT, "a"))]))
-    overlaps = {s.shard_id: s.num_overlap_tokens for s in rig.core.plan(request(tenant="b"), rig.now).shards}
+    overlaps = {s.shard_id: s.num_overlap_tokens for s in rig.core.plan(request(cache_salt="b"), rig.now).shards}
     assert overlaps == {"s0": 0, "s1": 0}
-    assert rig.core.plan(request(tenant="a"), rig.now).picked_shard_id == "s0"
+    assert rig.core.plan(request(cache_salt="a"), rig.now).picked_shard_id == "s0"
 
 
 def test_requests_with_one_new_prefix_go_together() -> None:

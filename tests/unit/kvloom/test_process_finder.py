@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.links.safety_finder import MAX_CANDIDATES, in_order
+from kvloom.discovery.process_finder import MAX_CANDIDATES, in_order
 
 ANNOUNCED = [f"10.0.0.{number}:4100" for number in range(8)]
 

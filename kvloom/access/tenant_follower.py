@@ -1,0 +1,175 @@
+"""Keeps the table of tenants of an edge or a router that of `control`.
+
+follower = TenantFollower(config, "router-0", trust)
+async with following(follower):       # kvloom/process/watched_files.py
+    await follower.tried.wait()
+    follower.tenants.of_credential(...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Final
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from kvloom.access.exposure import is_loopback
+from kvloom.access.tenant_file import TenantFile
+from kvloom.access.tenants import Tenants
+from kvloom.config import KvloomConfig
+from kvloom.discovery.announcer import fabric_host
+from kvloom.discovery.process_finder import ProcessFinder
+from kvloom.process.backoff import Backoff
+from kvloom.tenancy.table import TenantTable
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.v1 import control_service_pb2_grpc
+from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse
+
+log = structlog.get_logger()
+
+ROLE: Final = "control"
+CONNECT_SECONDS: Final = 5.0
+"""How long a service may take for the first response."""
+TOUCH_SECONDS: Final = 10.0
+"""How often the copy on disk is marked as current."""
+MAX_PENDING_PARTS: Final = 1024
+"""Parts of one set of changes. Beyond that a snapshot is asked for."""
+
+
+class _StartAgainError(Exception):
+    """The table is to be asked for from its beginning."""
+
+
+def control_finder(config: KvloomConfig, own_name: str, trust: FabricTrust) -> ProcessFinder:
+    """Finds the control service: the configured one, and those that the registry has."""
+    host = config.control.host
+    host = fabric_host(config, host) if is_loopback(host) else host
+    configured = f"{host}:{config.control.port}" if config.control.port else ""
+    return ProcessFinder(config.redis, ROLE, own_name, configured, trust.sealer)
+
+
+class TenantFollower:
+    """`tenants` is usable from the beginning, with the copy that this process has kept."""
+
+    def __init__(self, config: KvloomConfig, own_name: str, trust: FabricTrust) -> None:
+        """`own_name`: the process's; its copy is called after it."""
+        self.tenants = Tenants(config.control.max_stale_seconds)
+        self.tried = asyncio.Event()
+        """Set once there is a table, or `control` could not be reached."""
+        self._trust = trust
+        self._finder = control_finder(config, own_name, trust)
+        folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
+        self._file = TenantFile(folder / "tenants" / f"{own_name}.table")
+        self._pending: list[FollowResponse] = []
+        """Parts of changes that are not complete."""
+        self._starts_again = False
+        """Changes are missing."""
+        self._arriving: TenantTable | None = None
+        """A snapshot that is not complete."""
+        self._backoff = Backoff(0.1, 5.0, stable_seconds=10.0, jitter=lambda: random.uniform(0.5, 1.0))
+        table, current_at = self._file.load()
+        if not table.is_empty:
+            self.tenants.use(table, current_at)
+            self.tried.set()
+
+    async def watch(self) -> None:
+        """Follow until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._finder.run(), name="control finder")
+                tasks.create_task(self._touch(), name="tenants' copy")
+                await self._finder.found.wait()
+                await self._follow_all()
+        finally:
+            self.tenants.set_connected(False)
+            self._file.close()
+
+    async def _follow_all(self) -> None:
+        turn = 0
+        while True:
+            candidates = self._finder.candidates()
+            started_at = time.monotonic()
+            if candidates:
+                address = candidates[turn % len(candidates)]
+                turn += 1
+                await self._follow_until_it_breaks(address)
+            self.tried.set()
+            await asyncio.sleep(self._backoff.next_seconds(time.monotonic() - started_at))
+
+    async def _follow_until_it_breaks(self, address: str) -> None:
+        try:
+            async with self._trust.open_channel(address, ROLE, options=CHANNEL_OPTIONS) as channel:
+                await self._follow(channel)
+        except _StartAgainError:
+            log.info("the table of tenants is asked for again", address=address)
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
+            code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
+            log.warning("control cannot be followed", address=address, cause=code)
+        except DecodeError:
+            log.exception("control sent something unexpected", address=address)
+        finally:
+            self.tenants.set_connected(False)
+            self._pending.clear()
+            self._arriving = None
+            self._file.drop_snapshot()
+
+    async def _follow(self, channel: grpc.aio.Channel) -> None:
+        """Raises AioRpcError, TimeoutError, and _StartAgainError."""
+        wanted = FollowRequest()
+        if not (self._starts_again or self._file.is_bloated):
+            wanted = FollowRequest(table_id=self.tenants.table.table_id, version=self.tenants.table.version)
+        self._starts_again = False
+        call = control_service_pb2_grpc.ControlServiceStub(channel).Follow(wanted)
+        async with asyncio.timeout(CONNECT_SECONDS):
+            await call.initial_metadata()  # `control` sends it at once, also if nothing has changed
+        if wanted.table_id:
+            self._connected()
+        async for response in call:
+            self._apply(response)
+        log.info("control has ended the stream of tenants")
+
+    def _connected(self) -> None:
+        if not self.tenants.connected:
+            self.tenants.set_connected(True)
+            self._file.touch()
+            log.info("the table of tenants is followed", version=self.tenants.table.version)
+        self.tried.set()
+
+    def _apply(self, response: FollowResponse) -> None:
+        """Raises _StartAgainError."""
+        if response.begins_snapshot:
+            self._arriving = TenantTable()
+            self._file.begin_snapshot()
+        if self._arriving is not None:
+            self._arriving.apply(response)
+            self._file.add_to_snapshot(response)
+            if response.is_complete:
+                table, self._arriving = self._arriving, None
+                self._file.complete_snapshot()
+                self.tenants.use(table, time.time())
+                self._connected()
+            return
+        if response.table_id != self.tenants.table.table_id or len(self._pending) >= MAX_PENDING_PARTS:
+            self._starts_again = True
+            raise _StartAgainError
+        self._pending.append(response)
+        if response.is_complete:
+            parts, self._pending = self._pending, []
+            for part in parts:
+                self.tenants.table.apply(part)
+                self._file.append(part)
+            self.tenants.changed()
+            if self._file.is_bloated:
+                raise _StartAgainError
+
+    async def _touch(self) -> None:
+        while True:
+            await asyncio.sleep(TOUCH_SECONDS)
+            if self.tenants.connected:
+                self._file.touch()
