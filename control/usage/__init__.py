@@ -8,5 +8,7 @@ leases.py           hands out hard budgets to routers
 report.py           usage by day, model and key
 alerts.py           notices when a budget is nearly used up
 webhook.py          sends those notices
+servicer.py         the RPCs about usage and budgets
+work.py             what the control process runs for usage
 metrics.py          how far the consumer has come
 """
