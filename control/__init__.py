@@ -2,5 +2,9 @@
 
 Edges and routers follow its table (`ControlService.Follow`) and serve without it; nothing on the request path asks it.
 
-database/   the SQL database: connections, tables, migrations
+database/      the SQL database: connections, tables, migrations
+directory/     organisations, projects, users, keys, limits and prices: what administrators see and change
+replication/   the table that edges and routers follow
+service/       the gRPC services and the process
+__main__.py    the command
 """

@@ -26,6 +26,8 @@ class ErrorReason(enum.IntEnum):
     UNSUPPORTED_TRANSFER_CODING = 15
     UNSUPPORTED_HTTP_VERSION = 16
     ADAPTER_NOT_FOUND = 17
+    ALREADY_EXISTS = 18
+    FAILED_PRECONDITION = 19
     CONTENT_FILTERED = 20
     RATE_LIMITED = 30
     QUEUE_FULL = 31
@@ -34,6 +36,7 @@ class ErrorReason(enum.IntEnum):
     DEADLINE_EXCEEDED = 34
     DRAINING = 35
     OVERLOADED = 36
+    BUDGET_EXHAUSTED = 37
     SHARD_LOST = 40
     ENGINE_FAILED = 41
     CLIENT_TOO_SLOW = 42
@@ -45,6 +48,7 @@ class ErrorReason(enum.IntEnum):
     NOT_IMPLEMENTED = 48
     AUTH_UNAVAILABLE = 49
     INTERNAL = 50
+    CONTROL_UNAVAILABLE = 51
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorReason | None:

@@ -57,6 +57,10 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
         "UNIMPLEMENTED", 505, "invalid_request_error", "unsupported_http_version"
     ),
     _R.ERROR_REASON_ADAPTER_NOT_FOUND: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
+    _R.ERROR_REASON_ALREADY_EXISTS: ErrorKind("ALREADY_EXISTS", 409, "invalid_request_error", "already_exists"),
+    _R.ERROR_REASON_FAILED_PRECONDITION: ErrorKind(
+        "FAILED_PRECONDITION", 409, "invalid_request_error", "failed_precondition"
+    ),
     _R.ERROR_REASON_CONTENT_FILTERED: ErrorKind("FAILED_PRECONDITION", 400, "invalid_request_error", "content_filter"),
     _R.ERROR_REASON_RATE_LIMITED: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     _R.ERROR_REASON_QUEUE_FULL: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "queue_full"),
@@ -78,6 +82,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_ANSWER_TOO_LARGE: ErrorKind("RESOURCE_EXHAUSTED", 400, "invalid_request_error", "answer_too_large"),
     _R.ERROR_REASON_NOT_IMPLEMENTED: ErrorKind("UNIMPLEMENTED", 501, "invalid_request_error", "not_implemented"),
     _R.ERROR_REASON_AUTH_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "auth_unavailable"),
+    _R.ERROR_REASON_CONTROL_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "control_unavailable"),
     _R.ERROR_REASON_INTERNAL: ErrorKind("INTERNAL", 500, "api_error", "internal_error"),
 }
 

@@ -117,14 +117,18 @@ def postgres_sockets() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database, for `control.database_url`: each test runs with both kinds."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/control.db"
+@pytest.fixture
+def postgres_url(postgres_sockets: Path) -> str:
+    """An empty PostgreSQL database, for `control.database_url`."""
     from tests.fakes.postgres_server import make_postgres_database
 
-    return make_postgres_database(request.getfixturevalue("postgres_sockets"), f"test-{uuid.uuid4().hex}")
+    return make_postgres_database(postgres_sockets, f"test-{uuid.uuid4().hex}")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database, likewise: each test runs with both kinds."""
+    return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 
 @pytest.hookimpl(trylast=True)

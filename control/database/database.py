@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import URL
@@ -76,17 +77,26 @@ async def open_database(url: URL) -> AsyncIterator[Database]:
 
 
 def make_engine(url: URL) -> AsyncEngine:
+    options: dict[str, Any] = {
+        "pool_size": MAX_CONNECTIONS,
+        "max_overflow": 0,
+        "json_serializer": _json,
+        "json_deserializer": msgspec.json.decode,
+    }
     if url.get_backend_name() != "sqlite":
-        return create_async_engine(url, pool_size=MAX_CONNECTIONS, max_overflow=0, pool_pre_ping=True)
+        return create_async_engine(url, pool_pre_ping=True, **options)
     engine = create_async_engine(
         url,
-        pool_size=MAX_CONNECTIONS,
-        max_overflow=0,
+        **options,
         connect_args={"isolation_level": None, "timeout": BUSY_SECONDS},  # None: BEGIN is ours
     )
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

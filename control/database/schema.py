@@ -88,7 +88,7 @@ keys = sa.Table(
     sa.Column("prefix", sa.Text, nullable=False),
     sa.Column("project", sa.Text, sa.ForeignKey("projects.id"), nullable=False, index=True),
     sa.Column("name", sa.Text, nullable=False),
-    sa.Column("user", sa.Text, sa.ForeignKey("users.id"), index=True),
+    sa.Column("user", sa.Text, index=True),
     sa.Column("scopes", sa.JSON, nullable=False),
     sa.Column("models", sa.JSON, nullable=False),
     sa.Column("tier", sa.Text, sa.ForeignKey("limit_tiers.name"), index=True),
@@ -124,8 +124,8 @@ audit = sa.Table(
     sa.Column("action", sa.Text, nullable=False),
     sa.Column("target", sa.Text, nullable=False),
     sa.Column("organisation", sa.Text, nullable=False, index=True),
-    sa.Column("before", sa.JSON),
-    sa.Column("after", sa.JSON),
+    sa.Column("before", sa.JSON(none_as_null=True)),
+    sa.Column("after", sa.JSON(none_as_null=True)),
 )
 
 # One row. `changes` is complete for the versions above `oldest_version`.

@@ -76,6 +76,9 @@ class UsageConsumer:
                 self._note_failure("redis", error)
             except sqlalchemy.exc.SQLAlchemyError as error:
                 self._note_failure("database", error)
+            except Exception:  # a record that cannot be stored must not end metering for ever
+                log.exception("the consumer of usage records failed")
+                self._metrics.failures.labels("consumer").inc()
             raise_if_cancelled()
             self._has_own_pending = True
             await asyncio.sleep(RETRY_SECONDS)

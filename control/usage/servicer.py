@@ -29,19 +29,19 @@ class UsageServicer(usage_service_pb2_grpc.UsageServiceServicer):
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:  # noqa: N802
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
         try:
             return await usage_of(self._database, request)
         except ValueError as error:
             await abort(context, invalid_argument(str(error), "group_by"))
 
-    async def GetBudgets(self, request: pb.GetBudgetsRequest, context: Context) -> pb.GetBudgetsResponse:  # noqa: N802
+    async def GetBudgets(self, request: pb.GetBudgetsRequest, context: Context) -> pb.GetBudgetsResponse:
         if not request.tenant:
             await abort(context, invalid_argument("tenant is required.", "tenant"))
         budgets = await budgets_of(self._database, request.tenant, request.key_id, time.time())
         return pb.GetBudgetsResponse(budgets=budgets)
 
-    async def ListAnswers(  # noqa: N802
+    async def ListAnswers(
         self, request: pb.ListAnswersRequest, context: Context
     ) -> AsyncIterator[pb.ListAnswersResponse]:
         del context

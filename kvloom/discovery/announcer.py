@@ -95,8 +95,8 @@ def name_owner(data_dir: str) -> str:
 async def announced_process(
     config: KvloomConfig, role: ProcessRole, record: ProcessRecord, sealer: Sealer
 ) -> AsyncIterator[None]:
-    """Announce an edge, a safety service or a supervisor as long as the context lasts; without Redis this does nothing.
-    Raises NameTakenError if another process has its name."""
+    """Announce an edge, a safety or control service, or a supervisor as long as the context lasts; without Redis this
+    does nothing. Raises NameTakenError if another process has its name."""
     if not config.redis.url:
         yield
         return

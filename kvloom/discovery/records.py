@@ -71,7 +71,7 @@ class MetricsTarget(msgspec.Struct, frozen=True):
     address: str
     """host:port for scrapers on any machine. It also identifies the target: a successor may have the same."""
     role: str
-    """edge, router, shard or safety."""
+    """edge, router, shard, safety or control."""
     name: str
     """The name of the process."""
     model: str

@@ -276,7 +276,7 @@ class RolloutRegistry(Registry[RolloutRecord]):
 
 
 class ProcessRegistry(Registry[ProcessRecord]):
-    """The announced edges, safety services or supervisors, by name."""
+    """The announced edges, safety or control services, or supervisors, by name."""
 
     def __init__(self, url: str, key_prefix: str, role: ProcessRole, sealer: Sealer | None = None) -> None:
         ttl_seconds = SUPERVISOR_TTL_SECONDS if role == "supervisor" else None

@@ -206,10 +206,10 @@ def price_from_proto(price: pb.Price) -> Price:
         price.model,
         price.effective_from,
         price.prompt_nanos,
-        price.cached_nanos,
+        price.cached_nanos if price.HasField("cached_nanos") else price.prompt_nanos,
         price.output_nanos,
         price.request_nanos,
-        price.batch_percent,
+        price.batch_percent if price.HasField("batch_percent") else 100,
         price.result_cache_percent,
     )
 

@@ -56,7 +56,7 @@ def upgrade() -> None:
         sa.Column("prefix", sa.Text, nullable=False),
         sa.Column("project", sa.Text, sa.ForeignKey("projects.id"), nullable=False, index=True),
         sa.Column("name", sa.Text, nullable=False),
-        sa.Column("user", sa.Text, sa.ForeignKey("users.id"), index=True),
+        sa.Column("user", sa.Text, index=True),
         sa.Column("scopes", sa.JSON, nullable=False),
         sa.Column("models", sa.JSON, nullable=False),
         sa.Column("tier", sa.Text, sa.ForeignKey("limit_tiers.name"), index=True),

@@ -1,0 +1,18 @@
+"""Who may use the fabric, and how much: what administrators see and change. Each function is one method of
+DirectoryService, inside a transaction that its caller opens.
+
+actor.py           who acts, and what they may see and change
+names.py           which names, times, scopes and models are valid. Pure
+account_limits.py  limits as they are stored, and the tier's limits under an account's own. Pure
+pages.py           lists in pages
+transaction.py     a transaction with its audit entries and the next version of the table
+updates.py         which columns an update mask changes
+organisations.py   organisations
+projects.py        projects
+users.py           users and their roles
+keys.py            keys and identities
+tiers.py           tiers of limits
+prices.py          prices
+audit_log.py       the list of what was changed
+methods.py         all methods by their names
+"""

@@ -1,0 +1,227 @@
+"""Keys, and identities that have none (a subject of an OIDC issuer, or a certificate). A key is shown when it is made;
+afterwards there is only its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from control.database.schema import keys, projects
+from control.directory import account_limits, names, users
+from control.directory import projects as all_projects
+from control.directory.actor import Actor, already_exists, failed_precondition, not_found
+from control.directory.pages import read_page
+from control.directory.transaction import DirectoryChange, read_tiers
+from control.directory.updates import known_tier, masked_values
+from kvloom.access.api_keys import KEY_PREFIX, draw_key
+from kvloom.errors import invalid_argument
+from kvloom.tenancy.scopes import SCOPES_OF_ROLE
+from kvloom.v1 import directory_service_pb2 as pb
+
+_ID_BYTES: Final = 8
+_SHOWN_CHARS: Final = len(KEY_PREFIX) + 4
+MAX_GRACE_SECONDS: Final = 366 * 86_400.0
+MAX_USES: Final = 10_000
+
+
+async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.CreateKeyResponse:
+    key = request.key
+    project = names.project_id(key.project, "key.project")
+    is_identity = bool(key.id)
+    if is_identity:
+        await _make_room(change, names.identity(key.id, "key.id"))
+    if request.create_project and await all_projects.find(change.connection, project) is None:
+        await all_projects.insert(change, project, create_organisation=True)
+    await all_projects.require(change.connection, change.actor, project)
+    scopes = names.scopes(key.scopes, "key.scopes")
+    await _check_user(change.connection, key.user, project, scopes)
+    tiers = await change.tiers()
+    row = {
+        "id": key.id,
+        "digest": None,
+        "prefix": "",
+        "project": project,
+        "name": names.display_name(key.name, "key.name"),
+        "user": key.user or None,
+        "scopes": scopes,
+        "models": names.models(key.models, "key.models"),
+        "tier": known_tier(key.tier, tiers),
+        "limits": account_limits.stored(key.limits, "key.limits"),
+        "expires_at": _expiry(key.expires_at, change.now),
+        "created_at": change.now,
+        "last_used_at": None,
+        "revoked_at": None,
+    }
+    secret = "" if is_identity else _give_secret(row)
+    await change.connection.execute(sa.insert(keys).values(row))
+    change.touch("key", [row["id"]])
+    change.record(f"key:{row['id']}", names.organisation_of(project), None, row)
+    return pb.CreateKeyResponse(key=_shown(row, tiers), secret=secret)
+
+
+async def get(connection: AsyncConnection, actor: Actor, request: pb.GetKeyRequest) -> pb.GetKeyResponse:
+    row = await _require(connection, actor, request.id)
+    return pb.GetKeyResponse(key=_shown(row, await read_tiers(connection)))
+
+
+async def list_(connection: AsyncConnection, actor: Actor, request: pb.ListKeysRequest) -> pb.ListKeysResponse:
+    query = sa.select(keys)
+    if request.project:
+        actor.require(names.organisation_of(request.project), "project", request.project)
+        query = query.where(keys.c.project == request.project)
+    if organisation := actor.scope(request.organisation):
+        query = query.join(projects, projects.c.id == keys.c.project).where(projects.c.organisation == organisation)
+    if not request.show_revoked:
+        query = query.where(keys.c.revoked_at.is_(None))
+    rows, token = await read_page(connection, query, keys.c.id, request)
+    tiers = await read_tiers(connection)
+    return pb.ListKeysResponse(keys=[_shown(row, tiers) for row in rows], next_page_token=token)
+
+
+async def update(change: DirectoryChange, request: pb.UpdateKeyRequest) -> pb.UpdateKeyResponse:
+    row = await _require_active(change, request.key.id)
+    tiers = await change.tiers()
+    values = masked_values(
+        request.update_mask,
+        request.key,
+        {
+            "name": lambda one: names.display_name(one.name, "key.name"),
+            "scopes": lambda one: names.scopes(one.scopes, "key.scopes"),
+            "models": lambda one: names.models(one.models, "key.models"),
+            "tier": lambda one: known_tier(one.tier, tiers),
+            "limits": lambda one: account_limits.stored(one.limits, "key.limits"),
+            "expires_at": lambda one: _expiry(one.expires_at, change.now),
+        },
+        row,
+    )
+    if "scopes" in values:
+        await _check_user(change.connection, row["user"] or "", row["project"], values["scopes"])
+    return pb.UpdateKeyResponse(key=_shown(await _set(change, row, values), tiers))
+
+
+async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.RotateKeyResponse:
+    old = await _require_active(change, request.id)
+    if old["digest"] is None:
+        raise failed_precondition(f"{request.id!r} is an identity, which has no key to be replaced.")
+    grace_seconds = names.time(request.grace_seconds, "grace_seconds")
+    if grace_seconds > MAX_GRACE_SECONDS:
+        raise invalid_argument(f"At most {MAX_GRACE_SECONDS:g} seconds.", "grace_seconds")
+    row = {**old, "created_at": change.now, "last_used_at": None}
+    secret = _give_secret(row)
+    await change.connection.execute(sa.insert(keys).values(row))
+    change.touch("key", [row["id"]])
+    change.record(f"key:{row['id']}", names.organisation_of(row["project"]), None, row)
+    ends_at = min(change.now + grace_seconds, old["expires_at"] or names.MAX_TIME)
+    await _set(change, old, {"expires_at": ends_at} if grace_seconds else {"revoked_at": change.now})
+    return pb.RotateKeyResponse(key=_shown(row, await change.tiers()), secret=secret)
+
+
+async def revoke(change: DirectoryChange, request: pb.RevokeKeyRequest) -> pb.RevokeKeyResponse:
+    """A key that is revoked already stays as it is."""
+    row = await _require(change.connection, change.actor, request.id)
+    if row["revoked_at"] is None:
+        row = await _set(change, row, {"revoked_at": change.now})
+    return pb.RevokeKeyResponse(key=_shown(row, await change.tiers()))
+
+
+async def report_uses(connection: AsyncConnection, uses: Iterable[tuple[str, float]], now: float) -> None:
+    """Note when keys were last used. Raises KvloomError (INVALID_ARGUMENT)."""
+    latest: dict[str, float] = {}
+    for key_id, at in uses:
+        latest[key_id] = max(latest.get(key_id, 0.0), min(names.time(at, "uses"), now))
+    if not latest:
+        return
+    is_later = sa.or_(keys.c.last_used_at.is_(None), keys.c.last_used_at < sa.bindparam("used_at"))
+    note = sa.update(keys).where(keys.c.id == sa.bindparam("used"), is_later)
+    # In one order, so that two processes do not wait for each other's rows.
+    rows = [{"used": key_id, "used_at": at} for key_id, at in sorted(latest.items())]
+    await connection.execute(note.values(last_used_at=sa.bindparam("used_at")), rows)
+
+
+def _give_secret(row: dict[str, Any]) -> str:
+    """Make a key for this row, and return it."""
+    secret = draw_key()
+    row["id"] = secrets.token_hex(_ID_BYTES)
+    row["digest"] = hashlib.sha256(secret.encode()).digest()
+    row["prefix"] = secret[:_SHOWN_CHARS]
+    return secret
+
+
+async def _make_room(change: DirectoryChange, identity: str) -> None:
+    """One that was revoked may be added again. Raises KvloomError (ALREADY_EXISTS)."""
+    row = await _find(change.connection, identity)
+    if row is None:
+        return
+    if row["revoked_at"] is None or not change.actor.sees(names.organisation_of(row["project"])):
+        raise already_exists("identity", identity)
+    await change.connection.execute(sa.delete(keys).where(keys.c.id == identity))
+
+
+async def _set(change: DirectoryChange, row: Mapping[Any, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Change a key. Returns its row."""
+    await change.connection.execute(sa.update(keys).where(keys.c.id == row["id"]).values(**values))
+    after = {**row, **values}
+    change.touch("key", [row["id"]])
+    change.record(f"key:{row['id']}", names.organisation_of(row["project"]), row, after)
+    return after
+
+
+async def _find(connection: AsyncConnection, key_id: str) -> sa.RowMapping | None:
+    return (await connection.execute(sa.select(keys).where(keys.c.id == key_id))).mappings().first()
+
+
+async def _require(connection: AsyncConnection, actor: Actor, key_id: str) -> sa.RowMapping:
+    row = await _find(connection, key_id)
+    if row is None or not actor.sees(names.organisation_of(row["project"])):
+        raise not_found("key", key_id)
+    return row
+
+
+async def _require_active(change: DirectoryChange, key_id: str) -> sa.RowMapping:
+    row = await _require(change.connection, change.actor, key_id)
+    if row["revoked_at"] is not None:
+        raise failed_precondition(f"The key {key_id!r} is revoked.")
+    return row
+
+
+async def _check_user(connection: AsyncConnection, user: str, project: str, scopes: Sequence[str]) -> None:
+    """Raises KvloomError if a key of this user cannot have these scopes there."""
+    if not user:
+        return
+    organisation = names.organisation_of(project)
+    role = await users.role_in(connection, user, organisation)
+    if role is None:
+        raise failed_precondition(f"The user {user[:128]!r} has no role in the organisation {organisation!r}.")
+    allowed = SCOPES_OF_ROLE[names.role(role, "key.user")]
+    if more := [scope for scope in scopes if scope not in allowed]:
+        raise failed_precondition(f"The user {user!r} is {role} of {organisation!r}, which excludes {', '.join(more)}.")
+
+
+def _expiry(expires_at: float, now: float) -> float | None:
+    if 0.0 < names.time(expires_at, "key.expires_at") <= now:
+        raise invalid_argument("The time at which the key expires has passed.", "key.expires_at")
+    return expires_at or None
+
+
+def _shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb.ApiKey:
+    return pb.ApiKey(
+        id=row["id"],
+        prefix=row["prefix"],
+        project=row["project"],
+        name=row["name"],
+        user=row["user"] or "",
+        scopes=row["scopes"],
+        models=row["models"],
+        tier=row["tier"] or "",
+        limits=account_limits.shown(row["limits"]),
+        expires_at=row["expires_at"] or 0.0,
+        created_at=row["created_at"],
+        last_used_at=row["last_used_at"] or 0.0,
+        revoked_at=row["revoked_at"] or 0.0,
+        effective_limits=account_limits.effective(row["tier"], row["limits"], tiers),
+    )

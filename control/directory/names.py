@@ -1,0 +1,105 @@
+"""Which names, times, scopes and models are valid. All functions return what they were given, or raise KvloomError
+(INVALID_ARGUMENT) that names the field."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Final, get_args
+
+from kvloom.errors import invalid_argument
+from kvloom.tenancy.scopes import DEFAULT_SCOPES, ROLES, SCOPES, Role
+
+_ID: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
+_USER: Final = re.compile(r"[A-Za-z0-9._@+-]{1,128}")
+_IDENTITY: Final = re.compile(r"[a-z0-9-]{1,32}:[!-~]{1,470}")
+_MODEL: Final = re.compile(r"[^\x00-\x20\x7f*]{1,256}\*?|\*")
+MAX_NAME_CHARS: Final = 128
+MAX_MODELS: Final = 256
+MAX_TIME: Final = 253_402_300_800.0
+"""The year 10000."""
+
+
+def organisation_id(text: str, field: str) -> str:
+    if not _ID.fullmatch(text):
+        raise invalid_argument(
+            f"{text[:64]!r} is no name: 1 to 64 lower-case letters, digits and hyphens, with no hyphen at the ends.",
+            field,
+        )
+    return text
+
+
+tier_name = organisation_id
+
+
+def project_id(text: str, field: str) -> str:
+    organisation, slash, project = text.partition("/")
+    if not slash or not _ID.fullmatch(organisation) or not _ID.fullmatch(project):
+        raise invalid_argument(
+            f"{text[:129]!r} is no ORGANISATION/PROJECT: both are 1 to 64 lower-case letters, digits and hyphens.",
+            field,
+        )
+    return text
+
+
+def organisation_of(project: str) -> str:
+    return project.partition("/")[0]
+
+
+def user_id(text: str, field: str) -> str:
+    if not _USER.fullmatch(text):
+        raise invalid_argument(f"{text[:64]!r} is no user: 1 to 128 letters, digits and any of '._@+-'.", field)
+    return text
+
+
+def identity(text: str, field: str) -> str:
+    if not _IDENTITY.fullmatch(text):
+        raise invalid_argument(
+            f"{text[:64]!r} is no identity: KIND:NAME, without spaces, at most 500 characters.", field
+        )
+    return text
+
+
+def display_name(text: str, field: str) -> str:
+    if len(text) > MAX_NAME_CHARS or not text.isprintable():
+        raise invalid_argument(f"A name has at most {MAX_NAME_CHARS} printable characters.", field)
+    return text
+
+
+def models(patterns: Sequence[str], field: str) -> list[str]:
+    if len(patterns) > MAX_MODELS:
+        raise invalid_argument(f"There are at most {MAX_MODELS} models.", field)
+    for pattern in patterns:
+        if not _MODEL.fullmatch(pattern):
+            raise invalid_argument(
+                f"{pattern[:64]!r} is neither the name of a model nor the beginning of one with '*' at its end.", field
+            )
+    return list(dict.fromkeys(patterns))
+
+
+def scopes(names: Sequence[str], field: str) -> list[str]:
+    """The default ones for none."""
+    for name in names:
+        if name not in SCOPES:
+            raise invalid_argument(f"{name[:64]!r} is no scope: there are {', '.join(SCOPES)}.", field)
+    return [scope for scope in SCOPES if scope in (names or DEFAULT_SCOPES)]
+
+
+def role(text: str, field: str) -> Role:
+    for known in get_args(Role):
+        if text == known:
+            return known
+    raise invalid_argument(f"{text[:64]!r} is no role: there are {', '.join(ROLES)}.", field)
+
+
+def time(seconds: float, field: str) -> float:
+    if not math.isfinite(seconds) or not 0.0 <= seconds <= MAX_TIME:
+        raise invalid_argument("A time is a number of seconds since 1970.", field)
+    return seconds
+
+
+def integer(number: int, largest: int, field: str) -> int:
+    if number > largest:
+        raise invalid_argument(f"{number} is larger than {largest}.", field)
+    return number

@@ -1,0 +1,46 @@
+"""Which columns an update mask changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf import field_mask_pb2
+
+from control.directory import account_limits
+from control.directory.actor import failed_precondition
+from kvloom.errors import invalid_argument
+
+
+def masked_values(
+    mask: field_mask_pb2.FieldMask, message: Any, readers: Mapping[str, Callable[[Any], Any]], row: Mapping[Any, Any]
+) -> dict[str, Any]:
+    """The columns to be set. `readers` return the checked value of a field of the message, by its name, which is also
+    that of its column. Raises KvloomError (INVALID_ARGUMENT) for fields that cannot be changed."""
+    if not mask.paths:
+        raise invalid_argument("The mask has to name the fields to be changed.", "update_mask")
+    values: dict[str, Any] = {}
+    for path in mask.paths:
+        field, _, limit = path.partition(".")
+        if field not in readers or (limit and field != "limits"):
+            raise invalid_argument(f"{path[:64]!r} cannot be changed.", "update_mask")
+        if not limit:
+            values[field] = readers[field](message)
+            continue
+        try:
+            values[field] = account_limits.with_limit(values.get(field, row[field]), message.limits, limit)
+        except KeyError:
+            raise invalid_argument(f"There is no limit {limit[:64]!r}.", "update_mask") from None
+    return values
+
+
+def known_tier(name: str, tiers: Mapping[str, Any]) -> str | None:
+    """The column of a tier. Raises KvloomError (FAILED_PRECONDITION) if there is no such tier."""
+    if name and name not in tiers:
+        there_are = ", ".join(sorted(tiers)) or "none"
+        raise failed_precondition(f"There is no tier of limits {name[:64]!r}. Tiers: {there_are}.")
+    return name or None
+
+
+def names_any(mask: field_mask_pb2.FieldMask, fields: Sequence[str]) -> bool:
+    return any(path.partition(".")[0] in fields for path in mask.paths)

@@ -1,0 +1,108 @@
+"""Organisations, tenants, keys and prices of the database as entries of the table: with the limits that hold, and the
+scopes that the role of a key's user allows. What is revoked, or a disabled user's, is no entry."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from control.database.schema import keys, memberships, organisations, prices, projects, users
+from control.directory import account_limits
+from control.directory.prices import shown as price_to_proto
+from kvloom.tenancy.scopes import SCOPES_OF_ROLE
+from kvloom.v1.control_service_pb2 import KeyEntry, OrganisationEntry, Price, TenantEntry
+
+Tiers = Mapping[str, Mapping[str, Any]]
+
+
+def _columns(table: sa.Table, names: str) -> list[sa.Column[Any]]:
+    return [table.c[name] for name in names.split()]
+
+
+_ORGANISATIONS: Final = sa.select(*_columns(organisations, "id tier limits disabled"))
+_TENANTS: Final = sa.select(*_columns(projects, "id tier limits cache_scope models disabled"))
+_KEYS: Final = (
+    sa.select(
+        *_columns(keys, "id digest project name scopes models tier limits expires_at user"),
+        memberships.c.role,
+    )
+    .join(projects, projects.c.id == keys.c.project)
+    .outerjoin(users, users.c.id == keys.c.user)
+    .outerjoin(
+        memberships,
+        sa.and_(memberships.c.user == keys.c.user, memberships.c.organisation == projects.c.organisation),
+    )
+    .where(keys.c.revoked_at.is_(None), sa.or_(keys.c.user.is_(None), sa.not_(users.c.disabled)))
+)
+
+
+async def read_organisations(
+    connection: AsyncConnection, tiers: Tiers, which: Collection[str] | None = None, *, after: str = "", limit: int = 0
+) -> list[OrganisationEntry]:
+    """Those with these ids, or the first ones behind an id; likewise the functions below."""
+    rows = await _rows(connection, _ORGANISATIONS, organisations.c.id, which, after, limit)
+    return [
+        OrganisationEntry(id=one, limits=account_limits.effective(tier, limits, tiers), disabled=disabled)
+        for one, tier, limits, disabled in rows
+    ]
+
+
+async def read_tenants(
+    connection: AsyncConnection, tiers: Tiers, which: Collection[str] | None = None, *, after: str = "", limit: int = 0
+) -> list[TenantEntry]:
+    rows = await _rows(connection, _TENANTS, projects.c.id, which, after, limit)
+    return [
+        TenantEntry(
+            id=one,
+            limits=account_limits.effective(tier, limits, tiers),
+            cache_scope=cache_scope,
+            models=models,
+            disabled=disabled,
+        )
+        for one, tier, limits, cache_scope, models, disabled in rows
+    ]
+
+
+async def read_keys(
+    connection: AsyncConnection, tiers: Tiers, which: Collection[str] | None = None, *, after: str = "", limit: int = 0
+) -> list[KeyEntry]:
+    rows = await _rows(connection, _KEYS, keys.c.id, which, after, limit)
+    return [
+        KeyEntry(
+            id=one,
+            digest=digest or b"",
+            tenant=project,
+            name=name,
+            scopes=_allowed(scopes, role) if user is not None else scopes,
+            models=models,
+            expires_at=expires_at or 0.0,
+            limits=account_limits.effective(tier, limits, tiers),
+            user=user or "",
+        )
+        for one, digest, project, name, scopes, models, tier, limits, expires_at, user, role in rows
+    ]
+
+
+async def read_prices(connection: AsyncConnection) -> list[Price]:
+    rows = await connection.execute(sa.select(prices).order_by(prices.c.id))
+    return [price_to_proto(row) for row in rows.mappings()]
+
+
+async def _rows(
+    connection: AsyncConnection,
+    query: sa.Select[Any],
+    key: sa.Column[str],
+    which: Collection[str] | None,
+    after: str,
+    limit: int,
+) -> Sequence[Any]:
+    chosen = query.where(key.in_(which)) if which is not None else query.where(key > after).order_by(key).limit(limit)
+    return (await connection.execute(chosen)).all()
+
+
+def _allowed(scopes: Sequence[str], role: str | None) -> list[str]:
+    allowed = next((found for known, found in SCOPES_OF_ROLE.items() if known == role), frozenset[str]())
+    return [scope for scope in scopes if scope in allowed]

@@ -1,0 +1,124 @@
+"""What one follower is sent: a snapshot in parts, and then changes.
+
+No transaction outlasts a part, so that a slow follower holds nothing up. The parts of a snapshot are therefore read one
+after another while the table changes; the last part has what has changed since the first, and only with it the snapshot
+is that of a version. A follower that was slow gets all that it has missed as one set of changes, or another snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from control.database.database import Database
+from control.directory.transaction import read_tiers
+from control.replication.changelog import read_changes, read_state
+from control.replication.entries import read_keys, read_organisations, read_prices, read_tenants
+from control.replication.versions import Versions
+from kvloom.v1.control_service_pb2 import FollowResponse
+
+MAX_PART_ENTRIES: Final = 1000
+_KINDS: Final[tuple[tuple[str, str, Any], ...]] = (
+    ("organisation", "organisations", read_organisations),
+    ("tenant", "tenants", read_tenants),
+    ("key", "keys", read_keys),
+)
+"""In the log of changes, in a response, and in the database. Organisations come first: a key whose tenant is not
+known is refused."""
+
+
+class Follower:
+    """`table_id` and `version`: what the follower has already; "" and 0: nothing."""
+
+    def __init__(
+        self,
+        database: Database,
+        versions: Versions,
+        table_id: str,
+        version: int,
+        *,
+        part_entries: int = MAX_PART_ENTRIES,
+    ) -> None:
+        self._database = database
+        self._versions = versions
+        self._table_id = table_id
+        self._version = version
+        self._part_entries = part_entries
+
+    async def responses(self) -> AsyncIterator[FollowResponse]:
+        """Ends once the versions are closed."""
+        while not self._versions.is_closed:
+            changed = self._versions.next_change()
+            parts = await self._changes(completes_snapshot=False)
+            if parts is None:
+                async for part in self._snapshot():
+                    yield part
+                continue
+            for part in parts:
+                yield part
+                self._version = part.version
+            if not parts:
+                await self._versions.wait(changed)
+
+    async def _snapshot(self) -> AsyncIterator[FollowResponse]:
+        while True:
+            async with self._database.reading() as connection:
+                state = await read_state(connection)
+                prices = await read_prices(connection)
+            self._table_id, self._version = state.table_id, state.version
+            yield self._part(begins_snapshot=True, prices=prices, has_prices=True)
+            for _, field, read in _KINDS:
+                after = ""
+                while True:
+                    async with self._database.reading() as connection:
+                        tiers = await read_tiers(connection)
+                        entries = await read(connection, tiers, after=after, limit=self._part_entries)
+                    if entries:
+                        yield self._part(**{field: entries})
+                    if len(entries) < self._part_entries:
+                        break
+                    after = entries[-1].id
+            parts = await self._changes(completes_snapshot=True)
+            if parts is not None:
+                for part in parts:
+                    yield part
+                self._version = parts[-1].version
+                return
+
+    async def _changes(self, *, completes_snapshot: bool) -> list[FollowResponse] | None:
+        """What has changed since the follower's version, in parts of which only the last one has the next version.
+        None: that is not known any more. With `completes_snapshot` there is at least one part."""
+        async with self._database.reading() as connection:
+            state = await read_state(connection)
+            is_known = self._table_id == state.table_id and state.oldest_version <= self._version <= state.version
+            if not is_known:
+                return None
+            if state.version == self._version and not completes_snapshot:
+                return []
+            changed = await read_changes(connection, self._version, state.version)
+            parts = [self._part(**fields) async for fields in self._changed_fields(connection, changed)]
+        for part in parts:
+            part.is_complete = not completes_snapshot
+        parts = parts or [self._part()]
+        parts[-1].is_complete = True
+        parts[-1].version = state.version
+        return parts
+
+    async def _changed_fields(
+        self, connection: AsyncConnection, changed: Mapping[str, set[str]]
+    ) -> AsyncIterator[dict[str, Any]]:
+        tiers = await read_tiers(connection)
+        if "prices" in changed:
+            yield {"prices": await read_prices(connection), "has_prices": True}
+        for kind, field, read in _KINDS:
+            ids = sorted(changed.get(kind, ()))
+            for first in range(0, len(ids), self._part_entries):
+                some = ids[first : first + self._part_entries]
+                entries = await read(connection, tiers, some)
+                there = {entry.id for entry in entries}
+                yield {field: entries, f"removed_{field}": [one for one in some if one not in there]}
+
+    def _part(self, **fields: Any) -> FollowResponse:
+        return FollowResponse(table_id=self._table_id, version=self._version, **fields)

@@ -1,0 +1,94 @@
+"""ControlService: what processes of the fabric ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from control.database.database import Database
+from control.directory import keys
+from control.replication.follower import Follower
+from control.replication.versions import Versions
+from control.service.metrics import FOLLOWERS, SNAPSHOTS
+from control.usage.servicer import lease_budgets
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.transport.grpc_errors import abort
+from kvloom.v1 import control_service_pb2_grpc
+from kvloom.v1.control_service_pb2 import (
+    FollowRequest,
+    FollowResponse,
+    LeaseBudgetsRequest,
+    LeaseBudgetsResponse,
+    ReportKeyUsesRequest,
+    ReportKeyUsesResponse,
+)
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+log = structlog.get_logger()
+
+MAX_FOLLOWERS: Final = 4096
+
+
+class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
+    """Ends its streams when `versions` is closed."""
+
+    def __init__(self, database: Database, versions: Versions) -> None:
+        self._database = database
+        self._versions = versions
+        self._num_followers = 0
+
+    async def Follow(self, request: FollowRequest, context: Any) -> None:
+        if self._num_followers >= MAX_FOLLOWERS:
+            message = f"{MAX_FOLLOWERS} processes follow the table already."
+            await abort(context, KvloomError(ErrorReason.ERROR_REASON_OVERLOADED, message))
+        self._num_followers += 1
+        try:
+            with FOLLOWERS.track_inprogress():
+                await self._send(Follower(self._database, self._versions, request.table_id, request.version), context)
+        except (SQLAlchemyError, OSError) as error:
+            await abort(context, database_error("Follow", error))
+        finally:
+            self._num_followers -= 1
+        await abort(context, KvloomError(ErrorReason.ERROR_REASON_DRAINING, "The control service is stopping."))
+
+    async def _send(self, follower: Follower, context: Any) -> None:
+        response: FollowResponse
+        async for response in follower.responses():
+            if response.begins_snapshot:
+                SNAPSHOTS.inc()
+            await context.write(response)
+
+    async def LeaseBudgets(
+        self, request_iterator: AsyncIterator[LeaseBudgetsRequest], context: Any
+    ) -> AsyncIterator[LeaseBudgetsResponse]:
+        try:
+            async for response in lease_budgets(self._database, request_iterator, context):
+                yield response
+        except (SQLAlchemyError, OSError) as error:
+            await abort(context, database_error("LeaseBudgets", error))
+
+    async def ReportKeyUses(self, request: ReportKeyUsesRequest, context: Any) -> ReportKeyUsesResponse:
+        try:
+            if len(request.uses) > keys.MAX_USES:
+                raise invalid_argument(f"There are at most {keys.MAX_USES} in a batch.", "uses")
+            async with self._database.writing() as connection:
+                await keys.report_uses(connection, ((use.key_id, use.at) for use in request.uses), time.time())
+        except KvloomError as error:
+            await abort(context, error)
+        except (SQLAlchemyError, OSError) as error:
+            await abort(context, database_error("ReportKeyUses", error))
+        return ReportKeyUsesResponse()
+
+
+def database_error(method: str, error: Exception) -> KvloomError:
+    """What a caller is told when the database fails. The log has the cause, which may contain names of tenants."""
+    log.error("the database failed", method=method, cause=type(error).__name__, exc_info=error)
+    return KvloomError(
+        ErrorReason.ERROR_REASON_CONTROL_UNAVAILABLE,
+        "The database of tenants fails at the moment.",
+        retry_after_seconds=1.0,
+    )

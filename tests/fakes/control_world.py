@@ -1,0 +1,84 @@
+"""A control service with a real database and a real gRPC server, in the test's process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from sqlalchemy.engine import make_url
+
+from control.database.database import Database, open_database
+from control.database.migrate import migrate
+from control.database.url import with_driver
+from control.replication.versions import Versions
+from control.service.control_servicer import ControlServicer
+from control.service.directory_servicer import DirectoryServicer
+from kvloom.tenancy.table import TenantTable
+from kvloom.transport.checked_server import CheckedServer
+from kvloom.transport.grpc_errors import error_from_peer
+from kvloom.v1 import control_service_pb2_grpc, directory_service_pb2, directory_service_pb2_grpc
+from kvloom.v1.control_service_pb2 import FollowRequest
+
+Pb = directory_service_pb2
+"""The messages of DirectoryService."""
+
+
+class ControlWorld:
+    """`now` is the time of the directory, in seconds since 1970."""
+
+    def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel) -> None:
+        self.database = database
+        self.versions = versions
+        self.control = control_service_pb2_grpc.ControlServiceStub(channel)
+        self._directory: Any = directory_service_pb2_grpc.DirectoryServiceStub(channel)
+        self.now = 1_000_000.0
+
+    async def ask(self, method: str, *, as_admin_of: str | None = None, actor: str = "test", **fields: Any) -> Any:
+        """Call a method of DirectoryService, as an administrator of an organisation or as the operator. Raises
+        KvloomError."""
+        metadata = [("kvloom-actor", actor)]
+        if as_admin_of is not None:
+            metadata.append(("kvloom-actor-organisation", as_admin_of))
+        request = getattr(directory_service_pb2, f"{method}Request")(**fields)
+        try:
+            return await getattr(self._directory, method)(request, metadata=metadata, timeout=10.0)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_peer(error) or error from None
+
+    async def table(self) -> TenantTable:
+        """A copy of the whole table, made afresh."""
+        table = TenantTable()
+        call = self.control.Follow(FollowRequest())
+        async for response in call:
+            table.apply(response)
+            if response.is_complete:
+                break
+        call.cancel()
+        return table
+
+
+@contextlib.asynccontextmanager
+async def control_world(database_url: str) -> AsyncIterator[ControlWorld]:
+    """An empty one; `database_url` is that of the configuration."""
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database)
+        versions = Versions(database)
+        server = grpc.aio.server()
+        checked = CheckedServer(server)
+        clock: Callable[[], float] = lambda: world.now  # noqa: E731
+        control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
+        directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(
+            DirectoryServicer(database, versions, clock), checked
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            world = ControlWorld(database, versions, channel)
+            try:
+                yield world
+            finally:
+                versions.close()
+                await server.stop(None)
