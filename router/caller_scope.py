@@ -30,7 +30,7 @@ class CallerScope:
     caller: str | None
     """See kvloom.callers. None: a trusted process."""
     access: CallerAccess | None = None
-    """What the caller may use; None: everything."""
+    """What the caller may use, if it is a tenant."""
 
     def request_id(self, given: str) -> str:
         """The id inside the router of a request that the caller calls `given`."""
@@ -48,25 +48,15 @@ class CallerScope:
         """Who the request belongs to, if the caller says `given`."""
         return given if self.caller is None else self.caller
 
-    def key_id(self, given: str) -> str:
-        """With which of the tenant's keys a request was made, if the caller says `given`."""
-        if self.caller is None:
-            return given
+    @property
+    def key_id(self) -> str:
+        """With which of its keys the caller makes its requests; "" if it is no tenant."""
         return "" if self.access is None else self.access.key_id
-
-    def check_models(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> None:
-        """Raises KvloomError (PERMISSION_DENIED) for the first model that the caller may not use. `models`: those that
-        are served, by all their names."""
-        if self.access is not None:
-            self.access.check_models(names, models)
-
-    def usable(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> Iterable[str]:
-        """The models that the caller may use."""
-        return names if self.access is None else self.access.usable(names, models)
 
 
 class CallerAccess:
-    """What the holder of a key may use, by the table of tenants as it is now."""
+    """What the holder of a key may use, by the table of tenants as it is now. `models`: those that are served, by all
+    their names."""
 
     def __init__(self, tenants: Tenants, principal: Principal) -> None:
         self._tenants = tenants

@@ -169,7 +169,8 @@ class Intake:
         )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
-        scope.check_models((submit.model,), self._models)
+        if scope.access is not None:
+            scope.access.check_models((submit.model,), self._models)
         model = self._models.get(submit.model)
         self._check_prompt(token_ids, model, "prompt_token_ids")
         check_prompt_logprobs(submit.sampling, len(token_ids), len(choices))
@@ -190,7 +191,7 @@ class Intake:
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
             tenant=tenant,
-            key_id=scope.key_id(submit.key_id),
+            key_id=submit.key_id if scope.caller is None else scope.key_id,
             cache_salt=self._cache_salt(tenant),
             traceparent=submit.traceparent,
             session_key=submit.session_key,
@@ -208,7 +209,8 @@ class Intake:
 
     def fleet_shown(self, fleet: FleetState, scope: CallerScope) -> FleetState:
         """The models and adapters that a caller may use. Raises KvloomError (UNAUTHENTICATED)."""
-        if scope.access is None:
+        access = scope.access
+        if access is None:
             return fleet
         shown = FleetState(draining=fleet.draining, reads_packed_token_ids=fleet.reads_packed_token_ids)
         adapters = [full_name(model.name, one.name) for model in fleet.models for one in model.adapters]
@@ -218,7 +220,7 @@ class Intake:
         usable = {
             own
             for own in (*(model.name for model in fleet.models), *adapters)
-            if any(True for _ in scope.usable(names_by_model.get(own, (own,)), self._models))
+            if any(True for _ in access.usable(names_by_model.get(own, (own,)), self._models))
         }
         for model in fleet.models:
             shown_adapters = [one for one in model.adapters if full_name(model.name, one.name) in usable]
@@ -242,7 +244,7 @@ class Intake:
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
-        model, chosen = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant, scope)
+        model, chosen = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant, scope.access)
         if model is None:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
@@ -274,7 +276,7 @@ class Intake:
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
             tenant=tenant,
-            key_id=scope.key_id(""),
+            key_id=scope.key_id,
             cache_salt=self._cache_salt(tenant),
             traceparent=traceparent,
             session_key=wanted.session_key,

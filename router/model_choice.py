@@ -10,7 +10,7 @@ from kvloom.errors import invalid_argument
 from kvloom.models.model_routes import BYTES_PER_TOKEN, MAX_CANDIDATES, ChosenRoute, Feature, ModelRoutes, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
-from router.caller_scope import TRUSTED, CallerScope
+from router.caller_scope import CallerAccess
 
 
 class ModelChoice(NamedTuple):
@@ -26,12 +26,13 @@ def choose_model(
     routes: ModelRoutes,
     is_ready: Callable[[str], bool],
     caller: str,
-    scope: CallerScope = TRUSTED,
+    access: CallerAccess | None = None,
 ) -> ModelChoice:
     """Of several models it is the first with a ready shard. Raises KvloomError (INVALID_ARGUMENT,
     PERMISSION_DENIED)."""
-    is_any = routes.is_any(wanted.model, models)
-    scope.check_models(wanted.models if is_any else (wanted.model, *wanted.models), models)
+    if access is not None:
+        is_any = routes.is_any(wanted.model, models)
+        access.check_models(wanted.models if is_any else (wanted.model, *wanted.models), models)
     named = models.get(wanted.model)
     # A part of the answer came from this very model.
     is_continued = bool(wanted.partial_choices) and named is not None
@@ -39,10 +40,12 @@ def choose_model(
         return ModelChoice(named)
     if len(wanted.models) > MAX_CANDIDATES:
         raise invalid_argument(f"models may have at most {MAX_CANDIDATES} names.", "models")
-    served = scope.usable(adapters_by_model(models.values()), models)
+    served = adapters_by_model(models.values())
+    if access is not None:
+        served = access.usable(served, models)
     chosen = routes.choose(wanted.model, wanted.models, _facts(wanted, caller), served)
-    if not chosen.models:
-        scope.check_models((wanted.model,), models)
+    if access is not None and not chosen.models:
+        access.check_models((wanted.model,), models)
     # It streams at once, so it takes no answer that would have to be judged first.
     names = [name for name in chosen.models if name not in chosen.cascades]
     known = [model for name in names if (model := models.get(name)) is not None]

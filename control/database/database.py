@@ -4,18 +4,21 @@
         async with database.writing() as connection:
             await connection.execute(...)
 
+Work that may be cancelled, such as that of an RPC, runs its transactions by `uninterrupted`.
+
 On SQLite, writing transactions take the write lock when they begin. (With the driver's own BEGIN, a transaction that
 reads and then updates what it has read silently loses the updates of others.)
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -25,8 +28,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 BUSY_SECONDS: Final = 30.0
 """How long a writer on SQLite waits for another one."""
+CONNECT_SECONDS: Final = 10.0
+STATEMENT_SECONDS: Final = 60.0
+"""How long PostgreSQL may take for a connection, and for a statement."""
 MAX_CONNECTIONS: Final = 8
 _READ_ONLY: Final = "kvloom_read_only"
+
+T = TypeVar("T")
 
 
 class DatabaseInUseError(Exception):
@@ -38,6 +46,7 @@ class Database:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
+        self._running: set[asyncio.Task[Any]] = set()
 
     @property
     def is_sqlite(self) -> bool:
@@ -63,17 +72,38 @@ class Database:
             async with connection.begin():
                 yield connection
 
+    async def uninterrupted(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work with transactions, to its end even if the caller is cancelled meanwhile: the drivers do not
+        survive a cancellation in the middle of a statement (aiosqlite's thread may never answer again)."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await self.settle(task)
+            if not task.cancelled():
+                task.exception()  # the cancellation replaces it
+            raise
+
+    async def settle(self, *tasks: asyncio.Task[Any]) -> None:
+        """Return when these tasks, or all, have ended."""
+        while unfinished := [task for task in (tasks or self._running) if not task.done()]:
+            with contextlib.suppress(asyncio.CancelledError):  # the caller is about to end anyway
+                await asyncio.wait(unfinished)
+
 
 @contextlib.asynccontextmanager
 async def open_database(url: URL) -> AsyncIterator[Database]:
     """A SQLite file is made if there is none, readable by its owner only, and belongs to this process until the end of
     the context. Raises DatabaseInUseError, OSError."""
     with _own_file(Path(url.database or "")) if url.get_backend_name() == "sqlite" else contextlib.nullcontext():
-        engine = make_engine(url)
+        database = Database(make_engine(url))
         try:
-            yield Database(engine)
+            yield database
         finally:
-            await engine.dispose()
+            await database.settle()
+            await database.engine.dispose()
 
 
 def make_engine(url: URL) -> AsyncEngine:
@@ -84,7 +114,8 @@ def make_engine(url: URL) -> AsyncEngine:
         "json_deserializer": msgspec.json.decode,
     }
     if url.get_backend_name() != "sqlite":
-        return create_async_engine(url, pool_pre_ping=True, **options)
+        timeouts = {"timeout": CONNECT_SECONDS, "command_timeout": STATEMENT_SECONDS}
+        return create_async_engine(url, pool_pre_ping=True, connect_args=timeouts, **options)
     engine = create_async_engine(
         url,
         **options,

@@ -14,10 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.database import Database
 from control.directory.transaction import read_tiers
-from control.replication.changelog import read_changes, read_state
+from control.replication.changelog import TableState, read_changes, read_state
 from control.replication.entries import read_keys, read_organisations, read_prices, read_tenants
 from control.replication.versions import Versions
-from kvloom.v1.control_service_pb2 import FollowResponse
+from kvloom.v1.control_service_pb2 import FollowResponse, Price
 
 MAX_PART_ENTRIES: Final = 1000
 _KINDS: Final[tuple[tuple[str, str, Any], ...]] = (
@@ -51,7 +51,7 @@ class Follower:
         """Ends once the versions are closed."""
         while not self._versions.is_closed:
             changed = self._versions.next_change()
-            parts = await self._changes(completes_snapshot=False)
+            parts = await self._database.uninterrupted(self._changes(completes_snapshot=False))
             if parts is None:
                 async for part in self._snapshot():
                     yield part
@@ -64,28 +64,32 @@ class Follower:
 
     async def _snapshot(self) -> AsyncIterator[FollowResponse]:
         while True:
-            async with self._database.reading() as connection:
-                state = await read_state(connection)
-                prices = await read_prices(connection)
+            state, prices = await self._database.uninterrupted(self._beginning())
             self._table_id, self._version = state.table_id, state.version
             yield self._part(begins_snapshot=True, prices=prices, has_prices=True)
             for _, field, read in _KINDS:
                 after = ""
                 while True:
-                    async with self._database.reading() as connection:
-                        tiers = await read_tiers(connection)
-                        entries = await read(connection, tiers, after=after, limit=self._part_entries)
+                    entries = await self._database.uninterrupted(self._entries(read, after))
                     if entries:
                         yield self._part(**{field: entries})
                     if len(entries) < self._part_entries:
                         break
                     after = entries[-1].id
-            parts = await self._changes(completes_snapshot=True)
+            parts = await self._database.uninterrupted(self._changes(completes_snapshot=True))
             if parts is not None:
                 for part in parts:
                     yield part
                 self._version = parts[-1].version
                 return
+
+    async def _beginning(self) -> tuple[TableState, list[Price]]:
+        async with self._database.reading() as connection:
+            return await read_state(connection), await read_prices(connection)
+
+    async def _entries(self, read: Any, after: str) -> Any:
+        async with self._database.reading() as connection:
+            return await read(connection, await read_tiers(connection), after=after, limit=self._part_entries)
 
     async def _changes(self, *, completes_snapshot: bool) -> list[FollowResponse] | None:
         """What has changed since the follower's version, in parts of which only the last one has the next version.

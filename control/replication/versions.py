@@ -58,8 +58,7 @@ class Versions:
             if not self._num_waiting:
                 continue
             try:
-                async with self._database.reading() as connection:
-                    version = (await read_state(connection)).version
+                version = await self._database.uninterrupted(self._version())
             except (sqlalchemy.exc.SQLAlchemyError, OSError) as error:
                 log.warning("the database cannot be read", cause=type(error).__name__)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -67,3 +66,7 @@ class Versions:
             if version != known:
                 known = version
                 self.notify()
+
+    async def _version(self) -> int:
+        async with self._database.reading() as connection:
+            return (await read_state(connection)).version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import structlog
@@ -21,6 +21,7 @@ from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import (
     FollowRequest,
     FollowResponse,
+    KeyUse,
     LeaseBudgetsRequest,
     LeaseBudgetsResponse,
     ReportKeyUsesRequest,
@@ -47,6 +48,8 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_OVERLOADED, message))
         self._num_followers += 1
         try:
+            # The follower learns at once that it is connected, also if nothing has changed.
+            await context.send_initial_metadata(())
             with FOLLOWERS.track_inprogress():
                 await self._send(Follower(self._database, self._versions, request.table_id, request.version), context)
         except (SQLAlchemyError, OSError) as error:
@@ -75,13 +78,16 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         try:
             if len(request.uses) > keys.MAX_USES:
                 raise invalid_argument(f"There are at most {keys.MAX_USES} in a batch.", "uses")
-            async with self._database.writing() as connection:
-                await keys.report_uses(connection, ((use.key_id, use.at) for use in request.uses), time.time())
+            await self._database.uninterrupted(self._note_uses(request.uses))
         except KvloomError as error:
             await abort(context, error)
         except (SQLAlchemyError, OSError) as error:
             await abort(context, database_error("ReportKeyUses", error))
         return ReportKeyUsesResponse()
+
+    async def _note_uses(self, uses: Iterable[KeyUse]) -> None:
+        async with self._database.writing() as connection:
+            await keys.report_uses(connection, ((use.key_id, use.at) for use in uses), time.time())
 
 
 def database_error(method: str, error: Exception) -> KvloomError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -45,12 +45,12 @@ class DirectoryServicer(directory_service_pb2_grpc.DirectoryServiceServicer):
         return response
 
     def _answering(
-        self, method: str, answer: Callable[[str, Actor, Any], Awaitable[Any]]
+        self, method: str, answer: Callable[[str, Actor, Any], Coroutine[Any, Any, Any]]
     ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def call(request: Any, context: Any) -> Any:
             actor = actor_from_metadata(context.invocation_metadata() or ())
             try:
-                response = await answer(method, actor, request)
+                response = await self._database.uninterrupted(answer(method, actor, request))
             except KvloomError as error:
                 failure = error
             except (SQLAlchemyError, OSError) as error:

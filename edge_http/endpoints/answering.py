@@ -342,12 +342,13 @@ def _link_request(
         n=job.n,
         timeout_seconds=timeout_seconds,
         tenant=edge.callers.caller_of(request),
-        key_id=edge.callers.key_id_of(request),
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         session_key=job.session_key,
         tier=job.tier,
     )
+    if edge.callers.have_tenants:
+        wanted.key_id = edge.callers.key_id_of(request)
     adapter = job.model.adapter
     if adapter is not None:
         wanted.adapter_checksum = adapter.checksum

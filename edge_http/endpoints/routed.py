@@ -56,9 +56,9 @@ async def serve_generation(edge: Edge, request: web.BaseRequest, api: Generation
         with edge.bodies.lease(caller) as lease:
             raw = await read_prompt_body(edge, request, lease)
             body = api.decode(edge, raw)
-            if not edge.routes.is_any(body.model, edge.models):
-                edge.check_models(request, (body.model,))
-            edge.check_models(request, body.models or ())
+            if edge.callers.have_tenants:
+                is_any = edge.routes.is_any(body.model, edge.models)
+                edge.check_models(request, (*(() if is_any else (body.model,)), *(body.models or ())))
             job, model = None, edge.models.get(body.model)
             if model is not None and body.models is None and body.model not in edge.routes.by_name:
                 job = await api.make_job(edge, request, raw, body, model)

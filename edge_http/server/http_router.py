@@ -129,7 +129,8 @@ class HttpRouter:
             if route not in OPEN_ROUTES:
                 if (verification := self._edge.callers.check(request)) is not None:
                     await verification
-                self._edge.callers.check_scope(request, SCOPES.get(route, "inference"))
+                if self._edge.callers.have_tenants:
+                    self._edge.callers.check_scope(request, SCOPES.get(route, "inference"))
             check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)

@@ -33,6 +33,8 @@ class RequestCallers:
     def __init__(self, callers: Callers, trusted_proxies: Sequence[str]) -> None:
         """`trusted_proxies` are networks, as in the configuration."""
         self._callers = callers
+        self.have_tenants = callers.identities is not None
+        """Whether every request has a principal."""
         self._trusted_proxies = networks_of(trusted_proxies)
 
     def caller_of(self, request: web.BaseRequest) -> str:
@@ -80,17 +82,16 @@ class RequestCallers:
         _accept(request, await identities.later(credential))
 
     def check_scope(self, request: web.BaseRequest, scope: Scope) -> None:
-        """To be called after `check`. Raises KvloomError (PERMISSION_DENIED)."""
-        if self._callers.identities is not None:
-            check_scope(request[_PRINCIPAL_KEY], scope)
+        """For a request with a principal. Raises KvloomError (PERMISSION_DENIED)."""
+        check_scope(request[_PRINCIPAL_KEY], scope)
 
     def principal_of(self, request: web.BaseRequest) -> Principal | None:
         """Who makes a request that was checked; None in a fabric without tenants."""
-        return None if self._callers.identities is None else request[_PRINCIPAL_KEY]
+        return request[_PRINCIPAL_KEY] if self.have_tenants else None
 
     def key_id_of(self, request: web.BaseRequest) -> str:
         """The tenant's key with which a request was made; "" in a fabric without tenants."""
-        return "" if self._callers.identities is None else request[_PRINCIPAL_KEY].key_id
+        return request[_PRINCIPAL_KEY].key_id if self.have_tenants else ""
 
     def address_of(self, request: web.BaseRequest) -> str:
         """Return the client's IP address; "" if it has none, as over a Unix socket."""

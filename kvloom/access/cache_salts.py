@@ -20,17 +20,18 @@ _SALT_CHARS: Final = 32
 class CacheSalts:
     """Gives every caller a salt: its own, or that of its cache scope. All routers of a fabric give the same ones."""
 
-    def __init__(self, key: bytes, scope_of: Callable[[str], str] = lambda _: "") -> None:
+    def __init__(self, key: bytes, scope_of: Callable[[str], str] | None = None) -> None:
         """`key`: see FabricTrust.cache_key; without one, names are salts. `scope_of` gives the cache scope of a caller,
-        "" if it shares with nobody."""
+        "" if it shares with nobody; None: nobody shares."""
         self._key = key
         self._scope_of = scope_of
         self._kept: dict[str, str] = {}
 
     def of(self, caller: str) -> str:
         """The salt of a caller's requests; callers are those of kvloom/callers.py."""
-        scope = self._scope_of(caller)
-        name = f"scope\0{scope}" if scope else caller  # no caller's name has this character
+        name = caller
+        if self._scope_of is not None and (scope := self._scope_of(caller)):
+            name = f"scope\0{scope}"  # no caller's name has this character
         if not self._key:
             return name
         salt = self._kept.get(name)

@@ -32,8 +32,10 @@ class TenantFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._is_whole = False
+        """Whether the file has a table, to which changes may be added."""
         self._file: IO[bytes] | None = None
-        """At its end; None: nothing is appended until the next snapshot."""
+        """At its end, once something was added."""
         self._snapshot_bytes = 0
         self._changes_bytes = 0
         self._has_failed = False
@@ -46,22 +48,17 @@ class TenantFile:
         """The table, which is empty if there is none, and when it was that of `control` (seconds since 1970)."""
         table = TenantTable()
         try:
-            file = self._path.open("r+b")
+            with self._path.open("r+b") as file:
+                current_at = os.fstat(file.fileno()).st_mtime
+                file.truncate(self._read(file, table))
+                file.flush()
+                os.utime(file.fileno(), (current_at, current_at))  # the time is what `current_at` means
         except FileNotFoundError:
             return table, 0.0
         except OSError as error:
             self._fail(error)
-            return table, 0.0
-        current_at = os.fstat(file.fileno()).st_mtime
-        end = self._read(file, table)
-        if table.is_empty:
-            file.close()
             return TenantTable(), 0.0
-        with self._failures():
-            file.seek(end)
-            file.truncate()  # sets the time, which is what `current_at` means
-            os.utime(file.fileno(), (current_at, current_at))
-            self._file = file
+        self._is_whole = not table.is_empty
         return table, current_at
 
     def _read(self, file: IO[bytes], table: TenantTable) -> int:
@@ -91,17 +88,17 @@ class TenantFile:
 
     def append(self, part: FollowResponse) -> None:
         """Add changes to the copy."""
-        if self._file is None:
-            return
-        with self._failures():
-            self._changes_bytes += _write(self._file, part)
-            self._file.flush()
+        if self._is_whole:
+            with self._failures():
+                self._file = self._file or self._path.open("ab")
+                self._changes_bytes += _write(self._file, part)
+                self._file.flush()
 
     def touch(self) -> None:
         """The copy is that of `control` now."""
-        if self._file is not None:
+        if self._is_whole:
             with self._failures():
-                os.utime(self._file.fileno())
+                os.utime(self._path)
 
     # -- a snapshot that arrives, beside the copy that there is. It counts once it is complete ------------------------
 
@@ -126,7 +123,7 @@ class TenantFile:
             file.flush()
             Path(self._new_name).replace(self._path)
             self._close(self._file)
-            self._file, self._new = file, None
+            self._file, self._new, self._is_whole = file, None, True
             self._snapshot_bytes, self._changes_bytes, self._has_failed = self._new_bytes, 0, False
 
     def drop_snapshot(self) -> None:
@@ -156,6 +153,7 @@ class TenantFile:
 
     def _fail(self, error: OSError) -> None:
         self.close()
+        self._is_whole = False
         if not self._has_failed:
             self._has_failed = True
             log.warning("there is no copy of the table of tenants", path=str(self._path), cause=error.strerror)

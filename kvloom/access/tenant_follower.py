@@ -9,6 +9,7 @@ async with following(follower):       # kvloom/process/watched_files.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from kvloom.tenancy.table import TenantTable
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import control_service_pb2_grpc
-from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse
+from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
 
 log = structlog.get_logger()
 
@@ -38,6 +39,8 @@ CONNECT_SECONDS: Final = 5.0
 """How long a service may take for the first response."""
 TOUCH_SECONDS: Final = 10.0
 """How often the copy on disk is marked as current."""
+REPORT_SECONDS: Final = 30.0
+"""How often `control` is told which keys were used."""
 MAX_PENDING_PARTS: Final = 1024
 """Parts of one set of changes. Beyond that a snapshot is asked for."""
 
@@ -66,6 +69,8 @@ class TenantFollower:
         self._finder = control_finder(config, own_name, trust)
         folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
         self._file = TenantFile(folder / "tenants" / f"{own_name}.table")
+        self._stub: control_service_pb2_grpc.ControlServiceStub | None = None
+        """While there is a connection."""
         self._pending: list[FollowResponse] = []
         """Parts of changes that are not complete."""
         self._starts_again = False
@@ -84,6 +89,7 @@ class TenantFollower:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._finder.run(), name="control finder")
                 tasks.create_task(self._touch(), name="tenants' copy")
+                tasks.create_task(self._report_uses(), name="uses of keys")
                 await self._finder.found.wait()
                 await self._follow_all()
         finally:
@@ -115,6 +121,7 @@ class TenantFollower:
             log.exception("control sent something unexpected", address=address)
         finally:
             self.tenants.set_connected(False)
+            self._stub = None
             self._pending.clear()
             self._arriving = None
             self._file.drop_snapshot()
@@ -125,7 +132,8 @@ class TenantFollower:
         if not (self._starts_again or self._file.is_bloated):
             wanted = FollowRequest(table_id=self.tenants.table.table_id, version=self.tenants.table.version)
         self._starts_again = False
-        call = control_service_pb2_grpc.ControlServiceStub(channel).Follow(wanted)
+        self._stub = control_service_pb2_grpc.ControlServiceStub(channel)
+        call = self._stub.Follow(wanted)
         async with asyncio.timeout(CONNECT_SECONDS):
             await call.initial_metadata()  # `control` sends it at once, also if nothing has changed
         if wanted.table_id:
@@ -167,6 +175,17 @@ class TenantFollower:
             self.tenants.changed()
             if self._file.is_bloated:
                 raise _StartAgainError
+
+    async def _report_uses(self) -> None:
+        """What cannot be reported is forgotten: the keys that are used still are reported the next time."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            uses = self.tenants.take_uses()
+            if self._stub is None or not uses:
+                continue
+            report = ReportKeyUsesRequest(uses=[KeyUse(key_id=key_id, at=at) for key_id, at in uses.items()])
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._stub.ReportKeyUses(report, timeout=CONNECT_SECONDS)
 
     async def _touch(self) -> None:
         while True:

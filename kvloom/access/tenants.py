@@ -19,6 +19,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
 
+MAX_USES: Final = 10_000
+"""Keys whose use is noted at a time: as many as `control` takes in one report."""
 IDENTITY_PREFIXES: Final = ("oidc:", "cert:")
 """What the ids of identities that have no key begin with."""
 
@@ -36,6 +38,7 @@ class Tenants:
         self._current_at = 0.0
         """When the table was last known to be that of `control`."""
         self._on_change: list[Callable[[], None]] = []
+        self._used: dict[str, float] = {}
 
     # -- the table ----------------------------------------------------------------------------------------------------
 
@@ -82,6 +85,7 @@ class Tenants:
         key = table.key_of_digest(hashlib.sha256(credential.encode("utf-8", "surrogateescape")).digest())
         if key is None or not table.is_active(key, self._now()):
             raise wrong_key_error()
+        self._note_use(key.id)
         tenant = table.tenant(key.tenant)
         assert tenant is not None
         return principal_of_key(key, tenant)
@@ -100,7 +104,19 @@ class Tenants:
         tenant = table.tenant(tenant_id)
         if tenant is None or not table.is_active_tenant(tenant):
             raise wrong_identity_error()
+        if key is not None:
+            self._note_use(key.id)
         return principal_of_identity(key_id, tenant, scopes, expires_at, user, key)
+
+    def _note_use(self, key_id: str) -> None:
+        used = self._used
+        if key_id not in used and len(used) < MAX_USES:
+            used[key_id] = self._now()
+
+    def take_uses(self) -> dict[str, float]:
+        """When keys were first used since the last call (seconds since 1970), by their ids."""
+        used, self._used = self._used, {}
+        return used
 
     def renewed(self, principal: Principal) -> Principal:
         """What the principal may do now. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE) if that is nothing."""

@@ -93,7 +93,10 @@ def name_owner(data_dir: str) -> str:
 
 @contextlib.asynccontextmanager
 async def announced_process(
-    config: KvloomConfig, role: ProcessRole, record: ProcessRecord, sealer: Sealer
+    config: KvloomConfig,
+    role: ProcessRole,
+    record: ProcessRecord,
+    sealer: Sealer,
 ) -> AsyncIterator[None]:
     """Announce an edge, a safety or control service, or a supervisor as long as the context lasts; without Redis this
     does nothing. Raises NameTakenError if another process has its name."""

@@ -96,8 +96,7 @@ ProcessRole = Literal["edge", "safety", "control", "supervisor"]
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """The announcement of an edge, a safety service, a control service, or the supervisor of a machine (`kvloom
-    up`)."""
+    """The announcement of an edge, a safety or control service, or the supervisor of a machine (`kvloom up`)."""
 
     name: str
     address: str

@@ -278,6 +278,12 @@ class RolloutRegistry(Registry[RolloutRecord]):
 class ProcessRegistry(Registry[ProcessRecord]):
     """The announced edges, safety or control services, or supervisors, by name."""
 
-    def __init__(self, url: str, key_prefix: str, role: ProcessRole, sealer: Sealer | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        key_prefix: str,
+        role: ProcessRole,
+        sealer: Sealer | None = None,
+    ) -> None:
         ttl_seconds = SUPERVISOR_TTL_SECONDS if role == "supervisor" else None
         super().__init__(url, key_prefix, f"process-{role}", ProcessRecord, sealer, ttl_seconds)

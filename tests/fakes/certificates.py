@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -26,23 +27,25 @@ class Authority:
         self._name = _name(name)
         self.pem = self._signed(self._name, self._key, is_authority=True)
 
-    def issue(self, name: str) -> tuple[bytes, bytes]:
-        """A certificate and its key, in PEM."""
+    def issue(self, name: str, *uris: str) -> tuple[bytes, bytes]:
+        """A certificate and its key, in PEM. `uris`: further names, such as SPIFFE ids."""
         key = ec.generate_private_key(ec.SECP256R1())
         key_pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return self._signed(_name(name), key, is_authority=False), key_pem
+        return self._signed(_name(name), key, is_authority=False, uris=uris), key_pem
 
-    def issue_to(self, folder: Path, name: str) -> tuple[Path, Path]:
+    def issue_to(self, folder: Path, name: str, *uris: str) -> tuple[Path, Path]:
         """Files with a new certificate and its key."""
-        certificate, key = self.issue(name)
+        certificate, key = self.issue(name, *uris)
         paths = folder / f"{name}.pem", folder / f"{name}.key"
         for path, content in zip(paths, (certificate, key), strict=True):
             path.write_bytes(content)
         return paths
 
-    def _signed(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool) -> bytes:
+    def _signed(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool, uris: Sequence[str] = ()
+    ) -> bytes:
         now = datetime.datetime.now(datetime.UTC)
         builder = (
             x509.CertificateBuilder()
@@ -54,7 +57,13 @@ class Authority:
             .not_valid_after(now + _DAY)
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
             .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+                x509.SubjectAlternativeName(
+                    [
+                        x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+                        *(x509.UniformResourceIdentifier(uri) for uri in uris),
+                    ]
+                ),
+                critical=False,
             )
         )
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

@@ -139,7 +139,7 @@ class Rig:
 
     async def fresh(self) -> TenantTable:
         table = TenantTable()
-        responses = Follower(self._database, self._versions, "", 0).responses()
+        responses: Any = Follower(self._database, self._versions, "", 0).responses()
         async for response in responses:
             table.apply(response)
             if response.is_complete:

@@ -1,0 +1,115 @@
+"""How an edge or a router follows the table of tenants, beyond what every owner of it must do (tests/conformance)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.access.tenant_follower import TenantFollower
+from kvloom.config import ControlConfig, KvloomConfig
+from kvloom.discovery.announcer import announced_process, process_record
+from kvloom.process.watched_files import following
+from kvloom.trust.secret import FabricSecret
+from kvloom.trust.shared_secret import SharedSecret
+from tests.fakes.fake_control import SEARCH_KEY, FakeControl, key_of, two_organisations
+from tests.fakes.router_world import eventually
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+SECRET = FabricSecret.draw()
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[FakeControl]:
+    control = FakeControl(trust=SharedSecret(SECRET, ("control",), "control"))
+    control.put(*two_organisations())
+    await control.start()
+    yield control
+    await control.stop()
+
+
+def follower_of(folder: Path, config: KvloomConfig) -> TenantFollower:
+    config.data_dir = str(folder)
+    return TenantFollower(config, "router-0", SharedSecret(SECRET, ("router",), "router-0"))
+
+
+def config_of(control: FakeControl) -> KvloomConfig:
+    host, _, port = control.address.rpartition(":")
+    return KvloomConfig(control=ControlConfig(enabled=True, host=host, port=int(port)))
+
+
+async def test_the_owner_is_found_in_the_registry(control: FakeControl, router_redis_url: str, tmp_path: Path) -> None:
+    """Routers on other machines know only Redis and the fabric's secret."""
+    config = KvloomConfig(control=ControlConfig(enabled=True))
+    config.redis.url, config.redis.key_prefix = router_redis_url, "follower-test"
+    follower = follower_of(tmp_path, config)
+    record = process_record(config, "control", control.address)
+    sealer = SharedSecret(SECRET, ("control",), "control").sealer
+    async with following(follower), announced_process(config, "control", record, sealer):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        assert follower.tenants.of_credential(SEARCH_KEY).tenant == "acme/search"
+
+
+async def test_a_process_that_starts_again_asks_only_for_what_has_changed(control: FakeControl, tmp_path: Path) -> None:
+    """With a million keys a snapshot takes seconds, and a rolling restart would ask for one of every process."""
+    for _ in range(2):
+        follower = follower_of(tmp_path, config_of(control))
+        async with following(follower):
+            await eventually(lambda: follower.tenants.connected, "the connection")  # noqa: B023
+    assert [(request.table_id, request.version) for request in control.requests] == [("", 0), ("table", 1)]
+
+
+async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_path: Path) -> None:
+    """While it arrives, the keys that it has not yet must still be accepted."""
+    control.part_entries = 1
+    follower = follower_of(tmp_path, config_of(control))
+    versions: list[int] = []
+    follower.tenants.on_change(lambda: versions.append(follower.tenants.table.num_keys))
+    async with following(follower):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        control.table_id = "another"
+        control.put(key_of("kvl-new", "acme/search"))
+        await eventually(lambda: follower.tenants.table.table_id == "another", "the other table")
+    assert versions == [4, 5]
+
+
+async def test_changes_larger_than_the_table_are_replaced_by_a_snapshot(
+    control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy on disk would otherwise grow for as long as keys are made and revoked."""
+    monkeypatch.setattr("kvloom.access.tenant_file.MIN_CHANGES_BYTES", 1000)
+    follower = follower_of(tmp_path, config_of(control))
+    async with following(follower):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        for number in range(100):
+            control.put(key_of(f"kvl-{number % 3}", "acme/search"))
+        await eventually(lambda: len(control.requests) > 1, "another snapshot")
+        await eventually(lambda: follower.tenants.table.version == control.version, "the last change")
+    assert control.requests[1].table_id == ""
+    path = tmp_path / "tenants" / "router-0.table"
+    assert path.stat().st_size < 50_000
+
+
+async def test_strangers_are_not_followed(control: FakeControl, tmp_path: Path) -> None:
+    """A process that takes the port of a dead owner must not be able to add keys."""
+    config = config_of(control)
+    config.data_dir = str(tmp_path)
+    follower = TenantFollower(config, "router-0", SharedSecret(FabricSecret.draw(), ("router",), "router-0"))
+    async with following(follower):
+        await follower.tried.wait()
+        assert follower.tenants.table.is_empty
+
+
+async def test_the_owner_learns_which_keys_were_used(
+    control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Administrators revoke keys that nobody uses."""
+    monkeypatch.setattr("kvloom.access.tenant_follower.REPORT_SECONDS", 0.01)
+    follower = follower_of(tmp_path, config_of(control))
+    async with following(follower):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        follower.tenants.of_credential(SEARCH_KEY)
+        await eventually(lambda: control.uses, "the report")
+    assert list(control.uses) == [f"id-{SEARCH_KEY}"]
