@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from edge_http.answers.answer import Answer
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.held_answer import HeldAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
@@ -120,7 +121,7 @@ async def generate(
     streamed = StreamedAnswer(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(request, job)
     )
-    begin_answer(name, job.model.name, streamed)
+    _begin(edge, request, job, name, streamed)
     try:
         if held is None:
             await run_submission(edge, submission_of(edge, request, job, name), streamed)
@@ -130,6 +131,13 @@ async def generate(
         if not events.has_begun:
             raise
     return events.response()
+
+
+def _begin(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str, answer: Answer) -> None:
+    begin_answer(name, job.model.name, answer)
+    if edge.usage is not None and (principal := edge.callers.principal_of(request)) is not None:
+        is_batch = job.tier == router_service_pb2.TIER_BATCH
+        answer.bill = edge.usage.bill(principal, job.model.name, is_batch=is_batch)
 
 
 def check_job_window(edge: Edge, job: GenerationJob) -> None:
@@ -205,13 +213,14 @@ async def _whole_body(
     """Raises KvloomError."""
     parsed = parsed_outputs(job.shape, job.num_choices)
     collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
-    begin_answer(name, job.model.name, collected)
+    _begin(edge, request, job, name, collected)
     if held is None:
         await run_submission(edge, submission_of(edge, request, job, name), collected)
     else:
         await held.deliver(collected, request.writer.drain, job.deadline)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
-    headers = {**job.headers, **more}
+    bill = {f"x-kvloom-{name.replace('_', '-')}": value for name, value in collected.bill_details().items()}
+    headers = {**job.headers, **more, **bill}
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
 
 
@@ -247,7 +256,7 @@ async def _stream_resumable(
     else:
         answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
         run = run_resumable(edge, submission, answer, stream)
-    begin_answer(name, job.model.name, answer)
+    _begin(edge, request, job, name, answer)
     edge.resume.start(stream, run, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
 

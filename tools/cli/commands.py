@@ -90,6 +90,7 @@ class LazyGroup(click.Group):
         "chat": "tools.cli.chat:chat",
         "explain": "tools.cli.explain:explain",
         "metrics": "tools.cli.metrics:metrics",
+        "usage": "tools.usage.command:usage",
         "models": "tools.cli.models:models",
         "secret": "tools.cli.secret:secret",
         "keys": "tools.cli.keys:keys",
