@@ -37,6 +37,7 @@ class ErrorReason(enum.IntEnum):
     DRAINING = 35
     OVERLOADED = 36
     BUDGET_EXHAUSTED = 37
+    BUDGET_UNAVAILABLE = 38
     SHARD_LOST = 40
     ENGINE_FAILED = 41
     CLIENT_TOO_SLOW = 42

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Final
 
 from kvloom import enums
+from kvloom.tenancy.limits_state import LimitsState, limits_state_from_proto, limits_state_to_proto
 from kvloom.v1.error_reason_pb2 import Error, ErrorReason
 
 
@@ -70,6 +71,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_DRAINING: ErrorKind("UNAVAILABLE", 503, "overloaded_error", "draining"),
     _R.ERROR_REASON_OVERLOADED: ErrorKind("RESOURCE_EXHAUSTED", 503, "overloaded_error", "overloaded"),
     _R.ERROR_REASON_BUDGET_EXHAUSTED: ErrorKind("RESOURCE_EXHAUSTED", 429, "insufficient_quota", "insufficient_quota"),
+    _R.ERROR_REASON_BUDGET_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "budget_unavailable"),
     _R.ERROR_REASON_SHARD_LOST: ErrorKind("UNAVAILABLE", 502, "api_error", "shard_lost"),
     _R.ERROR_REASON_ENGINE_FAILED: ErrorKind("INTERNAL", 500, "api_error", "engine_failed"),
     _R.ERROR_REASON_CLIENT_TOO_SLOW: ErrorKind("RESOURCE_EXHAUSTED", 429, "invalid_request_error", "client_too_slow"),
@@ -91,16 +93,29 @@ class KvloomError(Exception):
     """A fault with a reason of the catalogue (a `kvloom.ErrorReason`). Printing it shows all of it.
 
     `message` is a sentence for the user. `field` names the request field at fault, as the caller knows it; "" if there
-    is none. `retry_after_seconds` is the time after which a retry makes sense; 0: no advice.
+    is none. `retry_after_seconds` is the time after which a retry makes sense; 0: no advice. `limit` names the limit of
+    the caller that refused the request (see `Error` in error_reason.proto); "": none did. `limits` is what is left of
+    the caller's limits; None: it has none, or they are not known.
     """
 
-    def __init__(self, reason: int, message: str, *, field: str = "", retry_after_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        reason: int,
+        message: str,
+        *,
+        field: str = "",
+        retry_after_seconds: float = 0.0,
+        limit: str = "",
+        limits: LimitsState | None = None,
+    ) -> None:
         """`reason` may be a `kvloom.ErrorReason` or the number of one."""
         super().__init__(message)
         self.reason = enums.ErrorReason(reason)
         self.message = message
         self.field = field
         self.retry_after_seconds = retry_after_seconds
+        self.limit = limit
+        self.limits = limits
 
     def __str__(self) -> str:
         facts = [self.reason_name]
@@ -109,6 +124,17 @@ class KvloomError(Exception):
         if self.retry_after_seconds:
             facts.append(f"retry after {self.retry_after_seconds:.3g} s")
         return f"{self.message} ({', '.join(facts)})"
+
+    def renamed(self, field: str, message: str) -> KvloomError:
+        """The same error for callers who know the field by another name."""
+        return KvloomError(
+            self.reason,
+            message,
+            field=field,
+            retry_after_seconds=self.retry_after_seconds,
+            limit=self.limit,
+            limits=self.limits,
+        )
 
     @property
     def kind(self) -> ErrorKind:
@@ -126,11 +152,20 @@ class KvloomError(Exception):
             message=self.message,
             field=self.field,
             retry_after_seconds=self.retry_after_seconds,
+            limit=self.limit,
+            limits=None if self.limits is None else limits_state_to_proto(self.limits),
         )
 
     @classmethod
     def from_proto(cls, error: Error) -> KvloomError:
-        return cls(error.reason, error.message, field=error.field, retry_after_seconds=error.retry_after_seconds)
+        return cls(
+            error.reason,
+            error.message,
+            field=error.field,
+            retry_after_seconds=error.retry_after_seconds,
+            limit=error.limit,
+            limits=limits_state_from_proto(error.limits) if error.HasField("limits") else None,
+        )
 
     def to_openai(self) -> dict[str, dict[str, str | None]]:
         """The body of an OpenAI error response."""

@@ -67,7 +67,7 @@ def check_only_for_conversations(wanted: GenerateRequest) -> None:
 def conversation_error(error: KvloomError) -> KvloomError:
     """The tokenizer's field is "messages"; that of our callers is longer."""
     field = f"conversation.{error.field}" if error.field else ""
-    return KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
+    return error.renamed(field, error.message)
 
 
 def _message(message: Message, at: str) -> ChatMessage:

@@ -11,6 +11,7 @@ from typing import Final, TypeVar, cast
 
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import MAX_ADAPTERS
+from kvloom.tenancy.limits_state import limits_state_to_proto
 from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, SubmitAttempt
@@ -86,6 +87,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
         shard_id=start.shard_id,
         queue_time_seconds=start.queue_time_seconds,
         prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
+        limits=None if start.limits is None else limits_state_to_proto(start.limits),
     )
 
 
@@ -101,6 +103,8 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         num_predicted_tokens=finish.num_predicted_tokens,
         num_accepted_predicted_tokens=finish.num_accepted_predicted_tokens,
         embedding=finish.embedding,
+        limited_by=finish.limited_by,
+        limits=None if finish.limits is None else limits_state_to_proto(finish.limits),
     )
 
 

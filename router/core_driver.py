@@ -19,6 +19,8 @@ from router.core.actions import (
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
+    LeasesWanted,
+    LimitsCounted,
     PlacementDecided,
     RequestEnded,
     RequestsMoved,
@@ -83,6 +85,14 @@ class SafetySink(Protocol):
     def check_prompt(self, check: CheckPrompt) -> None: ...
 
     def screen_answers(self, answers: ScreenAnswers) -> None: ...
+
+
+class LimitsSink(Protocol):
+    """Asks for leases of limits, and counts what limits do. Its methods never block and never raise."""
+
+    def leases_wanted(self, action: LeasesWanted) -> None: ...
+
+    def limits_counted(self, action: LimitsCounted) -> None: ...
 
 
 class Observer(Protocol):
@@ -204,6 +214,11 @@ class CoreDriver:
     def set_safety(self, peer: SafetySink | None) -> None:
         self._safety = peer
         self._observer.fleet_changed()
+
+    def set_limits(self, desk: LimitsSink) -> None:
+        """Without it, the core must have no limiter."""
+        self._carry_out[LeasesWanted] = desk.leases_wanted
+        self._carry_out[LimitsCounted] = desk.limits_counted
 
     @property
     def has_safety(self) -> bool:

@@ -59,7 +59,7 @@ def named_for_callers(error: KvloomError, guide_field: str = GUIDE_FIELD) -> Kvl
         field = "partial_choices." + error.field.removeprefix("choices.")
     else:
         return error
-    return KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
+    return error.renamed(field, error.message)
 
 
 def _is_done(choice: PartialChoice | None) -> bool:

@@ -10,10 +10,13 @@ from kvloom.config import KvloomConfig
 from kvloom.metrics.exporter import MetricsExporter, NoMetrics, add_metrics_flags, open_metrics
 from kvloom.models.catalogue import Catalogue
 from kvloom.process import service
+from kvloom.tenancy.table import TenantTable
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core.core import RouterCore
+from router.core.tenancy.limiter import Limiter
 from router.core_config import core_config
 from router.server import RouterServer
+from router.tenancy.lease_desk import epoch_clock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ async def open_router(
 
 def _new_core(config: KvloomConfig) -> RouterCore:
     try:
-        return RouterCore(core_config(config), seed=secrets.randbits(64))
+        limiter = Limiter(TenantTable, epoch_clock()) if config.control.enabled else None
+        return RouterCore(core_config(config), seed=secrets.randbits(64), limiter=limiter)
     except ValueError as error:  # e.g. a placement policy that does not exist
         raise service.StartError(f"router: {error}") from error

@@ -135,7 +135,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         except KvloomError as error:
             # The intake names fields of the nested request.
             field = f"request.{error.field}" if error.field else ""
-            named = KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
+            named = error.renamed(field, error.message)
             await abort(context, named)
         except Exception:
             await _abort_internal(context, "Plan")

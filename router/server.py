@@ -36,6 +36,7 @@ from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
+from kvloom.tenancy.table import TenantTable
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
@@ -74,6 +75,7 @@ from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
+from router.tenancy.lease_desk import LeaseDesk, configured_control
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -140,7 +142,7 @@ class RouterServer:
             core.has_ready_shard,
             catalogue.adapter_named,
             _cache_salts(callers, trust),
-            identifies_answers=config.control.enabled,
+            meters_usage=config.control.enabled,
         )
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
@@ -150,16 +152,29 @@ class RouterServer:
         self._metering: Metering | None = None
         """None without tenants."""
         if callers.identities is not None:
-            tenants = callers.identities.tenants
             self._metering = Metering(
                 config,
                 router_id,
                 self._incarnation_id,
                 trust.sealer,
-                lambda: tenants.table.prices,
+                lambda: self._tenants().prices,
                 self._progress,
                 metrics_registry,
             )
+        self._leases: LeaseDesk | None = None
+        if core.limiter is not None:
+            if callers.identities is not None:
+                core.limiter.table = self._tenants
+            self._leases = LeaseDesk(
+                config,
+                core.limiter,
+                f"{router_id}/{self._incarnation_id}",
+                self._control_addresses,
+                trust,
+                self._driver.dispatch,
+                metrics_registry,
+            )
+            self._driver.set_limits(self._leases)
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
@@ -279,6 +294,8 @@ class RouterServer:
                     owned.append(tasks.create_task(self._connect_safety(self._safety_link), name="safety link"))
                 if self._metering is not None:
                     owned.append(tasks.create_task(self._metering.run(), name="metering"))
+                if self._leases is not None:
+                    owned.append(tasks.create_task(self._leases.run(), name="leases of limits"))
                 if self._decision_writer is not None:
                     tasks.create_task(self._decision_writer.run(), name="decision writer")
                 await service.wait_to_open(self._find_peers(), stop)
@@ -308,6 +325,14 @@ class RouterServer:
         if access is not None:
             access.check_models((model,), self._catalogue.by_name)
         return self._catalogue.card(model)
+
+    def _tenants(self) -> TenantTable:
+        identities = self.callers.identities
+        return TenantTable() if identities is None else identities.tenants.table
+
+    def _control_addresses(self) -> Sequence[str]:
+        identities = self.callers.identities
+        return configured_control(self._config) if identities is None else identities.control_addresses()
 
     def _is_idle(self) -> bool:
         return not self._driver.num_live_requests

@@ -21,7 +21,7 @@ from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom.process.request_context import RequestContext
 from kvloom.v1 import generation_pb2
-from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 
 log = structlog.get_logger()
@@ -147,10 +147,24 @@ class Answer(abc.ABC):
         """The start of the choice that started first; None if no choice has started."""
         return next(iter(self.starts.values()), None)
 
+    @property
+    def limits(self) -> LimitsState | None:
+        """What is left of the caller's limits, as the router said first; None: it has none, or nothing is known yet."""
+        for message in (*self.starts.values(), *self.finishes.values()):
+            if message.HasField("limits"):
+                return message.limits
+        return None
+
+    @property
+    def limited_by(self) -> str:
+        """The caller's limit that cut a choice short; "": none did."""
+        return next((finish.limited_by for finish in self.finishes.values() if finish.limited_by), "")
+
     def details(self) -> dict[str, Any]:
         """Returns what `x-kvloom-details` asks for, taken from the first choice."""
         start = self.starts.get(0)
-        return {
+        limited_by = self.limited_by
+        return ({"limited_by": limited_by} if limited_by else {}) | {
             **self.bill_details(),
             "shard_id": start.shard_id if start else "",
             "num_cached_tokens": self.finishes[0].num_cached_tokens if 0 in self.finishes else 0,

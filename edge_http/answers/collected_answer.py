@@ -53,7 +53,9 @@ class CollectedAnswer(Answer):
 
     def body(self, *, with_details: bool) -> list[Buffer]:
         """Returns the pieces of the JSON body, once the answer has ended without an error."""
-        return self._formatter.body(self._choices, self.usage(), self.details() if with_details else None)
+        return self._formatter.body(
+            self._choices, self.usage(), self.details() if with_details or self.limited_by else None
+        )
 
     @property
     def _is_visible(self) -> bool:

@@ -9,19 +9,20 @@ from edge_http.answers.answer import Answer
 from edge_http.formatting.response_formatter import Finish
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
-from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
 
 class EmbeddedInputs(Answer):
     """Each input is a request of its own; the choices of the base class are the inputs."""
 
-    __slots__ = ("_has_room", "_lease", "_num_waited", "vectors")
+    __slots__ = ("_has_room", "_lease", "_limits", "_num_waited", "vectors")
 
     def __init__(self, input_sizes: Sequence[int], lease: ByteLease) -> None:
         """`input_sizes` are the numbers of tokens. `lease` is the vectors' part of the memory of all answers."""
         super().__init__(input_sizes, 1)
         self._lease = lease
+        self._limits: LimitsState | None = None
         self._num_waited = 0
         """How many inputs had to wait until as many others had ended."""
         self._has_room = asyncio.Event()
@@ -40,6 +41,10 @@ class EmbeddedInputs(Answer):
         self._has_room.set()
 
     @property
+    def limits(self) -> LimitsState | None:
+        return self._limits
+
+    @property
     def _is_visible(self) -> bool:
         return False
 
@@ -50,7 +55,10 @@ class EmbeddedInputs(Answer):
         pass
 
     def _add_finish(self, index: int, finish: Finish) -> None:  # noqa: ARG002
-        vector = self.finishes.pop(index).embedding
+        ended = self.finishes.pop(index)
+        if ended.HasField("limits"):
+            self._limits = ended.limits
+        vector = ended.embedding
         if not vector:
             self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The engine gave no embedding."))
             return

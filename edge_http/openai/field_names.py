@@ -19,7 +19,7 @@ def named_for_clients(error: KvloomError, prompt_field: str, guide_field: str) -
     if field == error.field:
         return error
     message = error.message.replace(error.field, field)
-    return KvloomError(error.reason, message, field=field, retry_after_seconds=error.retry_after_seconds)
+    return error.renamed(field, message)
 
 
 def _client_field(field: str, prompt_field: str, guide_field: str) -> str:

@@ -43,6 +43,8 @@ _EXPOSED_HEADERS: Final = (
     "x-kvloom-resume",
     "x-kvloom-shard",
     "x-kvloom-cached-tokens",
+    "x-kvloom-limited-by",
+    "x-should-retry",
     "Retry-After",
     "retry-after-ms",
     "openai-processing-ms",

@@ -29,6 +29,8 @@ def error_response(error: KvloomError, error_format: ErrorFormat = OPENAI_ERRORS
         response.headers["retry-after-ms"] = str(
             round(error.retry_after_seconds * 1e3)
         )  # OpenAI's clients read this one
+    if error.reason == ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED:
+        response.headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients retry a 429 otherwise
     if error.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.reason in _REST_IS_NOT_READ:

@@ -10,11 +10,13 @@ import structlog
 from aiohttp import web
 
 from edge_http.wire.cors import Cors
-from edge_http.wire.headers import PROCESSING_MS, REQUEST_ID, request_id, traceparent
+from edge_http.wire.headers import LIMITED_BY, PROCESSING_MS, REQUEST_ID, request_id, traceparent
 from edge_http.wire.request_callers import RequestCallers
 from kvloom.errors import KvloomError
 from kvloom.process.access_log import AccessLog
 from kvloom.process.request_context import RequestContext, current_request, request_fields
+from kvloom.tenancy.limits_state import limits_state_from_proto, rate_limit_headers
+from kvloom.v1.error_reason_pb2 import LimitsState
 
 log = structlog.get_logger()
 
@@ -36,6 +38,12 @@ class AnswerFigures(Protocol):
 
     @property
     def num_events(self) -> int: ...
+
+    @property
+    def limits(self) -> LimitsState | None: ...
+
+    @property
+    def limited_by(self) -> str: ...
 
 
 class RequestRecord:
@@ -66,6 +74,8 @@ class RequestRecord:
             REQUEST_ID: request_id(self._request),
             PROCESSING_MS: str(int((time.monotonic() - self._started_at) * 1e3)),
         }
+        if self._callers.have_tenants and self.answer is not None:
+            headers.update(limits_headers(self.answer))
         if self._cors is not None:
             headers.update(self._cors.response_headers(self._request))
         return headers
@@ -98,6 +108,17 @@ class RequestRecord:
         if error_type:
             fields["error_type"] = error_type
         log.info("http request", **self.log_fields(), **fields)
+
+
+def limits_headers(answer: AnswerFigures) -> dict[str, str]:
+    """The headers that tell a caller of its limits; they are empty if it has none."""
+    error = answer.error
+    if error is not None and error.limits is not None:
+        return rate_limit_headers(error.limits)
+    headers = {} if answer.limits is None else rate_limit_headers(limits_state_from_proto(answer.limits))
+    if answer.limited_by:
+        headers[LIMITED_BY] = answer.limited_by
+    return headers
 
 
 def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:

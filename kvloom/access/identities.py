@@ -36,6 +36,10 @@ class Identities:
         """Set once there is a table, or `control` could not be reached."""
         return self._follower.tried
 
+    def control_addresses(self) -> list[str]:
+        """Where the control service may be reached, best first."""
+        return self._follower.control_addresses()
+
     def at_once(self, credential: str, certificate: bytes) -> Principal | None:
         """The caller who presents these; None if `later` must be asked. `certificate`: PEM or DER, verified by TLS; b""
         without one. It counts only for callers without a credential. Raises KvloomError."""

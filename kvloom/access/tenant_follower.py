@@ -83,6 +83,10 @@ class TenantFollower:
             self.tenants.use(table, current_at)
             self.tried.set()
 
+    def control_addresses(self) -> list[str]:
+        """Where the control service may be reached, best first."""
+        return self._finder.candidates()
+
     async def watch(self) -> None:
         """Follow until cancelled."""
         try:

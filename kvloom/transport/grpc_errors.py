@@ -1,5 +1,5 @@
-"""Converts errors of the catalogue to gRPC statuses (AIP-193: google.rpc.Status with ErrorInfo and RetryInfo), and
-back."""
+"""Converts errors of the catalogue to gRPC statuses (AIP-193: google.rpc.Status with ErrorInfo, RetryInfo and
+QuotaFailure), and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from kvloom.errors import KvloomError
-from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.tenancy.limits_state import limits_state_from_proto, limits_state_to_proto
+from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 
 DOMAIN: Final = "kvloom"
 
@@ -22,11 +23,20 @@ def to_grpc_status(error: KvloomError) -> grpc.Status:
     info = error_details_pb2.ErrorInfo(reason=error.reason_name, domain=DOMAIN)
     if error.field:
         info.metadata["field"] = error.field
+    if error.limit:
+        info.metadata["limit"] = error.limit
     details = [_pack(info)]
     if error.retry_after_seconds > 0:
         delay = duration_pb2.Duration()
         delay.FromMicroseconds(round(error.retry_after_seconds * 1e6))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    if error.limit:
+        violation = error_details_pb2.QuotaFailure.Violation(
+            subject=error.limit.partition(" ")[0], description=error.message
+        )
+        details.append(_pack(error_details_pb2.QuotaFailure(violations=[violation])))
+    if error.limits is not None:
+        details.append(_pack(limits_state_to_proto(error.limits)))
     code: int = grpc.StatusCode[error.kind.grpc_code].value[0]
     return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=details))
 
@@ -55,8 +65,10 @@ def error_from_peer(error: grpc.aio.AioRpcError) -> KvloomError | None:
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
             status = status_pb2.Status.FromString(value)
-            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            info, retry, limits = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), LimitsState()
+            has_limits = False
             for detail in status.details:
+                has_limits = detail.Unpack(limits) or has_limits
                 _ = detail.Unpack(info) or detail.Unpack(retry)
             if info.domain == DOMAIN and (name := f"ERROR_REASON_{info.reason}") in ErrorReason.keys():  # noqa: SIM118  (the enum wrapper is no container)
                 return KvloomError(
@@ -64,6 +76,8 @@ def error_from_peer(error: grpc.aio.AioRpcError) -> KvloomError | None:
                     status.message,
                     field=info.metadata.get("field", ""),
                     retry_after_seconds=retry.retry_delay.ToMicroseconds() / 1e6,
+                    limit=info.metadata.get("limit", ""),
+                    limits=limits_state_from_proto(limits) if has_limits else None,
                 )
     return None
 

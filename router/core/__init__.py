@@ -7,6 +7,7 @@ core_config.py           its settings
 events.py                what can happen: requests, shard frames, verdicts, ticks
 actions.py               what the core wants done
 frames.py                one engine step as it enters and leaves the core
+lease_messages.py        leases of limits: what is asked of their owners, and what they answer
 live.py                  clients, live requests, their choices and their attempts
 request_usage.py         what a usage record needs of a request
 withheld_output.py       output of a choice that its client must not see yet
@@ -20,6 +21,7 @@ load/                    how much work each shard has, and how fast it prefills
 prefix_index/            which shard holds which KV block
 fleet/                   the connected shards, their slots, their health, and their fast paths
 placement/               which shard a request is placed on, and why
+tenancy/                 the limits of keys, tenants and organisations
 dispatch/                the queue in the router, and sending attempts to shards
 relay/                   tokens on their path to clients, screening, failover, and the end of requests
 admission/               new requests, cancellations and deadlines

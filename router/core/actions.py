@@ -12,6 +12,7 @@ from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Step
+from router.core.lease_messages import LeaseWant
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.request_usage import RequestUsage
 
@@ -126,6 +127,18 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """What a usage record needs beyond this; None where no usage records are made."""
 
 
+class LeasesWanted(msgspec.Struct, frozen=True):
+    """Ask the owners of limits for leases, and give others back. Every want is answered by a LeasesGranted."""
+
+    wants: Sequence[LeaseWant]
+
+
+class LimitsCounted(msgspec.Struct, frozen=True):
+    """What limits did: (a field of Limits or "all", an outcome)."""
+
+    counts: Sequence[tuple[str, str]]
+
+
 class ShardHealthChanged(msgspec.Struct, frozen=True):
     """A shard is suspected, probed with a trickle of work, or healthy again."""
 
@@ -175,6 +188,8 @@ Action = (
     | ScreenAnswers
     | FleetChanged
     | RequestEnded
+    | LeasesWanted
+    | LimitsCounted
     | ShardHealthChanged
     | RequestsMoved
     | SequencesPreempted

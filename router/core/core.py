@@ -22,6 +22,7 @@ from router.core.actions import Action, FleetChanged, RequestEnded
 from router.core.admission.arrivals import Arrivals
 from router.core.admission.cancellation import Cancellation
 from router.core.admission.deadlines import Deadlines
+from router.core.admission.held_requests import HeldRequests
 from router.core.admission.outage import Outage
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
@@ -44,6 +45,7 @@ from router.core.relay.relay import Relay
 from router.core.relay.screening import Screening
 from router.core.relay.verdicts import Verdicts
 from router.core.shard_event_handler import ShardEventHandler, check_frame, check_step
+from router.core.tenancy.limiter import Limiter
 
 __all__ = ["CoreConfig", "RouterCore"]
 
@@ -54,7 +56,9 @@ class RouterCore:
     Raises ValueError for a policy or an answer mode that does not exist.
     """
 
-    def __init__(self, config: CoreConfig, seed: int = 0) -> None:
+    def __init__(self, config: CoreConfig, seed: int = 0, limiter: Limiter | None = None) -> None:
+        """Without `limiter`, nobody has limits."""
+        self.limiter = limiter
         self._config = config
         self._action_buffer = ActionBuffer()
         self._fleet = Fleet()
@@ -77,7 +81,10 @@ class RouterCore:
         )
         self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(
-            self._fleet, self._attempt_sender, self._screening, self._action_buffer, config.max_attempts
+            self._fleet, self._attempt_sender, self._screening, self._action_buffer, config.max_attempts, limiter
+        )
+        self._limits = (
+            None if limiter is None else HeldRequests(limiter, self._fleet, self._lifecycle, self._action_buffer)
         )
         patience_seconds = config.overload.outage_patience_seconds
         self._outage = Outage(self._attempt_sender.queue, self._lifecycle, self._deadlines, patience_seconds)
@@ -92,6 +99,7 @@ class RouterCore:
             self._verdicts,
             self._deadlines,
             self._action_buffer,
+            self._limits,
         )
         relay = Relay(
             self._lifecycle,
@@ -137,6 +145,8 @@ class RouterCore:
             ev.DrainStarted: lambda _event, _now: self._on_drain_started(),
             ev.DrainEnded: lambda _event, now: self._on_drain_ended(now),
         }
+        if self._limits is not None:
+            handlers[ev.LeasesGranted] = self._limits.on_leases
         self._handlers = handlers
         checks: dict[type, Callable[[Any], None]] = {
             ev.StepArrived: check_step,
@@ -205,6 +215,8 @@ class RouterCore:
             self._attempt_sender.queue.next_deadline(),
             self._health.next_deadline(),
         )
+        if self._limits is not None:
+            at = min(at, self._limits.next_deadline())
         return None if at == math.inf else at
 
     @property
@@ -253,6 +265,8 @@ class RouterCore:
         integrity.check(
             self._fleet, self._lifecycle, self._attempt_sender, self._placer, self._ledger, self._index, self._screening
         )
+        if self._limits is not None:
+            self._limits.check_integrity()
 
     def _conclude(self, now: float) -> list[Action]:
         """Do what follows every event, and return all resulting actions."""
@@ -261,6 +275,8 @@ class RouterCore:
         self._serve_queue(now)
         if self._outage.expire(now):
             self._serve_queue(now)  # for requests that waited behind the expired ones
+        if self._limits is not None:
+            self._limits.conclude(now)
         if self._action_buffer.clients:
             self._lifecycle.drop_idle_clients(self._action_buffer.clients)
         actions = self._action_buffer.take()

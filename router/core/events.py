@@ -13,6 +13,7 @@ import msgspec
 
 from kvloom.models.adapters import Adapter
 from router.core.frames import Step
+from router.core.lease_messages import LeaseGrant, LeaseName
 
 
 class Tier(enum.IntEnum):
@@ -61,7 +62,7 @@ class Request(msgspec.Struct, frozen=True):
     """Time from arrival to the last token; 0: the core's default."""
     tenant: str = ""
     key_id: str = ""
-    """The tenant's key with which it was made; "" without tenants (docs/tenancy.md)."""
+    """The tenant's key with which it was made, whose limits apply too; "" without tenants (docs/tenancy.md)."""
     cache_salt: str = ""
     """Requests with different ones share no cached blocks."""
     traceparent: str = ""
@@ -287,6 +288,16 @@ class AnswersScreened(msgspec.Struct, frozen=True):
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
+class LeasesGranted(msgspec.Struct, frozen=True):
+    """The answer to leases that were wanted (see `LeasesWanted`)."""
+
+    grants: Sequence[LeaseGrant] = ()
+    failed: Sequence[LeaseName] = ()
+    """Those whose owner could not be asked."""
+    num_routers: int = 1
+    """How many routers shared the limits when that was last known."""
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed: expire deadlines, and retry waiting requests."""
 
@@ -318,6 +329,7 @@ Event = (
     | SafetyDown
     | PromptVerdict
     | AnswersScreened
+    | LeasesGranted
     | Tick
     | DrainStarted
     | DrainEnded

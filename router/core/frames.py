@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvloom.errors import KvloomError
+from kvloom.tenancy.limits_state import LimitsState
 from kvloom.v1.generation_pb2 import FinishReason
 
 
@@ -23,6 +24,8 @@ class Start(msgspec.Struct):
     """Set by the router."""
     prompt_logprobs: Sequence[object] = ()
     """Opaque to the core."""
+    limits: LimitsState | None = None
+    """What is left of the caller's limits, if it has any. Set by the router."""
 
 
 class Finish(msgspec.Struct):
@@ -38,6 +41,10 @@ class Finish(msgspec.Struct):
     num_predicted_tokens: int = 0
     num_accepted_predicted_tokens: int = 0
     embedding: bytes = b""
+    limited_by: str = ""
+    """See SequenceFinish.limited_by in generation.proto."""
+    limits: LimitsState | None = None
+    """As in Start, if there was none."""
 
 
 class Step(msgspec.Struct):

@@ -109,7 +109,8 @@ def _check_request(live: LiveRequest, fleet: Fleet) -> None:
     """Every open choice waits, runs, or has its end withheld; withheld output is within its bound."""
     open_choices = [choice for choice in live.choices if not choice.is_done]
     assert live.num_open_choices == len(open_choices) > 0
-    assert live.is_queued == bool(live.pending)
+    assert (live.is_queued or live.is_held) == bool(live.pending)
+    assert not (live.is_queued and live.is_held)
     for choice in open_choices:
         is_pending = choice in live.pending
         is_running = bool(choice.shard_id)

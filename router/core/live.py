@@ -18,6 +18,7 @@ from router.core.events import ChoiceSpec, Request, TextFilter
 from router.core.frames import Step
 from router.core.load.load_ledger import ReservationKey
 from router.core.request_usage import UsageMeter
+from router.core.tenancy.request_charge import RequestCharge
 from router.core.withheld_output import WithheldOutput
 
 _SEVERITY: Final[dict[int, int]] = {
@@ -177,6 +178,7 @@ class LiveRequest:
     __slots__ = (
         "arrived_at",
         "avoid_shard_id",
+        "charge",
         "check_id",
         "choices",
         "deadline",
@@ -249,6 +251,8 @@ class LiveRequest:
         self.num_output_tokens = 0
         self.prompt_verdict_open = False
         self.check_id = 0
+        self.charge: RequestCharge | None = None
+        """What it has taken of its limits; None: it has none."""
         self.usage: UsageMeter | None = None
         """None where no usage records are made."""
         self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
@@ -267,6 +271,11 @@ class LiveRequest:
     def has_prefill_chunks(self) -> bool:
         """Whether a part of its prompt has been computed, or is being computed. This does not change while it waits."""
         return self.num_prefill_chunks > 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for a lease of a limit, before anything else is done for it."""
+        return self.charge is not None and not self.charge.is_admitted
 
     @property
     def is_queued(self) -> bool:

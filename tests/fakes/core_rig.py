@@ -22,6 +22,7 @@ from router.core.events import (
     StepArrived,
 )
 from router.core.frames import Finish, Start, Step
+from router.core.tenancy.limiter import Limiter
 
 A = TypeVar("A")
 
@@ -29,8 +30,10 @@ A = TypeVar("A")
 class CoreRig:
     """Time stands still unless a test moves `now`. The invariants are checked after every event."""
 
-    def __init__(self, *, safety: tuple[bool, bool] | None = (False, False), **config: Any) -> None:
-        self.core = RouterCore(CoreConfig(**config), seed=1)
+    def __init__(
+        self, *, safety: tuple[bool, bool] | None = (False, False), limiter: Limiter | None = None, **config: Any
+    ) -> None:
+        self.core = RouterCore(CoreConfig(**config), seed=1, limiter=limiter)
         self.now = 1.0
         self.log: list[Action] = []
         if safety is not None:

@@ -9,6 +9,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 from router.core import events as ev
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
+from router.core.admission.held_requests import HeldRequests
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
@@ -37,6 +38,7 @@ class Arrivals:
         verdicts: Verdicts,
         deadlines: Deadlines,
         action_buffer: ActionBuffer,
+        limits: HeldRequests | None = None,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -47,6 +49,11 @@ class Arrivals:
         self._verdicts = verdicts
         self._deadlines = deadlines
         self._action_buffer = action_buffer
+        self._meters_usage = config.meters_usage
+        self._max_held_tokens = config.max_held_tokens
+        self._limits = limits
+        if limits is not None:
+            limits.resume = self._on_lease
 
     def refusal(self, request: Request) -> KvloomError | None:
         """The reason why no shard could serve the request, whatever the load; None when one could."""
@@ -68,10 +75,28 @@ class Arrivals:
             self._refuse(request, client, error, now)
             return
         live = LiveRequest(request, client, now)
-        if self._config.meters_usage:
+        if self._meters_usage:
             live.usage = UsageMeter()
-        live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
-        finished = [choice for choice in live.choices if choice.num_resumed_tokens >= (request.max_tokens or math.inf)]
+        live.deadline = now + timeout_seconds
+        if self._limits is not None:
+            error = self._limits.admit(live, now)
+            if error is not None:
+                self._refuse(request, client, error, now)
+                return
+            if live.is_held:
+                self._lifecycle.add(live, client)
+                self._deadlines.add(live.deadline, live)
+                return
+        self._begin(live, client, False, now)
+
+    def _begin(self, live: LiveRequest, client: Client, was_held: bool, now: float) -> None:
+        """The request is admitted, if it has a place: it is queued."""
+        request = live.request
+        live.max_held_tokens = max(1, self._max_held_tokens // len(request.choices))
+        limit = request.max_tokens or math.inf
+        if live.charge is not None and live.charge.max_tokens is not None:
+            limit = min(limit, live.charge.max_tokens)
+        finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit]
         needs_shard = len(finished) < len(live.choices)
         open_shards = self._placer.open_shards(live) if needs_shard else []
         is_parked = (
@@ -79,17 +104,32 @@ class Arrivals:
         )
         has_room = not is_parked and (bool(open_shards) or not needs_shard)
         if not has_room and not self._make_queue_place(request, now):
-            self._refuse(request, client, self._overload.full(request, now), now)
+            error = self._overload.full(request, now)
+            if was_held:
+                self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
+                return
+            if self._limits is not None:
+                self._limits.release(live)
+            self._refuse(request, client, error, now)
             return
-        live.deadline = now + timeout_seconds
         live.queue_deadline = self._overload.queue_deadline(request, live.deadline, now)
         self._overload.note_admitted(request, now)
-        self._lifecycle.add(live, client)
+        if not was_held:
+            self._lifecycle.add(live, client)
+            self._deadlines.add(live.deadline, live)
         self._verdicts.begin(live)
         for choice in finished:
             self._lifecycle.end(choice, FINISH_REASON_LENGTH, None, now)
         if live.num_open_choices:
             self._hand_over(live, open_shards, now, is_parked=is_parked, has_room=has_room)
+
+    def _on_lease(self, live: LiveRequest, error: KvloomError | None, now: float) -> None:
+        """A request is no longer held. The fleet may have changed meanwhile."""
+        error = error or self.refusal(live.request)
+        if error is not None:
+            self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
+        else:
+            self._begin(live, live.choices[0].client, True, now)
 
     def _overload_refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
         error = self._overload.refusal(request, timeout_seconds, now)
@@ -101,7 +141,6 @@ class Arrivals:
         self, live: LiveRequest, open_shards: list[Shard], now: float, *, is_parked: bool, has_room: bool
     ) -> None:
         """Enter the request into the queue, which places it now or later."""
-        self._deadlines.add(live.deadline, live)
         if is_parked:
             self._queue.park(live)
         else:

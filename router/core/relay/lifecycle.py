@@ -13,6 +13,7 @@ from kvloom.v1.generation_pb2 import (
     FINISH_REASON_CONTENT_FILTER,
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
     FinishReason,
 )
 from router.core.action_buffer import ActionBuffer
@@ -24,6 +25,9 @@ from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
 from router.core.relay.screening import Screening
+from router.core.request_usage import RequestUsage, UsageMeter
+from router.core.tenancy.limiter import Limiter
+from router.core.tenancy.request_charge import RequestCharge
 from router.core.withheld_output import WithheldOutput
 
 RETRYABLE_REASONS: Final = frozenset(
@@ -49,6 +53,7 @@ class Lifecycle:
         screening: Screening,
         action_buffer: ActionBuffer,
         max_attempts: int,
+        limiter: Limiter | None = None,
     ) -> None:
         self.requests: dict[str, LiveRequest] = {}
         self.clients: dict[str, Client] = {}
@@ -57,6 +62,7 @@ class Lifecycle:
         self._screening = screening
         self._action_buffer = action_buffer
         self._max_attempts = max_attempts
+        self._limiter = limiter
 
     def client(self, client_id: str) -> Client:
         client = self.clients.get(client_id)
@@ -247,6 +253,8 @@ class Lifecycle:
     def _send_start(self, choice: Choice, start: Start, now: float) -> None:
         if choice.request.first_sent_at is None:
             choice.request.first_sent_at = now
+        if self._limiter is not None and choice.request.charge is not None:
+            start.limits = self._limiter.state(choice.request.charge, now)
         self._action_buffer.step(choice.client).starts.append(start)
 
     def _end(self, choice: Choice, finish: Finish, now: float) -> None:
@@ -262,11 +270,32 @@ class Lifecycle:
         live.num_output_tokens += len(choice.output_token_ids) - choice.num_resumed_tokens
         live.note_end(finish.reason, finish.error)
         live.num_open_choices -= 1
+        if live.charge is not None:
+            self._end_charged(live, live.charge, finish, now)
         if not live.num_open_choices:
             del self.requests[live.request.request_id]
             self._action_buffer.add(request_ended(live, now))
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []
+
+    def _end_charged(self, live: LiveRequest, charge: RequestCharge, finish: Finish, now: float) -> None:
+        """A choice of a request with limits ends. With its last one, it is settled what the request has used."""
+        is_cut_short = charge.max_tokens is not None and finish.num_output_tokens >= charge.max_tokens
+        if is_cut_short and finish.reason == FINISH_REASON_LENGTH:
+            finish.limited_by = charge.capped_by
+        if live.num_open_choices or self._limiter is None:
+            return
+        reason = live.ended_with[0]
+        self._limiter.settle(
+            charge,
+            live.num_cached_tokens,
+            live.num_output_tokens + charge.num_resumed_tokens,
+            was_dispatched=live.num_attempts > 0,
+            has_answer=_has_answer(live, live.num_output_tokens),
+            failed=reason == FINISH_REASON_ERROR,
+        )
+        if live.first_sent_at is None:
+            finish.limits = self._limiter.state(charge, now)
 
 
 def request_ended(live: LiveRequest, now: float) -> RequestEnded:
@@ -293,7 +322,7 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         client_id=request.client_id,
         client_request_id=request.client_request_id,
         traceparent=request.traceparent,
-        usage=None if live.usage is None else live.usage.usage(request, live.num_output_tokens, now),
+        usage=None if live.usage is None else _usage(live, live.usage, live.num_output_tokens, now),
     )
 
 
@@ -305,4 +334,27 @@ def request_progress(live: LiveRequest, now: float) -> RequestEnded:
             num_withheld = 0 if choice.withheld is None else choice.withheld.num_tokens
             num_open_tokens += len(choice.output_token_ids) - num_withheld - choice.num_resumed_tokens
     ended = request_ended(live, now)
-    return msgspec.structs.replace(ended, num_output_tokens=live.num_output_tokens + num_open_tokens)
+    num_output_tokens = live.num_output_tokens + num_open_tokens
+    usage = None if live.usage is None else _usage(live, live.usage, num_output_tokens, now)
+    return msgspec.structs.replace(ended, num_output_tokens=num_output_tokens, usage=usage)
+
+
+def _usage(live: LiveRequest, meter: UsageMeter, num_output_tokens: int, now: float) -> RequestUsage:
+    """`num_output_tokens` without those that it had already."""
+    charge = live.charge
+    if charge is None:
+        return meter.usage(live.request, num_output_tokens, now)
+    has_answer = _has_answer(live, num_output_tokens)
+    num_whole = num_output_tokens + charge.num_resumed_tokens
+    charges = charge.charges(live.num_cached_tokens, num_whole, has_answer=has_answer)
+    return meter.usage(live.request, num_output_tokens, now, charges)
+
+
+def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:
+    """Whether it costs anything, as in its usage record. What no shard was sent has no record."""
+    if not live.num_attempts:
+        return False
+    num_resumed = 0 if live.charge is None else live.charge.num_resumed_tokens
+    if num_output_tokens + num_resumed > 0:
+        return True
+    return not live.num_open_choices and live.ended_with[0] in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)

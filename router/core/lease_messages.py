@@ -1,0 +1,55 @@
+"""What the core asks of the owners of shared limits, and what they answer. Redis has the rates and the slots, `control`
+has the budgets."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+
+class LeaseKind(enum.Enum):
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    SLOTS = "max_concurrent_requests"
+    DAY_TOKENS = "tokens_per_day"
+    MONTH_NANOS = "monthly_budget_nanos"
+
+    @property
+    def is_budget(self) -> bool:
+        return self in (LeaseKind.DAY_TOKENS, LeaseKind.MONTH_NANOS)
+
+
+class LeaseName(NamedTuple):
+    account: str
+    """"key:ID", "tenant:ORGANISATION/PROJECT" or "org:ORGANISATION"."""
+    kind: LeaseKind
+    period: str = ""
+    """Of a budget: the day ("2026-11-25") or the month ("2026-11"), in UTC."""
+
+
+class LeaseWant(msgspec.Struct, frozen=True):
+    """Amounts are requests, weighted tokens, slots or billionths of the currency, by the kind."""
+
+    name: LeaseName
+    limit: int
+    wanted: int = 0
+    returned: int = 0
+    """Unused units that the router gives back."""
+    debt: int = 0
+    """Units that the router has used beyond its lease. Only of rates."""
+    held: int = 0
+    """What the router keeps of its lease."""
+    asked_at: float = 0.0
+
+
+class LeaseGrant(msgspec.Struct, frozen=True):
+    name: LeaseName
+    granted: int
+    remaining: int
+    """What is left for all routers after this grant. Of rates it may be negative."""
+    limit: int = 0
+    """Of a budget, as its owner knows it; 0: there is none any more."""
+    asked_at: float = 0.0
+    """From the want."""

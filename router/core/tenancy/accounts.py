@@ -1,0 +1,144 @@
+"""The keys, tenants and organisations whose limits are in use, with this router's leases of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvloom.tenancy.limits import Limits
+from kvloom.tenancy.table import TenantTable
+from router.core.events import Request
+from router.core.lease_messages import LeaseKind, LeaseName
+from router.core.tenancy.budget_lease import BudgetLease
+from router.core.tenancy.rate_lease import RateLease
+from router.core.tenancy.slot_lease import SlotLease
+
+Lease = RateLease | SlotLease | BudgetLease
+
+
+class Account:
+    """One key, tenant or organisation that has limits."""
+
+    __slots__ = (
+        "_continued_at",
+        "_num_continued",
+        "budgets",
+        "limits",
+        "name",
+        "num_charges",
+        "requests",
+        "slots",
+        "tokens",
+    )
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.name = name
+        self.limits = limits
+        self.requests: RateLease | None = None
+        self.tokens: RateLease | None = None
+        self.slots: SlotLease | None = None
+        self.budgets: dict[LeaseName, BudgetLease] = {}
+        self.num_charges = 0
+        """Of live requests that were admitted."""
+        self._num_continued = 0.0
+        self._continued_at = 0.0
+        self._set_leases()
+
+    def set_limits(self, limits: Limits) -> None:
+        """They may have changed. What has been leased stays leased."""
+        if limits is not self.limits:
+            self.limits = limits
+            self._set_leases()
+
+    def budget(self, kind: LeaseKind, limit: int, period: str) -> BudgetLease:
+        name = LeaseName(self.name, kind, period)
+        lease = self.budgets.get(name)
+        if lease is None:
+            lease = self.budgets[name] = BudgetLease(name, limit)
+        lease.set_limit(limit)
+        return lease
+
+    def may_continue(self, now: float) -> bool:
+        """Whether one more answer that was begun elsewhere is not charged again. A router cannot check that it really
+        was, so there are as many of them in a minute as the limit has requests."""
+        limit = self.limits.requests_per_minute
+        if not limit:
+            return True
+        self._num_continued = max(0.0, self._num_continued - limit / 60.0 * (now - self._continued_at))
+        self._continued_at = now
+        if self._num_continued + 1 > limit:
+            return False
+        self._num_continued += 1
+        return True
+
+    @property
+    def leases(self) -> Iterator[Lease]:
+        for lease in (self.requests, self.tokens, self.slots):
+            if lease is not None:
+                yield lease
+        yield from self.budgets.values()
+
+    def drop_idle(self, now: float) -> bool:
+        """Forget budgets that are not in use. Returns whether the account need not be remembered either."""
+        for name, lease in list(self.budgets.items()):
+            if lease.is_idle(now):
+                del self.budgets[name]
+        return not self.num_charges and all(lease.is_idle(now) for lease in self.leases)
+
+    def _set_leases(self) -> None:
+        """Leases of a limit that is gone stay until they are idle, since requests may have units of them."""
+        limits = self.limits
+        if limits.requests_per_minute:
+            self.requests = self._rate(self.requests, LeaseKind.REQUESTS, limits.requests_per_minute)
+        if limits.tokens_per_minute:
+            self.tokens = self._rate(self.tokens, LeaseKind.TOKENS, limits.tokens_per_minute)
+        if limits.max_concurrent_requests:
+            self.slots = self.slots or SlotLease(LeaseName(self.name, LeaseKind.SLOTS), limits.max_concurrent_requests)
+            self.slots.set_limit(limits.max_concurrent_requests)
+
+    def _rate(self, lease: RateLease | None, kind: LeaseKind, limit: int) -> RateLease:
+        lease = lease or RateLease(LeaseName(self.name, kind), limit)
+        lease.set_limit(limit)
+        return lease
+
+
+class AccountBook:
+    """The accounts that are in use, by name."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(list(self._accounts.values()))
+
+    def get(self, name: str) -> Account | None:
+        return self._accounts.get(name)
+
+    def of(self, request: Request, table: TenantTable) -> list[Account]:
+        """Those of the request that have limits: the key, the tenant, the organisation."""
+        found: list[Account] = []
+        key = table.key(request.key_id)
+        if key is not None and not key.limits.are_none:
+            found.append(self._account(f"key:{key.id}", key.limits))
+        tenant = table.tenant(request.tenant)
+        if tenant is None:
+            return found
+        if not tenant.limits.are_none:
+            found.append(self._account(f"tenant:{tenant.id}", tenant.limits))
+        organisation = table.organisation(tenant.organisation)
+        if organisation is not None and not organisation.limits.are_none:
+            found.append(self._account(f"org:{organisation.id}", organisation.limits))
+        return found
+
+    def drop(self, account: Account) -> None:
+        del self._accounts[account.name]
+
+    def _account(self, name: str, limits: Limits) -> Account:
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = Account(name, limits)
+        else:
+            account.set_limits(limits)
+        return account

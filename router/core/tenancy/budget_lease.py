@@ -1,0 +1,118 @@
+"""This router's part of a hard budget: what `control` has granted it counts as spent until it was returned or the usage
+records of its requests have arrived. A request reserves the most that it can cost, so nothing is ever overspent."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
+from router.core.tenancy.rate_lease import ANSWER_SECONDS, FRESH_SECONDS, RETRY_SECONDS
+from router.core.tenancy.verdict import READY, WANTED, Verdict, refused
+
+IDLE_SECONDS: Final = 2.0
+"""What was not reserved for so long is returned, for other routers."""
+MAX_SPARE_SHARE: Final = 16
+"""At most so small a share of what is left is leased beyond what waiting requests need."""
+NUM_SPARE_REQUESTS: Final = 4
+
+
+class BudgetLease:
+    """Units are weighted tokens or billionths of the currency."""
+
+    __slots__ = (
+        "_ask_at",
+        "_failed_at",
+        "_last_need",
+        "_told_at",
+        "_used_at",
+        "free",
+        "limit",
+        "name",
+        "num_left",
+        "reserved",
+        "waiting",
+    )
+
+    def __init__(self, name: LeaseName, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+        self.free = 0
+        """Leased, and reserved by no request."""
+        self.reserved = 0
+        """By live requests."""
+        self.waiting = 0
+        """What held requests need."""
+        self.num_left: int = limit
+        """What was left for all routers when `control` last said so."""
+        self._told_at = -math.inf
+        self._ask_at = -math.inf
+        self._failed_at = -math.inf
+        self._used_at = -math.inf
+        self._last_need = 0
+
+    def verdict(self, need: int, now: float) -> Verdict:
+        if self.free >= need:
+            return READY
+        self._last_need = need
+        if self.num_left <= 0 and now - self._told_at < FRESH_SECONDS:
+            return refused(0.0)
+        if self.is_unreachable(now):
+            return refused(RETRY_SECONDS)
+        return WANTED
+
+    def is_unreachable(self, now: float) -> bool:
+        """Whether `control` could not be asked just now, so that it is not known how much is left."""
+        return now - self._failed_at < RETRY_SECONDS
+
+    def take(self, need: int, now: float) -> int:
+        self.free -= need
+        self.reserved += need
+        self._last_need, self._used_at = need, now
+        return need
+
+    def settle(self, reserved: int, used: int) -> None:
+        """A request ended. What it used stays leased, until its usage record arrives at `control`."""
+        self.reserved -= reserved
+        self.free += reserved - used
+
+    def want(self, now: float) -> LeaseWant | None:
+        if now < self._ask_at:
+            return None
+        wanted = returned = 0
+        if self.waiting > self.free:
+            wanted = self.waiting - self.free + self._spare()
+        elif self.free < self._last_need and self.num_left > 0 and self._is_due(now):
+            wanted = self._spare()
+        elif self.free and not self.waiting and now - self._used_at >= IDLE_SECONDS:
+            returned, self.free = self.free, 0
+        if not (wanted or returned):
+            return None
+        self._ask_at = now + ANSWER_SECONDS
+        return LeaseWant(self.name, self.limit, wanted, returned, held=self.free + self.reserved, asked_at=now)
+
+    def on_grant(self, grant: LeaseGrant, now: float) -> None:
+        self._ask_at = self._failed_at = -math.inf
+        self.free += grant.granted
+        self.num_left, self._told_at = grant.remaining, now
+        self.limit = grant.limit or self.limit
+
+    def on_failure(self, _num_routers: int, now: float) -> None:
+        self._ask_at = now + RETRY_SECONDS
+        self._failed_at = now
+
+    def set_limit(self, limit: int) -> None:
+        if limit != self.limit:
+            self.limit = limit
+            self._told_at = -math.inf
+
+    def is_idle(self, now: float) -> bool:
+        used = self.free or self.reserved or self.waiting
+        return not used and now - self._used_at >= IDLE_SECONDS and now >= self._ask_at
+
+    def _is_due(self, now: float) -> bool:
+        """Whether the next request is likely to come soon, and `control` was not asked just now."""
+        return now - self._used_at < IDLE_SECONDS and now - self._told_at >= FRESH_SECONDS
+
+    def _spare(self) -> int:
+        return min(NUM_SPARE_REQUESTS * self._last_need, max(0, self.num_left) // MAX_SPARE_SHARE)

@@ -1,0 +1,137 @@
+"""Asks the control service for leases of hard budgets, over one stream that is opened when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from kvloom.process.cancellation import raise_if_cancelled
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.v1 import control_service_pb2_grpc
+from kvloom.v1.control_service_pb2 import (
+    BUDGET_UNIT_NANOS,
+    BUDGET_UNIT_TOKENS,
+    BudgetChange,
+    BudgetName,
+    LeaseBudgetsRequest,
+    LeaseBudgetsResponse,
+)
+from router.core.events import LeasesGranted
+from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant
+
+log = structlog.get_logger()
+
+ROLE: Final = "control"
+ANSWER_SECONDS: Final = 0.75
+"""How long the service may take: less than the core holds a request (limiter.HOLD_SECONDS)."""
+MAX_CHANGES: Final = 512
+"""Of one request."""
+
+Call = grpc.aio.StreamStreamCall[LeaseBudgetsRequest, LeaseBudgetsResponse]
+_FAILURES: Final = (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError, DecodeError, EOFError)
+
+
+class BudgetLeases:
+    """`ask` never blocks. Every want is answered. What was granted but not received stays leased: nobody uses it."""
+
+    def __init__(
+        self,
+        producer: str,
+        candidates: Callable[[], Sequence[str]],
+        trust: FabricTrust,
+        on_answer: Callable[[LeasesGranted], None],
+    ) -> None:
+        """`producer`: as in usage records. `candidates`: addresses of the service, best first."""
+        self._producer = producer
+        self._candidates = candidates
+        self._trust = trust
+        self._on_answer = on_answer
+        self._wants: dict[LeaseName, LeaseWant] = {}
+        self._wake = asyncio.Event()
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Call | None = None
+        self._turn = 0
+        self.is_up = True
+        """Whether the service answered last."""
+
+    def ask(self, wants: Sequence[LeaseWant]) -> None:
+        self._wants.update((want.name, want) for want in wants)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._wants:
+                    await self._exchange()
+        finally:
+            await self._close()
+
+    async def _exchange(self) -> None:
+        names = list(self._wants)[:MAX_CHANGES]
+        wants = [self._wants.pop(name) for name in names]
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                response = await self._ask(wants)
+            grants = [
+                LeaseGrant(want.name, grant.granted, grant.remaining, grant.limit, want.asked_at)
+                for want, grant in zip(wants, response.grants, strict=True)
+            ]
+        except (*_FAILURES, ValueError, asyncio.CancelledError) as error:  # gRPC cancels the reader of a broken call.
+            raise_if_cancelled()
+            self._note(is_up=False, cause=type(error).__name__)
+            await self._close()
+            self._on_answer(LeasesGranted(failed=names))
+            return
+        self._note(is_up=True)
+        self._on_answer(LeasesGranted(grants))
+
+    async def _ask(self, wants: Sequence[LeaseWant]) -> LeaseBudgetsResponse:
+        request = LeaseBudgetsRequest(changes=[_change(want) for want in wants])
+        if self._call is None:
+            self._call = self._open()
+            request.producer = self._producer
+        await self._call.write(request)
+        response = await self._call.read()
+        if isinstance(response, LeaseBudgetsResponse):
+            return response
+        raise EOFError("the service has ended the stream")
+
+    def _open(self) -> Call:
+        candidates = self._candidates()
+        if not candidates:
+            raise EOFError("no control service is known")
+        address = candidates[self._turn % len(candidates)]
+        self._turn += 1
+        self._channel = self._trust.open_channel(address, ROLE, options=CHANNEL_OPTIONS)
+        return control_service_pb2_grpc.ControlServiceStub(self._channel).LeaseBudgets()
+
+    async def _close(self) -> None:
+        call, self._call = self._call, None
+        channel, self._channel = self._channel, None
+        if call is not None:
+            call.cancel()
+        if channel is not None:
+            await channel.close()
+
+    def _note(self, *, is_up: bool, cause: str = "") -> None:
+        if is_up != self.is_up:
+            self.is_up = is_up
+            if is_up:
+                log.info("budgets are leased again")
+            else:
+                log.warning("budgets cannot be leased: only what this router holds of them is spent", cause=cause)
+
+
+def _change(want: LeaseWant) -> BudgetChange:
+    unit = BUDGET_UNIT_TOKENS if want.name.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
+    name = BudgetName(account=want.name.account, unit=unit, period=want.name.period)
+    return BudgetChange(budget=name, returned=want.returned, wanted=want.wanted)

@@ -1,0 +1,113 @@
+"""Sends what the core wants to the owner of each limit, and counts what limits do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvloom.access.exposure import is_loopback
+from kvloom.config import KvloomConfig
+from kvloom.discovery.announcer import fabric_host
+from kvloom.trust.fabric_trust import FabricTrust
+from router.core.actions import LeasesWanted, LimitsCounted
+from router.core.events import LeasesGranted
+from router.core.tenancy.limiter import Limiter
+from router.tenancy.budget_leases import BudgetLeases
+from router.tenancy.rate_leases import RateLeases
+
+
+def epoch_clock() -> Callable[[float], float]:
+    """Converts the event loop's time to seconds since 1970. A step of the system's clock is noticed, so that a budget
+    begins when its day does."""
+    loop = asyncio.get_running_loop()
+
+    def convert(now: float) -> float:
+        return time.time() - loop.time() + now
+
+    return convert
+
+
+def configured_control(config: KvloomConfig) -> list[str]:
+    """The address of the control service, if the configuration has one."""
+    host = config.control.host
+    host = fabric_host(config, host) if is_loopback(host) else host
+    return [f"{host}:{config.control.port}"] if config.control.port else []
+
+
+class LeaseDesk:
+    def __init__(
+        self,
+        config: KvloomConfig,
+        limiter: Limiter,
+        producer: str,
+        control_candidates: Callable[[], Sequence[str]],
+        trust: FabricTrust,
+        on_answer: Callable[[LeasesGranted], None],
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        """`producer`: the router and its incarnation."""
+        self._rates = RateLeases(config.redis.url, config.redis.key_prefix, producer, on_answer)
+        self._budgets = BudgetLeases(producer, control_candidates, trust, on_answer)
+        self._counter = Counter(
+            "kvloom_router_limit_decisions",
+            "What limits of keys, tenants and organisations did to requests, by the limit. Unit: decisions.",
+            ("kind", "outcome"),
+            registry=registry,
+        )
+        registry.register(_Gauges(limiter, self._rates, self._budgets))
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._rates.run(), name="rate leases")
+            tasks.create_task(self._budgets.run(), name="budget leases")
+
+    def leases_wanted(self, action: LeasesWanted) -> None:
+        budgets = [want for want in action.wants if want.name.kind.is_budget]
+        rates = [want for want in action.wants if not want.name.kind.is_budget]
+        if budgets:
+            self._budgets.ask(budgets)
+        if rates:
+            self._rates.ask(rates)
+
+    def limits_counted(self, action: LimitsCounted) -> None:
+        for kind, outcome in action.counts:
+            self._counter.labels(kind, outcome).inc()
+
+
+class _Gauges(Collector):
+    def __init__(self, limiter: Limiter, rates: RateLeases, budgets: BudgetLeases) -> None:
+        self._limiter = limiter
+        self._rates = rates
+        self._budgets = budgets
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for name, text, value in (
+            (
+                "accounts",
+                "Keys, tenants and organisations whose limits are in use now. Unit: accounts.",
+                self._limiter.num_accounts,
+            ),
+            (
+                "local_leases",
+                "Limits per minute of which this router uses its own share now, since Redis cannot be asked. "
+                "Unit: limits.",
+                self._limiter.num_local_leases,
+            ),
+            (
+                "redis_up",
+                "Whether Redis answered the last question about limits. Unit: 1 for yes, 0 for no.",
+                self._rates.is_up,
+            ),
+            (
+                "control_up",
+                "Whether control answered the last question about budgets. Unit: 1 for yes, 0 for no.",
+                self._budgets.is_up,
+            ),
+        ):
+            yield GaugeMetricFamily(f"kvloom_router_limit_{name}", text, value=float(value))

@@ -1,0 +1,277 @@
+"""Limits of keys, tenants and organisations in the router core."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.tenancy.limits import Limits
+from kvloom.tenancy.prices import Price
+from router.core.actions import LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
+from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, Tick
+from router.core.lease_messages import LeaseKind
+from tests.fakes.core_rig import has, only, sent
+from tests.fakes.limited_rig import LimitedRig, error_of, tenant_table
+
+PRICE = Price("p1", "*", prompt_nanos=10, cached_nanos=1, output_nanos=100)
+
+
+def test_a_request_without_limits_makes_nothing():
+    """Most requests have no limits, and must not pay for those of others."""
+    world = LimitedRig(tenant_table())
+    actions = world.submit()
+    assert has(actions, SubmitAttempt)
+    assert not has(actions, LeasesWanted)
+    assert world.limiter.num_accounts == 0
+
+
+def test_a_request_is_held_until_its_lease_arrives():
+    """Nobody knows how much is left before Redis has said so, and a refusal would be wrong."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=10)))
+    actions = world.submit(grants=False)
+    assert not has(actions, SubmitAttempt)
+    assert [want.name.kind for want in world.wants] == [LeaseKind.REQUESTS]
+    assert has(world.grant(), SubmitAttempt)
+
+
+def test_the_limit_of_requests_is_exact():
+    """The limit is a promise to whoever pays for the fleet."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=10)))
+    outcomes = [error_of(world.submit(f"r{i}")) for i in range(12)]
+    assert outcomes == [""] * 10 + ["RATE_LIMITED"] * 2
+    world.rig.now += 6.0
+    assert error_of(world.submit("again")) == ""
+    assert error_of(world.submit("too early")) == "RATE_LIMITED"
+
+
+def test_a_refusal_says_when_to_retry_and_that_is_true():
+    """Clients wait as long as they are told."""
+    world = LimitedRig(tenant_table(tenant=Limits(requests_per_minute=60)))
+    for i in range(60):
+        assert error_of(world.submit(f"r{i}")) == ""
+    [finish] = sent(world.submit("refused")).finishes
+    assert finish.error is not None
+    assert finish.error.limit == "tenant:acme/web requests_per_minute"
+    assert 0.9 < finish.error.retry_after_seconds < 1.1
+    assert finish.error.limits is not None
+    assert finish.error.limits.requests is not None
+    assert finish.error.limits.requests.remaining == 0
+    world.rig.now += finish.error.retry_after_seconds
+    assert error_of(world.submit("retried")) == ""
+
+
+def test_a_refused_request_burns_nothing_on_any_account():
+    """Otherwise a key at its limit would use up what its tenant's other keys may have."""
+    world = LimitedRig(
+        tenant_table(key=Limits(requests_per_minute=1), tenant=Limits(requests_per_minute=100, tokens_per_minute=5000))
+    )
+    world.submit("first")
+    before = _units(world)
+    for i in range(5):
+        assert error_of(world.submit(f"r{i}")) == "RATE_LIMITED"
+    assert _units(world) == before
+
+
+def _units(world: LimitedRig) -> dict[str, int]:
+    """What is left, leased or not."""
+    left = {}
+    for account in world.limiter._book:
+        for lease in (account.requests, account.tokens):
+            if lease is not None:
+                left[f"{lease.name.account} {lease.name.kind.value}"] = lease.remaining(world.rig.now)
+    return left
+
+
+def test_tokens_are_settled_with_what_was_really_used():
+    """An answer shorter than expected must not count for more than it is."""
+    world = LimitedRig(tenant_table(key=Limits(tokens_per_minute=1000)))
+    actions = world.submit(max_tokens=500)
+    assert _units(world)["key:k1 tokens_per_minute"] == 1000 - 5 - 256
+    world.answer(actions, 20)
+    # 4 of the 5 prompt tokens were cached, and count in full unless a weight says otherwise.
+    assert _units(world)["key:k1 tokens_per_minute"] == 1000 - 5 - 20
+    world.submit("next", max_tokens=500)
+    assert _units(world)["key:k1 tokens_per_minute"] == 1000 - 25 - 25  # its answer is expected to be as long
+
+
+def test_cached_tokens_have_a_weight():
+    """Prompts that cost the fleet nothing need not count."""
+    world = LimitedRig(tenant_table(key=Limits(tokens_per_minute=1000, cached_token_percent=0)))
+    world.answer(world.submit(max_tokens=10), 10)
+    assert _units(world)["key:k1 tokens_per_minute"] == 1000 - 1 - 10
+
+
+def test_an_answer_longer_than_expected_is_charged_later():
+    """The expectation is a guess, but the rate must hold over time."""
+    world = LimitedRig(tenant_table(key=Limits(tokens_per_minute=600)))
+    world.answer(world.submit("a", max_tokens=3), 3)
+    world.answer(world.submit("b", max_tokens=900), 900)
+    world.rig.now += 0.5
+    world.note(world.rig.handle(Tick()))
+    assert error_of(world.submit("c", max_tokens=900)) == "RATE_LIMITED"
+    world.rig.now += 60.0
+    assert error_of(world.submit("d", max_tokens=900)) == ""
+
+
+def test_a_prompt_above_the_limit_of_a_minute_can_never_be_admitted():
+    """A retry would not help, so none is advised."""
+    world = LimitedRig(tenant_table(key=Limits(tokens_per_minute=4)))
+    assert error_of(world.submit()) == "REQUEST_TOO_LARGE"
+
+
+def test_concurrent_requests_are_limited_until_one_ends():
+    """However it ends, its slot is free again."""
+    world = LimitedRig(tenant_table(tenant=Limits(max_concurrent_requests=2)))
+    first = world.submit("a")
+    world.submit("b")
+    assert error_of(world.submit("c")) == "RATE_LIMITED"
+    world.answer(first, 3)
+    assert error_of(world.submit("d")) == ""
+    world.note(world.rig.handle(RequestCancelled("b")))
+    assert error_of(world.submit("e")) == ""
+    assert error_of(world.submit("f")) == "RATE_LIMITED"
+
+
+def test_prompts_and_answers_have_maxima():
+    """An answer that a limit cuts short says by which."""
+    world = LimitedRig(tenant_table(key=Limits(max_prompt_tokens=5, max_output_tokens=3)))
+    assert error_of(world.submit("long", prompt_token_ids=[1] * 6)) == "REQUEST_TOO_LARGE"
+    actions = world.submit("r", max_tokens=10)
+    assert only(actions, SubmitAttempt).max_tokens == 3
+    log = world.answer(actions, 10)
+    assert [finish.limited_by for finish in world.finishes(log)] == ["key:k1 max_output_tokens"]
+
+
+def test_shadow_mode_counts_and_refuses_nothing():
+    """Whoever introduces a limit wants to know first whom it would hit."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=2, shadow=True)))
+    log = [action for i in range(4) for action in world.submit(f"r{i}")]
+    assert sum(isinstance(action, SubmitAttempt) for action in log) == 4
+    counts = [count for action in log if isinstance(action, LimitsCounted) for count in action.counts]
+    assert counts.count(("requests_per_minute", "would_refuse")) >= 1
+    assert not any(outcome == "refused" for _, outcome in counts)
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_never_overspent_and_the_last_answer_is_cut_short():
+    """The budget is hard: an answer ends where the money does, and says so."""
+    world = LimitedRig(tenant_table(tenant=Limits(monthly_budget_nanos=2000), prices=[PRICE]))
+    first = world.submit("a", max_tokens=10)  # 50 + 1000 at most
+    assert only(first, SubmitAttempt).max_tokens == 10
+    second = world.submit("b", max_tokens=10)
+    assert only(second, SubmitAttempt).max_tokens == 9  # 950 are left
+    assert error_of(world.submit("c", max_tokens=10)) == "BUDGET_EXHAUSTED"
+    log = world.answer(second, 10)
+    assert [finish.limited_by for finish in world.finishes(log)] == ["tenant:acme/web monthly_budget_nanos"]
+    world.answer(first, 2)
+    # Of 2000, 214 and 914 were used: 4 of 5 prompt tokens were cached.
+    assert only(world.submit("d", max_tokens=10), SubmitAttempt).max_tokens == 8
+
+
+def test_tokens_of_a_day_are_a_budget():
+    """A day's tokens are exact, too."""
+    world = LimitedRig(tenant_table(organisation=Limits(tokens_per_day=30)))
+    assert only(world.submit("a", max_tokens=20), SubmitAttempt).max_tokens == 20
+    assert error_of(world.submit("b", max_tokens=20)) == "BUDGET_EXHAUSTED"  # the prompt alone has 5 of 5
+    world.rig.now += 12 * 3600.0
+    assert only(world.submit("c", max_tokens=20), SubmitAttempt).max_tokens == 20  # the next day
+
+
+def test_without_the_owner_of_budgets_nothing_is_spent_beyond_the_lease():
+    """An outage of control must not cost money, and is no fault of the caller."""
+    world = LimitedRig(tenant_table(tenant=Limits(monthly_budget_nanos=10_000), prices=[PRICE]))
+    world.submit(grants=False, max_tokens=10)
+    assert error_of(world.fail()) == "BUDGET_UNAVAILABLE"
+    world.rig.now += 2.0
+    assert has(world.submit("later", max_tokens=10), SubmitAttempt)
+
+
+def test_a_continued_answer_is_charged_once_for_its_request_and_prompt():
+    """Its first router has charged them, and the loss of a router is no fault of the caller."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=1, tokens_per_minute=300)))
+    world.answer(world.submit("a", max_tokens=10), 10)
+    before = _units(world)
+    world.answer(world.submit("b", choices=[ChoiceSpec(5, 0, [7] * 4)], max_tokens=10), 6)
+    after = _units(world)
+    assert after["key:k1 requests_per_minute"] == before["key:k1 requests_per_minute"]
+    assert before["key:k1 tokens_per_minute"] - after["key:k1 tokens_per_minute"] == 6
+
+
+def test_continued_answers_do_not_get_around_the_limit_of_requests():
+    """Anybody can claim that an answer was begun elsewhere."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=3)))
+    outcomes = [error_of(world.submit(f"r{i}", choices=[ChoiceSpec(i + 1, 0, [7])], max_tokens=10)) for i in range(8)]
+    assert outcomes == [""] * 6 + ["RATE_LIMITED"] * 2
+
+
+def test_a_continued_answer_without_budget_ends_with_what_it_has():
+    """An answer that has begun does not fail because of a limit."""
+    world = LimitedRig(tenant_table(tenant=Limits(tokens_per_day=20)))
+    world.submit("a", max_tokens=15)
+    log = world.submit("b", choices=[ChoiceSpec(5, 0, [7] * 4), ChoiceSpec(6, 1)], max_tokens=10)
+    finishes = sent(log).finishes
+    assert [(finish.slot, finish.reason, finish.limited_by) for finish in finishes] == [
+        (5, 2, "tenant:acme/web tokens_per_day"),
+        (6, 2, "tenant:acme/web tokens_per_day"),
+    ]
+
+
+# -- the ends of held requests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancelled", "client gone", "timeout", "drained", "last try"])
+def test_a_held_request_ends_exactly_once(how: str):
+    """Held requests must not be lost, nor leave anything behind."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=10, max_concurrent_requests=5)))
+    log = world.submit(grants=False, timeout_seconds=0.5 if how == "timeout" else 60.0)
+    match how:
+        case "cancelled":
+            log += world.rig.handle(RequestCancelled("r"))
+        case "client gone":
+            log += world.rig.handle(ClientGone("c"))
+        case "drained":
+            log += world.rig.handle(DrainEnded())
+        case _:
+            deadline = world.rig.core.next_deadline()
+            assert deadline is not None
+            while not (has(log, RequestEnded) or has(log, SubmitAttempt)):
+                world.rig.now = max(deadline, world.rig.now + 0.1)
+                log += world.rig.handle(Tick())
+    log += world.grant()
+    if how == "last try":
+        log += world.answer(log, 3)
+    assert sum(isinstance(action, RequestEnded) for action in log) == 1
+    assert world.rig.core.is_idle
+
+
+def test_while_redis_is_away_each_router_has_its_share():
+    """Serving goes on, within a bound: all routers together admit no more than the limit."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=12)))
+    world.submit("r", grants=False)
+    log = world.fail(num_routers=3)
+    log += [action for i in range(10) for action in world.submit(f"r{i}", grants=False)]
+    assert sum(isinstance(action, SubmitAttempt) for action in log) == 4
+    world.rig.now += 1.0
+    world.submit("asks again")
+    assert world.limiter.num_local_leases == 0
+
+
+def test_unused_leases_are_given_back():
+    """Another router needs them."""
+    world = LimitedRig(
+        tenant_table(
+            tenant=Limits(requests_per_minute=600, monthly_budget_nanos=10**6, max_concurrent_requests=5),
+            prices=[PRICE],
+        )
+    )
+    for i in range(20):
+        world.answer(world.submit(f"r{i}", max_tokens=5), 5)
+        world.rig.now += 0.2
+    for _ in range(200):
+        world.rig.now += 0.5
+        world.note(world.rig.handle(Tick()))
+    assert world.limiter.num_accounts == 0
+    assert all(not slots.leased for slots in world.rates.slots.values())
+    [budget] = world.budgets.budgets.values()
+    assert budget.leased["r1"] == 20 * (10 + 4 + 500)  # what was used: 4 of 5 prompt tokens were cached

@@ -1,0 +1,110 @@
+"""The owners of shared limits, as simulations know them: the buckets and slots of Redis, by the rules of its script
+(router/tenancy/lease_script.py), and the budgets of `control`."""
+
+from __future__ import annotations
+
+from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant
+
+LEASE_SECONDS = 4.0
+"""How long Redis counts units of a rate as leased."""
+SLOT_SECONDS = 30.0
+
+
+class Bucket:
+    """A rate of one account."""
+
+    def __init__(self, limit: int, now: float) -> None:
+        self.level = float(limit)
+        self.at = now
+        self.leased: dict[str, tuple[int, float]] = {}
+        """Router -> (units, until when)."""
+
+    def lease(self, router: str, want: LeaseWant, now: float) -> LeaseGrant:
+        self.level += want.limit / 60.0 * max(0.0, now - self.at) + want.returned - want.debt
+        self.at = max(self.at, now)
+        self.leased = {name: lease for name, lease in self.leased.items() if lease[1] > now and name != router}
+        others = sum(units for units, _ in self.leased.values())
+        self.level = min(self.level, float(want.limit - others - want.held))
+        granted = max(0, min(want.wanted, int(self.level // 1)))
+        self.level -= granted
+        if want.held + granted:
+            self.leased[router] = (want.held + granted, now + LEASE_SECONDS)
+        return LeaseGrant(want.name, granted, int(self.level // 1), asked_at=want.asked_at)
+
+
+class Slots:
+    """The concurrent requests of one account."""
+
+    def __init__(self) -> None:
+        self.leased: dict[str, tuple[int, float]] = {}
+
+    def lease(self, router: str, want: LeaseWant, now: float) -> LeaseGrant:
+        self.leased = {name: lease for name, lease in self.leased.items() if lease[1] > now and name != router}
+        free = want.limit - want.held - sum(slots for slots, _ in self.leased.values())
+        granted = max(0, min(want.wanted, free))
+        if want.held + granted:
+            self.leased[router] = (want.held + granted, now + SLOT_SECONDS)
+        return LeaseGrant(want.name, granted, free - granted, asked_at=want.asked_at)
+
+
+class RateOwner:
+    """Redis. `forget` is what a restart without persistence does."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[LeaseName, Bucket] = {}
+        self.slots: dict[LeaseName, Slots] = {}
+
+    def lease(self, router: str, want: LeaseWant, now: float) -> LeaseGrant:
+        if want.name.kind is LeaseKind.SLOTS:
+            return self.slots.setdefault(want.name, Slots()).lease(router, want, now)
+        bucket = self.buckets.get(want.name)
+        if bucket is None:
+            bucket = self.buckets[want.name] = Bucket(want.limit, now)
+        return bucket.lease(router, want, now)
+
+    def forget(self) -> None:
+        self.buckets.clear()
+        self.slots.clear()
+
+
+class Budget:
+    """One budget. What was granted counts as spent until it is returned or its use is reported."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.spent = 0
+        """Of requests that have ended."""
+        self.leased: dict[str, int] = {}
+        """Router -> what it was granted, less what it returned or reported."""
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - self.spent - sum(self.leased.values())
+
+    def lease(self, router: str, want: LeaseWant) -> LeaseGrant:
+        self.leased[router] = self.leased.get(router, 0) - want.returned
+        granted = max(0, min(want.wanted, self.remaining))
+        self.leased[router] += granted
+        return LeaseGrant(want.name, granted, max(0, self.remaining), self.limit, want.asked_at)
+
+    def record(self, router: str, used: int) -> None:
+        """The usage record of a request has arrived."""
+        self.spent += used
+        self.leased[router] = self.leased.get(router, 0) - used
+
+    def lose(self, router: str) -> None:
+        """The router is gone, and all its records have arrived."""
+        self.leased.pop(router, None)
+
+
+class BudgetOwner:
+    """`control`, whose database loses nothing."""
+
+    def __init__(self) -> None:
+        self.budgets: dict[LeaseName, Budget] = {}
+
+    def lease(self, router: str, want: LeaseWant) -> LeaseGrant:
+        budget = self.budgets.get(want.name)
+        if budget is None:
+            budget = self.budgets[want.name] = Budget(want.limit)
+        return budget.lease(router, want)
