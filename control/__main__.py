@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--name", default="control", help="the name of this process in logs")
     parser.add_argument("--port", type=int, help="overrides control.port; 0 picks one")
     add_metrics_flags(parser)
+    parser.add_argument("--share-port", action="store_true", help="listen on a port that the supervisor holds, too")
     args = parser.parse_args()
 
     async def run() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
             config, trust, "control", args.name, args.metrics_port, shares_port=args.share_metrics_port
         )
         async with following(trust):
-            await serve(config, port, metrics, trust, name=args.name)
+            await serve(config, port, metrics, trust, shares_port=args.share_port, name=args.name)
 
     run_service(run())
 

@@ -629,7 +629,7 @@ class FabricConfig(Section):
     """The file with the fabric's secret (docs/security.md), by which its processes recognise one another. Empty:
     `kvloom up` makes one in the data directory; a service that is started by itself takes the secret from the
     environment variable KVLOOM_FABRIC_SECRET, and works without one if that is not set."""
-    roles: list[Literal["edge", "router", "shard", "safety"]] = []
+    roles: list[Literal["edge", "router", "shard", "safety", "control"]] = []
     """What `kvloom up` starts on this machine. Empty: all."""
     host: str = ""
     """Where processes listen for the other processes of their fabric, which all need its secret. Empty: `router.host`,

@@ -70,6 +70,7 @@ def load_config_file(path: Path | None) -> KvloomConfig:
         model.path = _model_source(model.path, base)
         for adapter in model.adapters:
             adapter.path = _absolute(adapter.path, base)
+    config.control.database_url = _absolute_sqlite(config.control.database_url, base)
     config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
     config.callers.api_keys_file = _absolute(config.callers.api_keys_file, base)
     config.tls.certificate_file = _absolute(config.tls.certificate_file, base)
@@ -89,6 +90,11 @@ def _model_source(source: str, base: Path) -> str:
     """What is no path here may be the name of a model."""
     found = _absolute(source, base)
     return found if source and Path(found).exists() else source
+
+
+def _absolute_sqlite(url: str, base: Path) -> str:
+    scheme, _, path = url.partition(":///")
+    return f"sqlite:///{_absolute(path, base)}" if scheme == "sqlite" and path else url
 
 
 def _absolute(path: str, base: Path) -> str:

@@ -24,7 +24,16 @@ from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import announced_process, fabric_host, process_record
 from kvloom.discovery.records import NameTakenError
 from kvloom.metrics.exporter import MetricsExporter, NoMetrics
-from kvloom.process.service import SERVER_OPTIONS, ReadyLine, StartError, announce_ready, bind, set_serving, stop_event
+from kvloom.process.service import (
+    SERVER_OPTIONS,
+    ReadyLine,
+    StartError,
+    announce_ready,
+    bind,
+    set_serving,
+    sharing_port,
+    stop_event,
+)
 from kvloom.process.watched_files import following
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.standard_services import add_health_and_reflection
@@ -54,9 +63,15 @@ MAX_CONCURRENT_RPCS: Final = 8192
 
 
 async def serve(
-    config: KvloomConfig, port: int, metrics: MetricsExporter | NoMetrics, trust: FabricTrust, *, name: str = "control"
+    config: KvloomConfig,
+    port: int,
+    metrics: MetricsExporter | NoMetrics,
+    trust: FabricTrust,
+    *,
+    shares_port: bool = False,
+    name: str = "control",
 ) -> None:
-    """Serve until SIGTERM. Raises StartError and ConfigError."""
+    """Serve until SIGTERM. With `shares_port`, the supervisor holds the port, too. Raises StartError, ConfigError."""
     host = fabric_host(config, config.control.host)
     if not trust.has_secret and not is_loopback(host):
         raise StartError(f"control trusts all who reach it at {host}: give the fabric a secret (fabric.secret_file)")
@@ -66,7 +81,19 @@ async def serve(
         polling = asyncio.create_task(versions.run(), name="versions")
         metering = asyncio.create_task(UsageWork(config, database, trust.sealer, name).run(), name="usage")
         try:
-            await _serve(config, host, port, metrics, trust, name, database, versions, stopping)
+            options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
+            server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+            await _serve(
+                config,
+                server,
+                bind(server, host, port, trust.add_port),
+                metrics,
+                trust,
+                name,
+                database,
+                versions,
+                stopping,
+            )
         finally:
             polling.cancel()
             metering.cancel()
@@ -75,8 +102,8 @@ async def serve(
 
 async def _serve(
     config: KvloomConfig,
-    host: str,
-    port: int,
+    server: grpc.aio.Server,
+    address: str,
     metrics: MetricsExporter | NoMetrics,
     trust: FabricTrust,
     name: str,
@@ -84,13 +111,11 @@ async def _serve(
     versions: Versions,
     stopping: asyncio.Event,
 ) -> None:
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
     checked = CheckedServer(server)
     control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
     directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(DirectoryServicer(database, versions), checked)
     usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
     health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
-    address = bind(server, host, port, trust.add_port)
     await server.start()
     await set_serving(health, SERVICE_NAMES, serving=True)
     log.info("serving", address=address, database=database.engine.dialect.name)

@@ -1,7 +1,8 @@
-"""The `kvloom` command, with one file per command.
+"""The `kvloom` command, with one file per command. tenants/ has those about tenants.
 
 entry_point.py    the entry point of the script
-commands.py       the command and its subcommands, which are imported lazily
+commands.py       the command and its subcommands
+lazy_group.py     imports a subcommand when it is used
 up.py             up and down
 launch.py         launches the fabric for up
 status.py         status
@@ -16,7 +17,7 @@ models.py         models
 rollouts.py       `kvloom models rollout`, `rollback` and `history`
 compare.py        `kvloom models compare`
 secret.py         secret
-keys.py           keys
+keys.py           keys, and those in a file
 running.py        finds the fabric that a command is about
 router_client.py  finds the router for chat and explain
 """

@@ -2,78 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import sys
-from collections.abc import Mapping
-from typing import Any
 
 import click
 
-from kvloom.process.extras import MissingPackageError, naming_extras
-from tools.failures import CommandError
-
-
-class LazyGroup(click.Group):
-    """A group whose commands are imported only when they are used, so that `kvloom status` does not load gRPC.
-
-    `commands_at` maps names to "module:attribute", in the order of --help.
-    """
-
-    def __init__(self, *args: Any, commands_at: Mapping[str, str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._commands_at = commands_at
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(self._commands_at)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        place = self._commands_at.get(cmd_name)
-        if place is None:
-            return None
-        module, attribute = place.split(":")
-        try:
-            with naming_extras():
-                command = getattr(importlib.import_module(module), attribute)
-        except MissingPackageError as error:
-            raise CommandError(str(error)) from error
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Like click, but a command that cannot be imported does not hide the others."""
-        names = self.list_commands(ctx)
-        width = formatter.width - 6 - max(map(len, names))
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self._short_help(ctx, name, width)) for name in names])
-
-    def _short_help(self, ctx: click.Context, name: str, width: int) -> str:
-        try:
-            command = self.get_command(ctx, name)
-        except CommandError as error:
-            return error.message
-        return "" if command is None else command.get_short_help_str(width)
-
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
-        """Like click, but every failure is one line on stderr, including that of a wrong flag."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **kwargs)
-        try:
-            status = super().main(*args, standalone_mode=False, **kwargs)
-        except click.exceptions.NoArgsIsHelpError as error:
-            error.show()
-            sys.exit(error.exit_code)
-        except click.UsageError as error:
-            advice = f" (see {error.ctx.command_path} --help)" if error.ctx is not None else ""
-            print(f"error: {error.format_message()}{advice}", file=sys.stderr)
-            sys.exit(error.exit_code)
-        except click.ClickException as error:
-            error.show()
-            sys.exit(error.exit_code)
-        except click.Abort:
-            print("aborted", file=sys.stderr)
-            sys.exit(130)
-        sys.exit(status if isinstance(status, int) else 0)
+from tools.cli.lazy_group import LazyGroup
 
 
 @click.group(
@@ -94,6 +27,11 @@ class LazyGroup(click.Group):
         "models": "tools.cli.models:models",
         "secret": "tools.cli.secret:secret",
         "keys": "tools.cli.keys:keys",
+        "orgs": "tools.cli.tenants.orgs:orgs",
+        "projects": "tools.cli.tenants.projects:projects",
+        "users": "tools.cli.tenants.users:users",
+        "limits": "tools.cli.tenants.limits:limits",
+        "prices": "tools.cli.tenants.prices:prices",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
         "chaos": "tools.chaos.command:chaos",

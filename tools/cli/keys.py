@@ -1,4 +1,4 @@
-"""`kvloom keys`: the API keys that clients need, in a file with their hashes."""
+"""`kvloom keys`: the API keys that clients need: of tenants, or in a file with their hashes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,35 @@ import click
 import msgspec
 
 from kvloom.access.api_keys import ApiKey, check_name, digest_of, draw_key, read_api_keys, write_api_keys
-from kvloom.config import ConfigError
+from kvloom.config import ConfigError, load_config
+from tools.cli.lazy_group import LazyGroup
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.state import RunFolder
 
 KEYS_FILE: Final = "api_keys"
 """In the data directory."""
 
 
-@click.group()
+class _KeysGroup(LazyGroup):
+    """`create`, `update`, `rotate` and `revoke` are for tenants and load gRPC; the others are below."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *self.commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self.commands.get(cmd_name) or super().get_command(ctx, cmd_name)
+
+
+@click.group(
+    cls=_KeysGroup,
+    commands_at={name: f"tools.cli.tenants.keys:{name}" for name in ("create", "update", "rotate", "revoke")},
+)
 def keys() -> None:
-    """Add, list and remove the API keys that clients need (`kvloom up --api-keys FILE`)."""
+    """Make, list, change and revoke the keys of tenants (`kvloom up --control`).
+
+    In a fabric without tenants, `add`, `list` and `remove` are about the keys in a file (`kvloom up --api-keys FILE`).
+    """
 
 
 file_option = option(
@@ -39,10 +57,11 @@ file_option = option(
 @data_dir_option
 @config_option
 def add(name: str, file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
-    """Make a key for NAME and print it. It cannot be shown again, because the file has its hash only.
+    """Make a key for NAME in the file and print it. It cannot be shown again, because the file has its hash only.
 
     A name may have several keys: add the new one, give it to its user, then remove the old one.
     """
+    _refuse_tenants(file, data_dir, config_file, "kvloom keys create --project ORG/PROJECT")
     path = _path(file, data_dir, config_file)
     try:
         check_name(name)
@@ -58,11 +77,31 @@ def add(name: str, file: Path | None, data_dir: Path | None, config_file: Path |
 
 @keys.command(name="list")
 @option("--json", "as_json", scope="keys", is_flag=True, help="Print one JSON array.")
+@option("--project", scope="keys", default="", help="Only those of this project.")
+@option("--org", scope="keys", default="", help="Only those of this organisation.")
+@option("--revoked", "show_revoked", scope="keys", is_flag=True, help="Revoked ones, too.")
 @file_option
 @data_dir_option
 @config_option
-def list_keys(as_json: bool, file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
-    """List the names, ids and dates of the keys."""
+def list_keys(
+    as_json: bool,
+    project: str,
+    org: str,
+    show_revoked: bool,
+    file: Path | None,
+    data_dir: Path | None,
+    config_file: Path | None,
+) -> None:
+    """List the keys of tenants; in a fabric without, the names, ids and dates of those in the file."""
+    if _has_tenants(file, data_dir, config_file):
+        from tools.cli.tenants.directory import Directory
+        from tools.cli.tenants.keys import show_keys
+
+        directory = Directory(data_dir, config_file)
+        show_keys(directory, project, org, show_revoked=show_revoked, as_json=as_json)
+        return
+    if project or org or show_revoked:
+        raise CommandError("the keys in a file have no project: this fabric has no tenants (`kvloom up --control`)")
     found = _read(_path(file, data_dir, config_file))
     if as_json:
         shown = [{"name": key.name, "id": key.key_id, "created": key.created} for key in found]
@@ -81,7 +120,8 @@ def list_keys(as_json: bool, file: Path | None, data_dir: Path | None, config_fi
 @data_dir_option
 @config_option
 def remove(name: str, key_id: str | None, file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
-    """Remove the keys of NAME. Running processes refuse them within about a second."""
+    """Remove the keys of NAME from the file. Running processes refuse them within about a second."""
+    _refuse_tenants(file, data_dir, config_file, "kvloom keys revoke ID")
     path = _path(file, data_dir, config_file)
     found = _read(path)
     kept = [key for key in found if key.name != name or key_id not in (None, key.key_id)]
@@ -90,6 +130,24 @@ def remove(name: str, key_id: str | None, file: Path | None, data_dir: Path | No
         raise CommandError(f"{path} has no key of {which}")
     _write(path, kept)
     print(f"removed {len(found) - len(kept)} of {len(found)} keys from {path}")
+
+
+def _has_tenants(file: Path | None, data_dir: Path | None, config_file: Path | None) -> bool:
+    """Whether the fabric has tenants, and no file was asked for."""
+    if file is not None:
+        return False
+    given = load_config_file(config_file)
+    try:
+        running = load_config(RunFolder(choose_data_dir(data_dir, given)).config_path)
+    except ConfigError:
+        return given.control.enabled
+    return running.control.enabled or given.control.enabled
+
+
+def _refuse_tenants(file: Path | None, data_dir: Path | None, config_file: Path | None, instead: str) -> None:
+    """Raises CommandError: a key in the file would be of no use."""
+    if _has_tenants(file, data_dir, config_file):
+        raise CommandError(f"this fabric has tenants, whose keys are not in a file: use `{instead}`")
 
 
 def _path(file: Path | None, data_dir: Path | None, config_file: Path | None) -> Path:

@@ -65,6 +65,7 @@ def apply_flags(
     colocate: bool,
     role: Sequence[str],
     advertise: str | None,
+    control: bool,
 ) -> None:
     """Override the settings in the file with the given flags. Raises CommandError."""
     if "" in shards:
@@ -102,8 +103,12 @@ def apply_flags(
         config.router.num_routers = routers
     if colocate:
         config.edge.colocate = True
+    if control:
+        config.control.enabled = True
     if role:
-        config.fabric.roles = cast("list[Literal['edge', 'router', 'shard', 'safety']]", list(dict.fromkeys(role)))
+        config.fabric.roles = cast(
+            "list[Literal['edge', 'router', 'shard', 'safety', 'control']]", list(dict.fromkeys(role))
+        )
     if advertise is not None:
         config.fabric.advertised_host = advertise
     if config.shard.engine not in ENGINES.names():
@@ -254,6 +259,9 @@ class Launch:
             if "safety" in roles:
                 host = fabric_host(config, config.safety.host)
                 config.safety.port = stack.enter_context(_claimed(host, config.safety.port, "safety.port")).port
+            if "control" in roles:
+                host = fabric_host(config, config.control.host)
+                config.control.port = stack.enter_context(_claimed(host, config.control.port, "control.port")).port
             self._claim_metrics_ports(stack)
             yield http
 

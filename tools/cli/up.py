@@ -86,7 +86,7 @@ class ShardCounts(click.ParamType):
 @option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
-    help="The first of the ports for /metrics: safety service, routers, edges, shards.  [default: free ones]",
+    help="The first of the ports for /metrics: safety service, routers, edges, control, shards.  [default: free ones]",
 )
 @data_dir_option
 @config_option
@@ -110,6 +110,11 @@ class ShardCounts(click.ParamType):
     "--tls-client-ca",
     type=click.Path(path_type=Path, dir_okay=False),
     help="The authorities of clients' certificates, which clients then need.",
+)
+@option(
+    "--control",
+    is_flag=True,
+    help="Serve tenants: the holders of the keys that `kvloom keys create` makes, and nobody else (docs/tenancy.md).",
 )
 @option(
     "--insecure",
@@ -156,7 +161,7 @@ def up(
     detach: bool,
     **flags: Any,
 ) -> None:
-    """Start the fabric: Redis, safety service, routers, engine shards and HTTP edges.
+    """Start the fabric: Redis, control if enabled, safety service, routers, engine shards and HTTP edges.
 
     Prints `ready: URL` when all processes are ready. Ctrl-C stops all of them. With --join, this machine becomes one of
     a fleet, and --role chooses its part.

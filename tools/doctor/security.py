@@ -138,7 +138,7 @@ async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Findin
     """Tries the ports inside the fabric as a stranger, and as a member."""
     for process in state.processes:
         address = process.internal_address if process.router_address else process.address
-        if process.role not in ("shard", "safety", "router") and not process.router_address:
+        if process.role not in ("shard", "safety", "control", "router") and not process.router_address:
             continue
         if not address:
             yield Finding(f"{process.name} port", "failed", "it does not ask for the fabric's secret")

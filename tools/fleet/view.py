@@ -95,7 +95,13 @@ def _bare(machines: Iterable[Machine], records: FleetRecords) -> list[ProcessSta
     states = {machine.state.owner: machine.state for machine in machines if machine.state is not None}
     lost = {records.supervisors[machine.name].owner for machine in machines if machine.state is None}
     found: list[ProcessStatus] = []
-    kinds = {"edge": records.edges, "router": records.routers, "shard": records.shards, "safety": records.safety}
+    kinds = {
+        "edge": records.edges,
+        "router": records.routers,
+        "shard": records.shards,
+        "safety": records.safety,
+        "control": records.control,
+    }
     for role, of_role in kinds.items():
         for record in of_role.values():
             state = states.get(record.owner)

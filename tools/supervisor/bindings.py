@@ -42,7 +42,7 @@ def describe_bindings(config: KvloomConfig, statuses: Sequence[ProcessStatus], *
 
 
 def _internal(status: ProcessStatus) -> list[str]:
-    if status.role in ("shard", "safety"):
+    if status.role in ("shard", "safety", "control"):
         return [status.address] if status.address else []
     return [address for address in (status.internal_address, status.peer_address) if address]
 
@@ -68,6 +68,8 @@ def _tls(config: KvloomConfig) -> str:
 
 
 def _keys(config: KvloomConfig) -> str:
+    if config.control.enabled:
+        return "keys of tenants"
     if config.callers.provider:
         return f"the auth provider {config.callers.provider}"
     return "API keys" if config.callers.api_keys_file else "no API keys"

@@ -37,7 +37,7 @@ class ChildSpec:
     """What to run, and how to find out that it is ready."""
 
     role: str
-    """"edge", "router", "shard", "safety" or "redis"."""
+    """"edge", "router", "shard", "safety", "control" or "redis"."""
     name: str
     argv: tuple[str, ...]
     """The command line. argv[0] is a path."""

@@ -20,17 +20,24 @@ class FleetRecords:
     routers: Mapping[str, RouterRecord] = dataclasses.field(default_factory=dict)
     edges: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
     safety: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
+    control: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
     supervisors: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
     num_ignored: int = 0
     """Records that this fabric has not signed."""
 
     def num_of(self, role: str) -> int:
-        by_role = {"shard": self.shards, "router": self.routers, "edge": self.edges, "safety": self.safety}
+        by_role = {
+            "shard": self.shards,
+            "router": self.routers,
+            "edge": self.edges,
+            "safety": self.safety,
+            "control": self.control,
+        }
         return len(by_role[role])
 
     @property
     def num_usable(self) -> int:
-        return len(self.supervisors) + sum(map(self.num_of, ("shard", "router", "edge", "safety")))
+        return len(self.supervisors) + sum(map(self.num_of, ("shard", "router", "edge", "safety", "control")))
 
 
 class FleetRegistry:
@@ -42,23 +49,25 @@ class FleetRegistry:
         self._routers = RouterRegistry(url, prefix, sealer)
         self._edges = ProcessRegistry(url, prefix, "edge", sealer)
         self._safety = ProcessRegistry(url, prefix, "safety", sealer)
+        self._control = ProcessRegistry(url, prefix, "control", sealer)
         self.supervisors = ProcessRegistry(url, prefix, "supervisor", sealer)
 
     async def read(self) -> FleetRecords:
         """Raises redis.exceptions.RedisError and OSError when the registry cannot be read."""
-        shards, routers, edges, safety, supervisors = await asyncio.gather(
+        shards, routers, edges, safety, control, supervisors = await asyncio.gather(
             self._shards.list_shards(),
             self._routers.list_routers(),
             self._edges.list_records(),
             self._safety.list_records(),
+            self._control.list_records(),
             self.supervisors.list_records(),
         )
         num_ignored = sum(registry.num_ignored for registry in self._all)
-        return FleetRecords(shards, routers, edges, safety, supervisors, num_ignored)
+        return FleetRecords(shards, routers, edges, safety, control, supervisors, num_ignored)
 
     async def close(self) -> None:
         await asyncio.gather(*(registry.close() for registry in self._all))
 
     @property
     def _all(self) -> list[Registry[ShardRecord] | Registry[RouterRecord] | Registry[ProcessRecord]]:
-        return [self._shards, self._routers, self._edges, self._safety, self.supervisors]
+        return [self._shards, self._routers, self._edges, self._safety, self._control, self.supervisors]

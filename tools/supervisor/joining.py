@@ -17,8 +17,8 @@ from kvloom.discovery.announcer import name_owner
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.trust.secret import ENVIRONMENT_VARIABLE
 from tools.failures import CommandError
-from tools.supervisor.fleet_records import FleetRegistry
-from tools.supervisor.process_specs import ROLES, started_roles, supervisor_name
+from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
+from tools.supervisor.process_specs import possible_roles, started_roles, supervisor_name
 from tools.supervisor.reporters import Reporter
 from tools.supervisor.service.client import UnreachableError, remote_supervisor
 
@@ -27,12 +27,14 @@ _MAX_PREFIX_CHARS: Final = 32
 
 def check_roles(config: KvloomConfig) -> None:
     """Raises CommandError for settings that only make sense with a fleet's Redis, or that contradict one another."""
-    roles = started_roles(config)
+    roles, possible = started_roles(config), possible_roles(config)
+    if "control" in config.fabric.roles and "control" not in possible:
+        raise CommandError("--role control needs --control: without it the fabric has no tenants (docs/tenancy.md)")
     if config.edge.colocate and "edge" not in roles:
         raise CommandError("--colocate puts a router into each edge: it needs --role edge")
     if config.redis.url:
         return
-    if len(roles) < len(ROLES) and not (config.edge.colocate and set(ROLES) - set(roles) == {"router"}):
+    if len(roles) < len(possible) and not (config.edge.colocate and set(possible) - set(roles) == {"router"}):
         raise CommandError(
             f"--role {' --role '.join(roles)} needs the Redis that this machine shares with the others of the fleet: "
             "--join redis://HOST (docs/fleet.md)"
@@ -111,6 +113,19 @@ def check_secret(config: KvloomConfig, own_secret: Path) -> None:
     )
 
 
+def _check_control(config: KvloomConfig, records: FleetRecords) -> None:
+    """Two control services with a SQLite database each would know different tenants. Raises CommandError."""
+    if "control" not in started_roles(config) or config.control.database_url.startswith("postgresql"):
+        return
+    owner = name_owner(config.data_dir)
+    for name, record in records.control.items():
+        if record.owner != owner:
+            raise CommandError(
+                f"the fleet has a control service, {name} at {record.address}. Start this machine without one (--role "
+                "edge --role router ...), or give both one PostgreSQL database (control.database_url)"
+            )
+
+
 async def check_fleet(config: KvloomConfig, trust: FabricTrust, reporter: Reporter) -> None:
     """Ask the registry who else is there. Raises CommandError if they have another secret, or if another machine, which
     is alive, has this one's names."""
@@ -123,6 +138,7 @@ async def check_fleet(config: KvloomConfig, trust: FabricTrust, reporter: Report
                 "machine the same one with --secret-file (or, for another fleet on the same Redis, another "
                 "redis.key_prefix)"
             )
+        _check_control(config, records)
         name = supervisor_name(config.fabric.name_prefix)
         holder = records.supervisors.get(name)
         if holder is None or holder.owner == name_owner(config.data_dir):

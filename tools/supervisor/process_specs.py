@@ -15,12 +15,13 @@ from tools.supervisor.embedded_redis import embedded_redis
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.supervised_process import ProcessStatus
 
-STOP_ORDER: Final = ("edge", "router", "shard", "safety", "redis")
+STOP_ORDER: Final = ("edge", "router", "shard", "safety", "control", "redis")
 """From the edges inwards, so that running requests are completed before the processes that serve them stop."""
 
-ROLES: Final = ("edge", "router", "shard", "safety")
+ROLES: Final = ("edge", "router", "shard", "safety", "control")
 """What a machine of a fleet can have."""
 
+_CONTROL_DRAIN_SECONDS: Final = 2.0
 _STOP_MARGIN_SECONDS: Final = 5.0
 """The time after its own drain timeout before a process is killed."""
 
@@ -34,7 +35,8 @@ def plan_stages(
     http_port: SharedPort | None = None,
 ) -> list[list[ChildSpec]]:
     """Returns the stages of processes that start together. `config` must have all addresses and be stored at
-    `config_path`. Redis starts first, because shards register there. The rest starts together. With `http_port` the
+    `config_path`. Redis starts first, because shards register there, and then control, without which edges and routers
+    know no tenants. The rest starts together, and is the last stage. With `http_port` the
     edges get a socket for that port; otherwise they open the configured port themselves."""
     colocate = config.edge.colocate
     roles = started_roles(config)
@@ -43,6 +45,7 @@ def plan_stages(
         "router": config.router.drain_timeout_seconds,
         "shard": max(shard_config(config, model).drain_timeout_seconds for model in configured_models(config)),
         "safety": config.safety.drain_timeout_seconds,
+        "control": _CONTROL_DRAIN_SECONDS,
     }
 
     def service(
@@ -78,6 +81,11 @@ def plan_stages(
     def router(name: str) -> tuple[str, ...]:
         return "--share-port", "--own-port", "0", *metrics("router", name)
 
+    stages = [[embedded_redis(config.redis.url, config_path.parent)]] if embed_redis else []
+    if "control" in roles:
+        control = f"{prefix}control"
+        # Not before its predecessor has stopped: a SQLite database has one owner.
+        stages.append([service("control", "control", control, ("--share-port", *metrics("control", control)))])
     services: list[ChildSpec] = []
     if "safety" in roles:
         safety = f"{prefix}safety"
@@ -94,12 +102,17 @@ def plan_stages(
         for name in numbered(f"{prefix}edge", config.edge.num_edges):
             args = (*metrics("edge", name, "peer-port"), *(router(name) if colocate else ()))
             services.append(service("edge", module, name, args, starts_first=True, listens_on=http_port))
-    return [[embedded_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
+    return [*stages, services]
 
 
 def started_roles(config: KvloomConfig) -> tuple[str, ...]:
     """The roles of which `kvloom up` starts processes, in the order of ROLES."""
-    return tuple(role for role in ROLES if not config.fabric.roles or role in config.fabric.roles)
+    return tuple(role for role in possible_roles(config) if not config.fabric.roles or role in config.fabric.roles)
+
+
+def possible_roles(config: KvloomConfig) -> tuple[str, ...]:
+    """The roles that a fabric of this configuration has."""
+    return tuple(role for role in ROLES if role != "control" or config.control.enabled)
 
 
 def supervisor_name(prefix: str) -> str:
@@ -124,6 +137,7 @@ def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
         ("safety", f"{prefix}safety"),
         *(("router", name) for name in routers),
         *(("edge", name) for name in edges),
+        *([("control", f"{prefix}control")] if config.control.enabled else []),
     ]
     order += [("shard", name) for module, name, *_ in _shards(config, lambda _: ()) if module == "shard_server"]
     roles = started_roles(config)
@@ -170,7 +184,7 @@ def numbered(name: str, count: int) -> list[str]:
     return [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
 
 
-RESTART_ORDER: Final = ("safety", "shard", "router", "edge", "redis")
+RESTART_ORDER: Final = ("control", "safety", "shard", "router", "edge", "redis")
 """From the inside to the edges, so that each process starts with the new versions of those that it depends on. Redis,
 which holds the registry of all processes, is last and only restarted if it is named."""
 

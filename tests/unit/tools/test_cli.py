@@ -12,8 +12,9 @@ import pytest
 from kvloom.config import KvloomConfig
 from tests.conftest import REPOSITORY
 from tests.fakes.plugin_site import PluginSite
-from tools.cli.commands import LazyGroup, main
+from tools.cli.commands import main
 from tools.cli.launch import apply_flags
+from tools.cli.lazy_group import LazyGroup
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import load_config_file
@@ -83,6 +84,7 @@ def test_flags_override_the_file(tmp_path: Path):
         colocate=True,
         role=("edge", "shard", "edge"),
         advertise="gpu1",
+        control=True,
     )
     assert (config.fabric.roles, config.fabric.advertised_host) == (["edge", "shard"], "gpu1")
     assert (config.edge.num_edges, config.edge.colocate, config.router.num_routers) == (2, True, 1)

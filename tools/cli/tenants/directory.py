@@ -1,0 +1,146 @@
+"""Finds the control service of a fabric, and asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import getpass
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from kvloom.errors import KvloomError
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.transport.grpc_errors import error_from_peer
+from kvloom.v1 import directory_service_pb2, directory_service_pb2_grpc
+from tools.failures import CommandError
+from tools.fleet.members import Fleet
+from tools.options import F, config_option, data_dir_option, option
+from tools.supervisor.readiness import reachable_address
+
+CALL_SECONDS: Final = 30.0
+PATIENCE_SECONDS: Final = 10.0
+"""How long a command waits for a control service that is being restarted."""
+_RETRY_SECONDS: Final = 0.25
+_CONNECT_SECONDS: Final = 2.0
+_PAGE_SIZE: Final = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Directory:
+    """The tenants of the fabric of a data directory."""
+
+    data_dir: Path | None
+    config_file: Path | None
+
+    def ask(self, method: str, **fields: Any) -> Any:
+        """Call a method of DirectoryService with a request of these fields. Raises CommandError."""
+        request = getattr(directory_service_pb2, f"{method}Request")(**fields)
+        try:
+            return asyncio.run(self._ask(method, request))
+        except KvloomError as error:
+            raise CommandError(f"{error.field}: {error.message}" if error.field else error.message) from error
+
+    def list_all(self, method: str, field: str, *, at_most: int = 0, **fields: Any) -> Iterator[Any]:
+        """What a method lists in pages, in this field. Raises CommandError."""
+        token, found = "", 0
+        while True:
+            size = min(_PAGE_SIZE, at_most - found) if at_most else _PAGE_SIZE
+            page = self.ask(method, page_size=size, page_token=token, **fields)
+            yield from getattr(page, field)
+            found += len(getattr(page, field))
+            token = page.next_page_token
+            if not token or (at_most and found >= at_most):
+                return
+
+    async def _ask(self, method: str, request: Message) -> Any:
+        fleet = Fleet.open(self.data_dir, self.config_file)
+        if not fleet.config.control.enabled:
+            raise CommandError(
+                "this fabric has no tenants: start it with `kvloom up --control`, or set control.enabled in its file"
+            )
+        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        while True:
+            addresses = await _addresses(fleet)
+            for address in addresses:
+                async with fleet.trust.open_channel(address, "control", options=CHANNEL_OPTIONS) as channel:
+                    if await _is_ready(channel):
+                        # Once only: a call that breaks off may have been carried out.
+                        return await _call(channel, method, request)
+            if asyncio.get_running_loop().time() >= deadline:
+                problem = f"{', '.join(addresses)} does not answer" if addresses else "it is not running"
+                raise CommandError(f"no control service can be reached: {problem} (kvloom status; kvloom logs control)")
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _is_ready(channel: grpc.aio.Channel) -> bool:
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            await channel.channel_ready()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _call(channel: grpc.aio.Channel, method: str, request: Message) -> Any:
+    """Raises KvloomError and CommandError."""
+    stub = directory_service_pb2_grpc.DirectoryServiceStub(channel)
+    try:
+        return await getattr(stub, method)(request, metadata=_metadata(), timeout=CALL_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        raise error_from_peer(error) or CommandError(f"control has not answered: {error.details()}") from error
+
+
+async def _addresses(fleet: Fleet) -> list[str]:
+    """Where a control service may be: on this machine, elsewhere in the fleet, or where the configuration says."""
+    state = fleet.folder.read_running()
+    found = [] if state is None else [process.address for process in state.processes if process.role == "control"]
+    if fleet.config.control.port:
+        found.append(f"{fleet.config.control.host}:{fleet.config.control.port}")
+    if not any(found) and fleet.config.redis.url:
+        found = [record.address for record in (await fleet.records()).control.values()]
+    return [reachable_address(address) for address in dict.fromkeys(filter(None, found))]
+
+
+def _metadata() -> list[tuple[str, str]]:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    name = f"cli:{user}@{socket.gethostname()}"
+    return [("kvloom-actor", name.encode("ascii", "replace").decode())]
+
+
+def directory_options(function: F) -> F:
+    """The flags by which a command finds its fabric, given to it as one argument `directory`."""
+
+    def wrapped(*args: Any, data_dir: Path | None, config_file: Path | None, **kwargs: Any) -> Any:
+        return function(*args, directory=Directory(data_dir, config_file), **kwargs)
+
+    wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
+    wrapped.__dict__.update(function.__dict__)  # click's parameters
+    return data_dir_option(config_option(wrapped))  # pyright: ignore[reportReturnType]
+
+
+def json_option(scope: str) -> Any:
+    return option("--json", "as_json", scope=scope, is_flag=True, help="Print JSON.")
+
+
+def switch(group: click.Group, noun: str, method: str, field: str, message: Any) -> None:
+    """Add the commands `disable` and `enable` to a group. `message`: the type of the field of the method's request."""
+    for name, disabled in (("disable", True), ("enable", False)):
+
+        def change(name_: str, directory: Directory, *, disabled: bool = disabled, name: str = name) -> None:
+            fields = {field: message(id=name_, disabled=disabled), "update_mask": {"paths": ["disabled"]}}
+            directory.ask(method, **fields)
+            click.echo(f"{name}d {name_}")
+
+        effect = "Refuse all keys" if disabled else "Accept the keys again"
+        change.__doc__ = f"{effect} of {noun}, within a second."
+        group.command(name)(click.argument("name_", metavar="NAME")(directory_options(change)))

@@ -1,0 +1,207 @@
+"""`kvloom keys` in a fabric with tenants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import click
+
+from kvloom.tenancy.scopes import SCOPES
+from kvloom.v1 import directory_service_pb2 as pb
+from kvloom.v1.control_service_pb2 import Limits
+from tools.cli.tenants.directory import Directory, directory_options, json_option
+from tools.cli.tenants.tables import Columns, show_list, show_one
+from tools.cli.tenants.units import (
+    DURATION,
+    as_paths,
+    given_limits,
+    limit_options,
+    moment,
+    shown_limits,
+    shown_time,
+)
+from tools.failures import CommandError
+from tools.options import F, option
+
+COLUMNS: Final[Columns] = {
+    "id": lambda one: one.id,
+    "key": lambda one: f"{one.prefix}..." if one.prefix else "(identity)",
+    "project": lambda one: one.project,
+    "name": lambda one: one.name or "-",
+    "user": lambda one: one.user or "-",
+    "scopes": lambda one: " ".join(one.scopes),
+    "models": lambda one: " ".join(one.models) or "all",
+    "state": lambda one: _state(one),
+    "expires": lambda one: shown_time(one.expires_at),
+    "last used": lambda one: shown_time(one.last_used_at),
+    "limits": lambda one: shown_limits(one.effective_limits),
+}
+
+
+def rights_options(function: F) -> F:
+    """What a key may be used for."""
+    for add_option in (
+        option(
+            "--expires",
+            scope="keys",
+            metavar="30d|DATE",
+            help="When it expires: a duration from now on, or a date or time of UTC.  [default: never]",
+        ),
+        option(
+            "--model",
+            "models",
+            scope="keys",
+            multiple=True,
+            help='A model, adapter or route that it may use; "prefix*" for all that begin so. May be repeated.  '
+            "[default: all of the project]",
+        ),
+        option(
+            "--scope",
+            "scopes",
+            scope="keys",
+            multiple=True,
+            type=click.Choice(SCOPES),
+            help="What it may be used for. May be repeated.  [default: inference, usage]",
+        ),
+        option("--tier", scope="keys", help="Its tier of limits (`kvloom limits`)."),
+    ):
+        function = add_option(function)
+    return function
+
+
+@click.command("create")
+@option("--project", scope="keys", required=True, metavar="ORG/PROJECT", help="The project whose key it is.")
+@option(
+    "--create", "create_project", scope="keys", is_flag=True, help="Add project and organisation, if there are none."
+)
+@option("--name", scope="keys", default="", help="What it is for.")
+@option("--user", scope="keys", default="", help="The user whose key it is: it may do no more than their role.")
+@option(
+    "--identity",
+    scope="keys",
+    default="",
+    metavar="KIND:NAME",
+    help="Make no key, but let an identity of an OIDC issuer or a certificate use the project (docs/tenancy.md).",
+)
+@rights_options
+@limit_options("keys")
+@json_option("keys")
+@directory_options
+def create(
+    project: str,
+    create_project: bool,
+    name: str,
+    user: str,
+    identity: str,
+    scopes: Sequence[str],
+    models: Sequence[str],
+    expires: str | None,
+    tier: str | None,
+    as_json: bool,
+    directory: Directory,
+    **flags: Any,
+) -> None:
+    """Make a key of a project and print it. It cannot be shown again: only its SHA-256 is kept."""
+    made = directory.ask(
+        "CreateKey",
+        key=pb.ApiKey(
+            id=identity,
+            project=project,
+            name=name,
+            user=user,
+            scopes=scopes,
+            models=models,
+            tier=tier or "",
+            expires_at=_moment(expires),
+            limits=Limits(**given_limits(flags)),
+        ),
+        create_project=create_project,
+    )
+    _show_secret(made, as_json=as_json)
+
+
+def show_keys(directory: Directory, project: str, org: str, *, show_revoked: bool, as_json: bool) -> None:
+    """What `kvloom keys list` shows."""
+    found = directory.list_all("ListKeys", "keys", project=project, organisation=org, show_revoked=show_revoked)
+    empty = "there are no keys (kvloom keys create --project ORG/PROJECT --create)"
+    show_list(found, COLUMNS, as_json=as_json, empty=empty)
+
+
+@click.command("update")
+@click.argument("key_id", metavar="ID")
+@option("--name", scope="keys", help="What it is for.")
+@rights_options
+@limit_options("keys")
+@json_option("keys")
+@directory_options
+def update(
+    key_id: str,
+    name: str | None,
+    scopes: Sequence[str],
+    models: Sequence[str],
+    expires: str | None,
+    tier: str | None,
+    as_json: bool,
+    directory: Directory,
+    **flags: Any,
+) -> None:
+    """Change what is given of a key."""
+    limits = given_limits(flags)
+    fields: dict[str, Any] = {"name": name, "scopes": scopes or None, "models": models or None, "tier": tier}
+    fields["expires_at"] = None if expires is None else _moment(expires)
+    given = {field: value for field, value in fields.items() if value is not None}
+    if not given and not limits:
+        raise CommandError("nothing was given that is to be changed")
+    paths = [*given, *as_paths("limits.", limits)]
+    key = pb.ApiKey(id=key_id, limits=Limits(**limits), **given)
+    show_one(directory.ask("UpdateKey", key=key, update_mask={"paths": paths}).key, COLUMNS, as_json=as_json)
+
+
+@click.command("rotate")
+@click.argument("key_id", metavar="ID")
+@option(
+    "--grace",
+    scope="keys",
+    type=DURATION,
+    default="1d",
+    show_default=True,
+    help="How long the old key is still accepted, e.g. 12h; 0s: not at all.",
+)
+@json_option("keys")
+@directory_options
+def rotate(key_id: str, grace: float, as_json: bool, directory: Directory) -> None:
+    """Make another key with the same rights and print it. The old one expires after the grace period."""
+    _show_secret(directory.ask("RotateKey", id=key_id, grace_seconds=grace), as_json=as_json)
+
+
+@click.command("revoke")
+@click.argument("key_ids", metavar="ID...", nargs=-1, required=True)
+@directory_options
+def revoke(key_ids: Sequence[str], directory: Directory) -> None:
+    """Revoke keys. All edges and routers refuse them within a second."""
+    for key_id in key_ids:
+        directory.ask("RevokeKey", id=key_id)
+        click.echo(f"revoked {key_id}")
+
+
+def _moment(text: str | None) -> float:
+    try:
+        return moment(text, time.time()) if text else 0.0
+    except ValueError as error:
+        raise CommandError(f"--expires: {error}") from error
+
+
+def _show_secret(made: Any, *, as_json: bool) -> None:
+    if as_json or not made.secret:
+        show_one(made.key, COLUMNS, as_json=as_json, secret=made.secret)
+        return
+    click.echo(f"made key {made.key.id} of {made.key.project}; it is not shown again", err=True)
+    click.echo(made.secret)
+
+
+def _state(key: pb.ApiKey) -> str:
+    if key.revoked_at:
+        return "revoked"
+    return "expired" if 0.0 < key.expires_at <= time.time() else "active"

@@ -1,0 +1,76 @@
+"""`kvloom orgs`: organisations, and the audit."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import click
+
+from kvloom.v1 import directory_service_pb2 as pb
+from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
+from tools.cli.tenants.tables import Columns, show_list, show_one
+from tools.cli.tenants.units import shown_limits, shown_time
+from tools.options import option
+
+COLUMNS: Final[Columns] = {
+    "organisation": lambda one: one.id,
+    "state": lambda one: "disabled" if one.disabled else "active",
+    "tier": lambda one: one.tier or "-",
+    "limits": lambda one: shown_limits(one.effective_limits),
+}
+_AUDIT: Final[Columns] = {
+    "at": lambda one: shown_time(one.at),
+    "actor": lambda one: one.actor,
+    "action": lambda one: one.action,
+    "target": lambda one: one.target,
+}
+
+
+@click.group()
+def orgs() -> None:
+    """Add, list, disable and delete organisations, and show who has changed what (`kvloom up --control`)."""
+
+
+@orgs.command("create")
+@click.argument("name")
+@option("--tier", scope="orgs", default="", help="Its tier of limits (`kvloom limits`).")
+@json_option("orgs")
+@directory_options
+def create(name: str, tier: str, as_json: bool, directory: Directory) -> None:
+    """Add an organisation."""
+    response = directory.ask("CreateOrganisation", organisation=pb.Organisation(id=name, tier=tier))
+    show_one(response.organisation, COLUMNS, as_json=as_json)
+
+
+@orgs.command("list")
+@json_option("orgs")
+@directory_options
+def list_(as_json: bool, directory: Directory) -> None:
+    """List all organisations."""
+    found = directory.list_all("ListOrganisations", "organisations")
+    show_list(found, COLUMNS, as_json=as_json, empty="there are no organisations (kvloom orgs create NAME)")
+
+
+@orgs.command("delete")
+@click.argument("name")
+@directory_options
+def delete(name: str, directory: Directory) -> None:
+    """Delete an organisation, whose projects must have been deleted."""
+    directory.ask("DeleteOrganisation", id=name)
+    click.echo(f"deleted {name}")
+
+
+@orgs.command("audit")
+@option("--org", scope="orgs", default="", help="Only what concerns this organisation.")
+@option("--target", scope="orgs", default="", help="Only changes of this one, e.g. key:ID, tenant:ORG/PROJECT.")
+@option("--max-entries", scope="orgs", type=click.IntRange(1), default=50, show_default=True, help="How many.")
+@json_option("orgs")
+@directory_options
+def audit(org: str, target: str, max_entries: int, as_json: bool, directory: Directory) -> None:
+    """Show who has changed what, the latest first. The JSON has what was before and after."""
+    fields: dict[str, Any] = {"organisation": org, "target": target}
+    found = directory.list_all("ListAuditEntries", "entries", at_most=max_entries, **fields)
+    show_list(found, _AUDIT, as_json=as_json, empty="nothing was changed yet")
+
+
+switch(orgs, "an organisation", "UpdateOrganisation", "organisation", pb.Organisation)

@@ -1,0 +1,116 @@
+"""`kvloom projects`: the tenants of the fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from kvloom.v1 import directory_service_pb2 as pb
+from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
+from tools.cli.tenants.tables import Columns, show_list, show_one
+from tools.cli.tenants.units import shown_limits
+from tools.failures import CommandError
+from tools.options import option
+
+COLUMNS: Final[Columns] = {
+    "project": lambda one: one.id,
+    "state": lambda one: "disabled" if one.disabled else "active",
+    "models": lambda one: " ".join(one.models) or "all",
+    "cache scope": lambda one: one.cache_scope or "-",
+    "tier": lambda one: one.tier or "-",
+    "limits": lambda one: shown_limits(one.effective_limits),
+}
+
+model_option = option(
+    "--model",
+    "models",
+    scope="projects",
+    multiple=True,
+    help='A model, adapter or route that its keys may use; "prefix*" for all that begin so. May be repeated.  '
+    "[default: all]",
+)
+scope_option = option(
+    "--cache-scope",
+    scope="projects",
+    help="Projects with the same scope share cached prompts. Empty: this one shares with nobody.",
+)
+tier_option = option("--tier", scope="projects", help="Its tier of limits (`kvloom limits`).")
+
+
+@click.group()
+def projects() -> None:
+    """Add, list, change, disable and delete projects, the tenants of a fabric (`kvloom up --control`)."""
+
+
+@projects.command("create")
+@click.argument("name", metavar="ORG/PROJECT")
+@option("--create", "create_org", scope="projects", is_flag=True, help="Add the organisation, too, if there is none.")
+@model_option
+@scope_option
+@tier_option
+@json_option("projects")
+@directory_options
+def create(
+    name: str,
+    create_org: bool,
+    models: Sequence[str],
+    cache_scope: str | None,
+    tier: str | None,
+    as_json: bool,
+    directory: Directory,
+) -> None:
+    """Add a project to an organisation."""
+    project = pb.Project(id=name, models=models, cache_scope=cache_scope or "", tier=tier or "")
+    response = directory.ask("CreateProject", project=project, create_organisation=create_org)
+    show_one(response.project, COLUMNS, as_json=as_json)
+
+
+@projects.command("list")
+@option("--org", scope="projects", default="", help="Only those of this organisation.")
+@json_option("projects")
+@directory_options
+def list_(org: str, as_json: bool, directory: Directory) -> None:
+    """List projects."""
+    found = directory.list_all("ListProjects", "projects", organisation=org)
+    show_list(found, COLUMNS, as_json=as_json, empty="there are no projects (kvloom projects create ORG/PROJECT)")
+
+
+@projects.command("update")
+@click.argument("name", metavar="ORG/PROJECT")
+@model_option
+@option("--all-models", scope="projects", is_flag=True, help="Its keys may use all models.")
+@scope_option
+@tier_option
+@json_option("projects")
+@directory_options
+def update(
+    name: str,
+    models: Sequence[str],
+    all_models: bool,
+    cache_scope: str | None,
+    tier: str | None,
+    as_json: bool,
+    directory: Directory,
+) -> None:
+    """Change what is given. Limits are changed by `kvloom limits set tenant:ORG/PROJECT`."""
+    given = {"models": models or all_models, "cache_scope": cache_scope is not None, "tier": tier is not None}
+    paths = [field for field, is_given in given.items() if is_given]
+    if not paths:
+        raise CommandError("nothing was given that is to be changed")
+    project = pb.Project(id=name, models=models, cache_scope=cache_scope or "", tier=tier or "")
+    response = directory.ask("UpdateProject", project=project, update_mask={"paths": paths})
+    show_one(response.project, COLUMNS, as_json=as_json)
+
+
+@projects.command("delete")
+@click.argument("name", metavar="ORG/PROJECT")
+@directory_options
+def delete(name: str, directory: Directory) -> None:
+    """Delete a project and its keys, which are refused within a second. Its usage records are kept."""
+    directory.ask("DeleteProject", id=name)
+    click.echo(f"deleted {name}")
+
+
+switch(projects, "a project", "UpdateProject", "project", pb.Project)

@@ -1,0 +1,53 @@
+"""What is shown: as tables for people, or as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+import msgspec
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+Columns = Mapping[str, Callable[[Any], str]]
+
+
+def as_plain(message: Message) -> dict[str, Any]:
+    """All fields of a message, also those with their defaults, as JSON has them. (protobuf's own JSON makes strings of
+    large integers.)"""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        is_message = field.type == FieldDescriptor.TYPE_MESSAGE
+        if field.is_repeated:
+            found[field.name] = [as_plain(one) if is_message else one for one in value]
+        else:
+            found[field.name] = as_plain(value) if is_message else value
+    return found
+
+
+def show_list(messages: Iterable[Message], columns: Columns, *, as_json: bool, empty: str) -> None:
+    """`empty`: what to say if there are none."""
+    found = list(messages)
+    if as_json:
+        click.echo(msgspec.json.encode([as_plain(message) for message in found]).decode())
+    elif not found:
+        click.echo(empty)
+    else:
+        _print([list(columns), *([cell(message) for cell in columns.values()] for message in found)])
+
+
+def show_one(message: Message, columns: Columns, *, as_json: bool, secret: str = "") -> None:
+    """`secret`: a field `secret` in JSON."""
+    if as_json:
+        extra = {"secret": secret} if secret else {}
+        click.echo(msgspec.json.encode({**as_plain(message), **extra}).decode())
+    else:
+        _print([list(columns), [cell(message) for cell in columns.values()]])
+
+
+def _print(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
