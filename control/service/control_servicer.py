@@ -23,7 +23,6 @@ from kvloom.v1.control_service_pb2 import (
     FollowResponse,
     KeyUse,
     LeaseBudgetsRequest,
-    LeaseBudgetsResponse,
     ReportKeyUsesRequest,
     ReportKeyUsesResponse,
 )
@@ -65,12 +64,9 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
                 SNAPSHOTS.inc()
             await context.write(response)
 
-    async def LeaseBudgets(
-        self, request_iterator: AsyncIterator[LeaseBudgetsRequest], context: Any
-    ) -> AsyncIterator[LeaseBudgetsResponse]:
+    async def LeaseBudgets(self, request_iterator: AsyncIterator[LeaseBudgetsRequest], context: Any) -> None:
         try:
-            async for response in lease_budgets(self._database, request_iterator, context):
-                yield response
+            await lease_budgets(self._database, request_iterator, context)
         except (SQLAlchemyError, OSError) as error:
             await abort(context, database_error("LeaseBudgets", error))
 

@@ -41,17 +41,12 @@ class UsageServicer(usage_service_pb2_grpc.UsageServiceServicer):
         budgets = await budgets_of(self._database, request.tenant, request.key_id, time.time())
         return pb.GetBudgetsResponse(budgets=budgets)
 
-    async def ListAnswers(
-        self, request: pb.ListAnswersRequest, context: Context
-    ) -> AsyncIterator[pb.ListAnswersResponse]:
-        del context
+    async def ListAnswers(self, request: pb.ListAnswersRequest, context: Context) -> None:
         async for answers in answers_of(self._database, request):
-            yield pb.ListAnswersResponse(answers=answers)
+            await context.write(pb.ListAnswersResponse(answers=answers))
 
 
-async def lease_budgets(
-    database: Database, requests: AsyncIterator[LeaseBudgetsRequest], context: Context
-) -> AsyncIterator[LeaseBudgetsResponse]:
+async def lease_budgets(database: Database, requests: AsyncIterator[LeaseBudgetsRequest], context: Context) -> None:
     """The RPC. A router that was declared dead gets PERMISSION_DENIED: its leases are closed, and it must start again
     under another name before it may spend anything."""
     producer = ""
@@ -66,4 +61,4 @@ async def lease_budgets(
         except ProducerClosedError:
             message = f"{producer} has ended: all of its usage records are known."
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
-        yield LeaseBudgetsResponse(grants=grants)
+        await context.write(LeaseBudgetsResponse(grants=grants))
