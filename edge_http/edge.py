@@ -16,6 +16,8 @@ from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import ResumeTable
+from edge_http.tenant_usage import TenantUsage
+from edge_http.usage_witness import UsageWitness
 from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
@@ -121,6 +123,10 @@ class Edge:
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
+        self.usage: TenantUsage | None = None
+        """None without tenants."""
+        self.witness: UsageWitness | None = None
+        """None: nobody compares what is metered with what is delivered."""
         self._remote_responses: RemoteResponses = NoRemoteResponses()
         self.run_folder = Path()
         """That of the `kvloom up` which has started this edge."""

@@ -14,6 +14,7 @@ from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.openai.field_names import named_for_clients
 from edge_http.resume.resumable_stream import ResumableStream
+from edge_http.usage_witness import UsageWitness
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -96,6 +97,8 @@ async def run_submission(
         if answer.num_open:
             for handle in handles:
                 edge.link.cancel(handle)
+        if edge.witness is not None:
+            _note_delivered(edge.witness, submission, answer)
         edge.metrics.on_answer(
             submission.operation, submission.model, answer, submission.num_prompt_tokens, answer.num_events
         )
@@ -123,6 +126,13 @@ async def run_resumable(
     finally:
         if not stream.ended:
             stream.refuse(answer.error or KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
+
+
+def _note_delivered(witness: UsageWitness, submission: Submission, answer: Answer) -> None:
+    ids = [request.request_id for request in submission.requests if request is not None]
+    if ids:
+        name = ids[0] if len(submission.requests) == 1 else ids[0].rpartition(".")[0]
+        witness.note(name, answer.num_output_tokens, is_complete=answer.error is None and not answer.num_open)
 
 
 def _time_out(answer: Answer) -> None:

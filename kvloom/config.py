@@ -26,6 +26,7 @@ Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
 """host:port"""
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,A-Z]+")
 """As a browser writes it: a scheme, a host and, unless it is the scheme's usual one, a port, in lower case."""
+_WEBHOOK: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
 
 
 class ConfigError(Exception):
@@ -746,10 +747,29 @@ class ControlConfig(Section):
     operator_organisation: str = ""
     """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
     machines do. Empty: such keys administer their own organisations only."""
+    usage_record_days: Annotated[int, Meta(ge=0, le=36_500)] = 400
+    """How long the record of each request is kept; sums by day, model and key stay. 0: for ever."""
+    budget_alert_percents: Annotated[list[Annotated[int, Meta(ge=1, le=1000)]], Meta(max_length=16)] = msgspec.field(
+        default_factory=lambda: [80, 100]
+    )
+    """Notices are sent when so much of a budget is spent."""
+    webhook_urls: Annotated[list[str], Meta(max_length=16)] = []
+    """Where notices about budgets are sent."""
+    webhook_secret_file: str = ""
+    """The file with the secret with which notices are signed ("whsec_...", see standardwebhooks.com)."""
+    witness: bool = False
+    """Whether edges write down what they have delivered, for `kvloom usage reconcile`."""
     issuers: Annotated[list[IssuerConfig], Meta(max_length=16)] = []
     """OIDC providers whose tokens are accepted like keys."""
     certificates: Annotated[list[CertificateConfig], Meta(max_length=1024)] = []
     """Clients' certificates that are accepted like keys; the first that fits counts."""
+
+    def __post_init__(self) -> None:
+        for url in self.webhook_urls:
+            if not _WEBHOOK.fullmatch(url):
+                raise ValueError(f"{url!r} is not a URL such as https://example.com/budgets")
+        if self.webhook_urls and not self.webhook_secret_file:
+            raise ValueError("webhook_urls needs webhook_secret_file")
 
 
 class TlsConfig(Section):

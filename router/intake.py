@@ -117,12 +117,11 @@ class Intake:
         adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
         cache_salts: CacheSalts = NO_SALTS,
         *,
-        identifies_answers: bool = False,
+        meters_usage: bool = False,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
-        of models without a card, with their models. `identifies_answers`: requests of clients outside the fabric get an
-        answer_id."""
-        self._identifies_answers = identifies_answers
+        of models without a card, with their models. `meters_usage`: requests get what usage records need."""
+        self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
         self._models = models
         self._adapter_named = adapter_named
@@ -198,10 +197,9 @@ class Intake:
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
-            num_ended_tokens=submit.num_ended_tokens,
         )
-        if self._identifies_answers and scope is not TRUSTED:
-            request = _identified(request)
+        if self._meters_usage:
+            request = _metered(request, submit.num_ended_tokens, scope)
         if model is None:
             found = self._adapter_named(request.model)
             return request if found is None else _with_adapter(request, *found, submit.adapter_checksum)
@@ -284,10 +282,10 @@ class Intake:
             session_key=wanted.session_key,
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
-            num_ended_tokens=sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done),
         )
-        if self._identifies_answers and scope is not TRUSTED:
-            request = _identified(request)
+        if self._meters_usage:
+            num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
+            request = _metered(request, num_ended_tokens, scope)
         if is_embedding:
             request = _embedding(request, wanted.pooling)
         if model.adapter is not None:
@@ -467,8 +465,13 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
     return msgspec.structs.replace(request, model=sys.intern(model), adapter=adapter)
 
 
-def _identified(request: Request) -> Request:
-    """With the id of its answer, which follows from prompt and seed. At temperature 0 the seed does not matter."""
+def _metered(request: Request, num_ended_tokens: int, scope: CallerScope) -> Request:
+    """With what usage records need. For a client outside the fabric that is an id of its answer, which follows from
+    prompt and seed. At temperature 0 the seed does not matter."""
+    if num_ended_tokens:
+        request = msgspec.structs.replace(request, num_ended_tokens=num_ended_tokens)
+    if scope is TRUSTED:
+        return request
     sampling = request.sampling
     assert isinstance(sampling, SamplingParams)
     temperature = sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE

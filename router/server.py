@@ -143,7 +143,7 @@ class RouterServer:
             core.has_ready_shard,
             catalogue.adapter_named,
             _cache_salts(callers, trust),
-            identifies_answers=config.control.enabled,
+            meters_usage=config.control.enabled,
         )
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
@@ -152,7 +152,7 @@ class RouterServer:
         self._usage_records = UsageRecords()
         self._metering: Metering | None = None
         """None without tenants."""
-        if config.control.enabled:
+        if callers.identities is not None:
             self._metering = Metering(
                 config,
                 router_id,

@@ -13,6 +13,7 @@ doctor/              `kvloom doctor`: checks an engine on this machine
 simulate/            `kvloom simulate`: traces through the real router and modelled shards
 dst/                 `kvloom dst`: deterministic simulation tests of the router core
 chaos/               `kvloom chaos`: a live fabric under faults
+usage/               `kvloom usage`: what was used, and whether that is what was delivered
 bench/               `kvloom bench`: benches
 stable_hash.py       a hash that is the same in every process
 interpreter.py       the Python that runs

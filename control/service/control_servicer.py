@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import structlog
@@ -14,6 +14,7 @@ from control.directory import keys
 from control.replication.follower import Follower
 from control.replication.versions import Versions
 from control.service.metrics import FOLLOWERS, SNAPSHOTS
+from control.usage.servicer import lease_budgets
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import control_service_pb2_grpc
@@ -21,6 +22,7 @@ from kvloom.v1.control_service_pb2 import (
     FollowRequest,
     FollowResponse,
     KeyUse,
+    LeaseBudgetsRequest,
     ReportKeyUsesRequest,
     ReportKeyUsesResponse,
 )
@@ -61,6 +63,12 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             if response.begins_snapshot:
                 SNAPSHOTS.inc()
             await context.write(response)
+
+    async def LeaseBudgets(self, request_iterator: AsyncIterator[LeaseBudgetsRequest], context: Any) -> None:
+        try:
+            await lease_budgets(self._database, request_iterator, context)
+        except (SQLAlchemyError, OSError) as error:
+            await abort(context, database_error("LeaseBudgets", error))
 
     async def ReportKeyUses(self, request: ReportKeyUsesRequest, context: Any) -> ReportKeyUsesResponse:
         try:

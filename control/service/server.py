@@ -17,6 +17,8 @@ from control.database.url import database_url
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
+from control.usage.servicer import UsageServicer
+from control.usage.work import UsageWork
 from kvloom.access.exposure import is_loopback
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import announced_process, fabric_host, process_record
@@ -41,6 +43,8 @@ from kvloom.v1 import (
     control_service_pb2_grpc,
     directory_service_pb2,
     directory_service_pb2_grpc,
+    usage_service_pb2,
+    usage_service_pb2_grpc,
 )
 
 log = structlog.get_logger()
@@ -48,6 +52,7 @@ log = structlog.get_logger()
 SERVICE_NAMES: Final = [
     control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
     directory_service_pb2.DESCRIPTOR.services_by_name["DirectoryService"].full_name,
+    usage_service_pb2.DESCRIPTOR.services_by_name["UsageService"].full_name,
 ]
 STOP_GRACE_SECONDS: Final = 2.0
 """For calls that run when the process is to stop; the streams of followers end at once."""
@@ -74,6 +79,7 @@ async def serve(
     async with _opened(config) as database:
         versions = Versions(database)
         polling = asyncio.create_task(versions.run(), name="versions")
+        metering = asyncio.create_task(UsageWork(config, database, trust.sealer, name).run(), name="usage")
         try:
             options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
             server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
@@ -90,7 +96,8 @@ async def serve(
             )
         finally:
             polling.cancel()
-            await asyncio.gather(polling, return_exceptions=True)
+            metering.cancel()
+            await asyncio.gather(polling, metering, return_exceptions=True)
 
 
 async def _serve(
@@ -107,6 +114,7 @@ async def _serve(
     checked = CheckedServer(server)
     control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
     directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(DirectoryServicer(database, versions), checked)
+    usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
     health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
     await server.start()
     await set_serving(health, SERVICE_NAMES, serving=True)

@@ -1,6 +1,7 @@
 """Answers while they are generated: they receive the router's updates and produce what the client gets.
 
 answer.py             the base class: the sink of all choices, the end of the answer, and its usage
+bill.py               what an answer costs
 shape.py              the API whose format a response has, and the parser of the model's output
 parsed_output.py      the output of one choice, taken apart into text, reasoning and tool calls
 collected_answer.py   an answer that is not streamed

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import structlog
 
+from edge_http.answers.bill import AnswerBill
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Finish
 from edge_http.formatting.usage import Usage
@@ -38,6 +39,7 @@ class Answer(abc.ABC):
     __slots__ = (
         "_parsed",
         "_prompt_sizes",
+        "bill",
         "ended",
         "error",
         "finishes",
@@ -67,6 +69,8 @@ class Answer(abc.ABC):
         """Why it ended; None while it runs and after a regular end."""
         self.request_context: RequestContext | None = None
         """The request that is answered, for log lines."""
+        self.bill: AnswerBill | None = None
+        """None without tenants."""
 
     # --- Sink
 
@@ -161,10 +165,18 @@ class Answer(abc.ABC):
         start = self.starts.get(0)
         limited_by = self.limited_by
         return ({"limited_by": limited_by} if limited_by else {}) | {
+            **self.bill_details(),
             "shard_id": start.shard_id if start else "",
             "num_cached_tokens": self.finishes[0].num_cached_tokens if 0 in self.finishes else 0,
             "queue_time_seconds": round(start.queue_time_seconds, 6) if start else 0.0,
         }
+
+    def bill_details(self) -> dict[str, str]:
+        """What it costs, once it has ended, and what is left of the caller's budget; nothing without tenants."""
+        if self.bill is None:
+            return {}
+        n = self.num_choices // len(self._prompt_sizes)
+        return self.bill.shown(self.bill.cost_nanos(self._prompt_sizes, n, self.finishes))
 
     # --- for the two kinds of answer
 

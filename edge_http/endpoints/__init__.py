@@ -18,6 +18,7 @@ lora_adapters.py  POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter
 moderations.py  POST /v1/moderations
 tokenization.py  POST /tokenize and POST /detokenize
 not_served.py  refuses the APIs that kvloom does not have, by name
+usage.py       GET /v1/usage
 health.py      /health, /live, /ready, /metrics, /metrics/targets and /version
 page/          the chat page
 """

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from edge_http.answers.bill import AnswerBill
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.held_answer import HeldAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
@@ -26,6 +27,7 @@ from edge_http.resume.kept_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.submission import RunAnswer, Submission, run_resumable, run_submission
+from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
@@ -126,6 +128,8 @@ async def generate(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(request, job)
     )
     begin_answer(name, job.model.name, streamed)
+    if edge.usage is not None:
+        streamed.bill = _bill(edge.usage, edge, request, job)
     try:
         if held is None:
             await run(edge, submission_of(edge, request, job, name), streamed)
@@ -135,6 +139,13 @@ async def generate(
         if not events.has_begun:
             raise
     return events.response()
+
+
+def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
+    principal = edge.callers.principal_of(request)
+    if principal is None:
+        return None
+    return usage.bill(principal, job.model.name, is_batch=job.tier == router_service_pb2.TIER_BATCH)
 
 
 def check_job_window(edge: Edge, job: GenerationJob) -> None:
@@ -211,12 +222,17 @@ async def _whole_body(
     parsed = parsed_outputs(job.shape, job.num_choices)
     collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
     begin_answer(name, job.model.name, collected)
+    if edge.usage is not None:
+        collected.bill = _bill(edge.usage, edge, request, job)
     if held is None:
         await run_submission(edge, submission_of(edge, request, job, name), collected)
     else:
         await held.deliver(collected, request.writer.drain, job.deadline)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     headers = {**job.headers, **more}
+    if collected.bill is not None:
+        bill = collected.bill_details()
+        headers.update((f"x-kvloom-{name.replace('_', '-')}", value) for name, value in bill.items())
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
 
 
@@ -254,6 +270,8 @@ async def _stream_resumable(
         answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
         running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
+    if edge.usage is not None:
+        answer.bill = _bill(edge.usage, edge, request, job)
     edge.resume.start(stream, running, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
 

@@ -27,6 +27,7 @@ from edge_http.endpoints.ranking import rerank, score
 from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.endpoints.tokenization import detokenize, tokenize
+from edge_http.endpoints.usage import usage
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.server.api_docs import openapi_json
 from edge_http.wire.headers import (
@@ -79,6 +80,7 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/messages/count_tokens": {"POST": count_tokens},
     MESSAGE_ROUTE: {"GET": resume_stream},
     MESSAGE_ROUTE + "/cancel": {"POST": cancel_response},
+    "/v1/usage": {"GET": usage, "HEAD": usage},
     "/health": {"GET": health, "HEAD": health},
     "/live": {"GET": health, "HEAD": health},
     "/ready": {"GET": ready, "HEAD": ready},
@@ -95,9 +97,14 @@ OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", "/open
 secrets, and the pages, which ask their users for a key."""
 
 
-SCOPES: Final[Mapping[str, Scope]] = dict.fromkeys(
-    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets", *ADMIN_PATHS), "admin"
-)
+SCOPES: Final[Mapping[str, Scope]] = {
+    "/v1/load_lora_adapter": "admin",
+    "/v1/unload_lora_adapter": "admin",
+    "/metrics": "admin",
+    "/metrics/targets": "admin",
+    "/v1/usage": "usage",
+    **dict.fromkeys(ADMIN_PATHS, "admin"),
+}
 """What a key of a tenant needs for a route; for all others it is "inference"."""
 
 

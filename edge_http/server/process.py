@@ -15,6 +15,10 @@ from edge_http.edge import Edge
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
+from edge_http.tenant_usage import TenantUsage
+from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
+from edge_http.usage_witness import UsageWitness
+from kvloom.access.control_client import ControlClient
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.access.tenant_metrics import observe
@@ -94,8 +98,13 @@ async def serve_edge(
         observe(callers.identities.tenants, edge.metrics.registry, "edge")
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
+    if callers.identities is not None:
+        edge.usage = TenantUsage(callers.identities.tenants, ControlClient(config, name, trust))
+        if config.control.witness:
+            edge.witness = UsageWitness(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
     rollouts = RolloutFollower(config, trust.sealer, routes)
-    watchers = (None if group is None else CatalogueFollower(catalogue, group), followed, rollouts)
+    catalogue_follower = None if group is None else CatalogueFollower(catalogue, group)
+    watchers = (catalogue_follower, followed, rollouts, edge.usage, edge.witness)
     async with following(*filter(None, watchers)):
         await _serve(edge, callers, config, listen_options, stop, on_ready, trust, name)
 

@@ -42,6 +42,13 @@ class Price(msgspec.Struct, frozen=True):
 
 
 FREE = Price("", "*")
+NANOS = 1_000_000_000
+
+
+def decimal(nanos: int) -> str:
+    """Billionths of the currency as a decimal number, exact: "0.00001234"."""
+    whole, rest = divmod(nanos, NANOS)
+    return f"{whole}.{rest:09d}".rstrip("0") if rest else str(whole)
 
 
 class Prices:

@@ -23,6 +23,7 @@ from tools.cli.lazy_group import LazyGroup
         "chat": "tools.cli.chat:chat",
         "explain": "tools.cli.explain:explain",
         "metrics": "tools.cli.metrics:metrics",
+        "usage": "tools.usage.command:usage",
         "models": "tools.cli.models:models",
         "secret": "tools.cli.secret:secret",
         "keys": "tools.cli.keys:keys",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
+import control.database.usage_tables  # noqa: F401  (its tables are part of the metadata)
 from control.database.schema import metadata
 
 context.configure(

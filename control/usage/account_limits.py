@@ -1,0 +1,45 @@
+"""The hard budgets of accounts, from the directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from control.database.schema import keys, limit_tiers, organisations, projects
+from control.usage.accounts import Budget
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
+
+_TABLES = {"key": keys, "tenant": projects, "org": organisations}
+MAX_IDS = 500
+"""How many ids one query names."""
+
+
+async def hard_limits(connection: AsyncConnection, budgets: Iterable[Budget]) -> dict[Budget, int]:
+    """Those of them that have a limit. What an account's own limits do not say, its tier's do."""
+    wanted = set(budgets)
+    limits = await _limits_of(connection, {budget.account for budget in wanted})
+    found = {}
+    for budget in wanted:
+        name = "monthly_budget_nanos" if budget.unit == BUDGET_UNIT_NANOS else "tokens_per_day"
+        limit = limits.get(budget.account, {})
+        if limit.get(name) and not limit.get("shadow"):
+            found[budget] = int(limit[name])
+    return found
+
+
+async def _limits_of(connection: AsyncConnection, accounts: set[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for kind, table in _TABLES.items():
+        ids = sorted(account.partition(":")[2] for account in accounts if account.startswith(f"{kind}:"))
+        for at in range(0, len(ids), MAX_IDS):
+            rows = await connection.execute(
+                sa.select(table.c.id, table.c.limits, limit_tiers.c.limits.label("tier_limits"))
+                .select_from(table.outerjoin(limit_tiers, table.c.tier == limit_tiers.c.name))
+                .where(table.c.id.in_(ids[at : at + MAX_IDS]))
+            )
+            for row in rows:
+                found[f"{kind}:{row.id}"] = {**(row.tier_limits or {}), **row.limits}
+    return found

@@ -1,0 +1,127 @@
+"""GET /v1/usage: what the caller's tenant has used."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+from typing import Any, Final
+
+from aiohttp import web
+
+from edge_http.edge import Edge
+from edge_http.wire.json_response import json_response
+from kvloom.access.control_client import CALL_SECONDS
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.tenancy.prices import decimal
+from kvloom.v1 import usage_service_pb2 as pb
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+GROUPS: Final = {
+    "day": pb.USAGE_GROUP_DAY,
+    "model": pb.USAGE_GROUP_MODEL,
+    "key": pb.USAGE_GROUP_KEY,
+    "tier": pb.USAGE_GROUP_TIER,
+}
+COLUMNS: Final = (
+    "day",
+    "model",
+    "key",
+    "tier",
+    "num_requests",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_output_tokens",
+    "num_reasoning_tokens",
+    "block_seconds",
+    "cost",
+)
+_PARAMETERS: Final = frozenset({"first_day", "last_day", "by", "format"})
+
+
+async def usage(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    principal = edge.callers.principal_of(request)
+    if principal is None or edge.usage is None:
+        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This fabric has no tenants, and so keeps no usage.")
+    query = request.query
+    for name in query:
+        if name not in _PARAMETERS:
+            raise invalid_argument(f"There is no parameter {name[:64]!r}.", name[:64])
+    groups = [group for group in query.get("by", "day").split(",") if group]
+    for group in groups:
+        if group not in GROUPS:
+            raise invalid_argument(f"by has {group[:64]!r}; there are {', '.join(GROUPS)}.", "by")
+    wants_csv = query.get("format", "json") == "csv"
+    if query.get("format", "json") not in ("json", "csv"):
+        raise invalid_argument("format is json or csv.", "format")
+    asked = pb.GetUsageRequest(
+        tenant=principal.tenant,
+        first_day=_day(query.get("first_day", ""), "first_day"),
+        last_day=_day(query.get("last_day", ""), "last_day"),
+        group_by=[GROUPS[group] for group in groups],
+    )
+    async with edge.usage.control.usage() as control:
+        found = await control.GetUsage(asked, timeout=CALL_SECONDS)
+        budgets = pb.GetBudgetsResponse()
+        if not wants_csv:
+            budget = pb.GetBudgetsRequest(tenant=principal.tenant, key_id=principal.key_id)
+            budgets = await control.GetBudgets(budget, timeout=CALL_SECONDS)
+    rows = [_row(row, groups) for row in found.rows]
+    if wants_csv:
+        return web.Response(text=_csv(rows, groups), content_type="text/csv", charset="utf-8")
+    return json_response(
+        {
+            "object": "usage",
+            "tenant": principal.tenant,
+            "data": rows,
+            "has_more": found.is_truncated,
+            "budgets": [_budget(one) for one in budgets.budgets],
+        }
+    )
+
+
+def _day(text: str, name: str) -> str:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() if text else ""
+    except ValueError:
+        raise invalid_argument(f"{name} is no day such as 2026-11-25.", name) from None
+
+
+def _row(row: pb.UsageRow, groups: list[str]) -> dict[str, Any]:
+    names = {"day": row.day, "model": row.model, "key": row.key_id, "tier": row.tier}
+    return {
+        **{group: names[group] for group in groups},
+        "num_requests": row.num_requests,
+        "num_prompt_tokens": row.num_prompt_tokens,
+        "num_cached_tokens": row.num_cached_tokens,
+        "num_output_tokens": row.num_output_tokens,
+        "num_reasoning_tokens": row.num_reasoning_tokens,
+        "block_seconds": round(row.block_seconds, 3),
+        "cost": decimal(row.cost_nanos),
+    }
+
+
+def _budget(state: pb.BudgetState) -> dict[str, Any]:
+    is_money = state.budget.unit == BUDGET_UNIT_NANOS
+
+    def shown(amount: int) -> str | int:
+        return decimal(amount) if is_money else amount
+
+    return {
+        "account": state.budget.account,
+        "unit": "currency" if is_money else "tokens",
+        "period": state.budget.period,
+        "limit": shown(state.limit),
+        "spent": shown(state.spent),
+        "remaining": shown(max(0, state.limit - state.spent)),
+    }
+
+
+def _csv(rows: list[dict[str, Any]], groups: list[str]) -> str:
+    columns = [column for column in COLUMNS if column not in GROUPS or column in groups]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

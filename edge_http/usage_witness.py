@@ -1,0 +1,72 @@
+"""What this edge has delivered, written down for `kvloom usage reconcile`: a count that owes nothing to the routers'.
+
+A line is written when an answer ends. Lines are written once a second by a thread; an edge that is killed loses those
+of the last second, and its answers are then without a witness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+log = structlog.get_logger()
+
+FLUSH_SECONDS: Final = 1.0
+MAX_WAITING_LINES: Final = 100_000
+MAX_BYTES: Final = 256 * 2**20
+"""The file is then renamed to its name + ".1", replacing an earlier one."""
+FOLDER: Final = "witness"
+"""In the data directory."""
+
+
+class WitnessLine(msgspec.Struct, frozen=True):
+    request_id: str
+    """That of the request to the routers; of several requests of one answer, what they begin with."""
+    num_output_tokens: int
+    """What arrived from the routers until the answer ended."""
+    is_complete: bool
+    """Whether the answer ended as it should. Otherwise tokens may have been on their way."""
+
+
+class UsageWitness:
+    """`watch` is its task."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[bytes] = []
+        self._num_left_out = 0
+
+    def note(self, request_id: str, num_output_tokens: int, *, is_complete: bool) -> None:
+        if len(self._waiting) >= MAX_WAITING_LINES:
+            self._num_left_out += 1
+            return
+        self._waiting.append(msgspec.json.encode(WitnessLine(request_id, num_output_tokens, is_complete)))
+
+    async def watch(self) -> None:
+        """Write until cancelled, and then what is left."""
+        try:
+            while True:
+                await asyncio.sleep(FLUSH_SECONDS)
+                await asyncio.to_thread(self.flush)
+        finally:
+            self.flush()
+
+    def flush(self) -> None:
+        lines, self._waiting = self._waiting, []
+        if not lines:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._path.exists() and self._path.stat().st_size > MAX_BYTES:
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(b"\n".join(lines) + b"\n")
+        except OSError as error:
+            self._num_left_out += len(lines)
+            log.warning("the witness of usage cannot be written", cause=str(error), num_left_out=self._num_left_out)

@@ -1,0 +1,156 @@
+"""The ledger of usage and the leases of budgets, on SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from control.database.usage_tables import budget_alerts, budget_leases
+from control.usage.leases import ProducerClosedError, change_leases
+from control.usage.ledger import forget_records, store
+from kvloom.tenancy.usage_record import Charge, UsageRecord, merged
+from kvloom.tenancy.usage_stream import Stored, UsageEntry
+from kvloom.v1.control_service_pb2 import (
+    BUDGET_UNIT_NANOS,
+    BUDGET_UNIT_TOKENS,
+    BudgetChange,
+    BudgetGrant,
+    BudgetName,
+)
+from tests.fakes.usage import NOON, spending, totals, usage_database, usage_record
+
+TENANT = "tenant:acme/search"
+MONTH = BudgetName(account=TENANT, unit=BUDGET_UNIT_NANOS, period="2025-11")
+
+
+def entry(*records: UsageRecord, closed_after: int | None = None) -> UsageEntry:
+    return UsageEntry(records[0].producer if records else "r0/1", records, closed_after)
+
+
+async def test_a_record_counts_once_however_often_it_comes(database_url: str) -> None:
+    """Redis delivers at least once, and routers send again what they do not know to be stored."""
+    async with usage_database(database_url) as database:
+        first, second = usage_record(1, "a"), usage_record(2, "b")
+        assert await store(database, [entry(first)]) == {"r0/1": Stored(1)}
+        assert await store(database, [entry(first, second), entry(second)]) == {"r0/1": Stored(2)}
+        assert await totals(database) == {
+            "num_requests": 2, "num_prompt_tokens": 20, "num_output_tokens": 10, "cost_nanos": 50,
+        }  # fmt: skip
+        assert (await spending(database))[TENANT, BUDGET_UNIT_NANOS, "2025-11"] == 50
+        assert (await spending(database))["org:acme", BUDGET_UNIT_TOKENS, "2025-11-25"] == 30
+
+
+async def test_records_of_one_answer_count_as_one_in_any_order(database_url: str) -> None:
+    """A router that died and the one that continued may report in any order, and one of them much later."""
+    killed = usage_record(1, "a", "r0/1", num_output_tokens=3, outcome="lost", cost_nanos=13)
+    continued = usage_record(
+        1, "a", "r1/1", num_output_tokens=9, num_resumed_tokens=4, ended_at=NOON + 1, cost_nanos=19
+    )
+    corrected = msgspec.structs.replace(continued, number=2, corrects=1, num_output_tokens=8, cost_nanos=18)
+    records = [killed, continued, corrected]
+    async with usage_database(database_url) as database:
+        rng = random.Random(1)
+        for round_number in range(4):
+            rng.shuffle(records)
+            for record in records:
+                request_id = f"a{round_number}"
+                number = 10 * round_number + record.number
+                corrects = record.corrects and 10 * round_number + record.corrects
+                changed = msgspec.structs.replace(record, request_id=request_id, number=number, corrects=corrects)
+                await store(database, [entry(changed)])
+        assert await totals(database) == {
+            "num_requests": 4, "num_prompt_tokens": 40, "num_output_tokens": 32, "cost_nanos": 72,
+        }  # fmt: skip
+
+
+def test_the_last_router_of_an_answer_knows_what_was_delivered() -> None:
+    """A router meters what it hands to a connection; what was lost with it is delivered, and metered, by the next."""
+    hung = usage_record(1, "a", "r0/1", num_output_tokens=10)
+    stopped_early = usage_record(1, "a", "r1/1", num_output_tokens=8, num_resumed_tokens=7)
+    assert merged([hung, stopped_early]) == merged([stopped_early, hung]) == stopped_early
+
+
+def test_a_client_outside_the_fabric_cannot_shorten_its_answer() -> None:
+    """It might claim to have received less, to be charged for the few tokens that follow."""
+    whole = usage_record(1, "a", "r0/1", num_output_tokens=100, answer_id="x")
+    claim = usage_record(2, "a", "r0/1", num_output_tokens=2, num_resumed_tokens=1, answer_id="x", ended_at=NOON + 9)
+    assert merged([claim, whole]) == whole
+
+
+async def test_a_gap_in_the_numbers_is_not_stored(database_url: str) -> None:
+    """A router deletes what is reported as stored."""
+    async with usage_database(database_url) as database:
+        assert await store(database, [entry(usage_record(2, "b"))]) == {"r0/1": Stored(0)}
+        assert await store(database, [entry(usage_record(1, "a"))]) == {"r0/1": Stored(2)}
+
+
+async def change(database, producer: str, *, wanted: int = 0, returned: int = 0) -> BudgetGrant:
+    [grant] = await change_leases(database, producer, [BudgetChange(budget=MONTH, wanted=wanted, returned=returned)])
+    return grant
+
+
+async def test_spent_and_leased_are_never_more_than_the_budget(database_url: str) -> None:
+    """Routers spend what they were granted without asking, so control must count it as spent at once."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        assert await change(database, "r0/1", wanted=60) == BudgetGrant(
+            budget=MONTH, granted=60, remaining=40, limit=100
+        )
+        assert (await change(database, "r1/1", wanted=60)).granted == 40
+        assert (await change(database, "r1/1", returned=30)).remaining == 30
+        charge = Charge(TENANT, BUDGET_UNIT_NANOS, "2025-11", own=25, total=25)
+        await store(database, [entry(usage_record(1, "a", charges=(charge,)))])
+        after = await change(database, "r1/1", wanted=1000)
+        assert (after.granted, after.remaining) == (30, 0), "what was leased for the record is spent now, once"
+
+
+async def test_many_routers_at_once_cannot_lease_more_than_there_is(database_url: str) -> None:
+    """Reading what is left and granting it must be one step."""
+    async with usage_database(database_url, monthly_budget_nanos=1000) as database:
+        grants = await asyncio.gather(*(change(database, f"r{i}/1", wanted=70) for i in range(30)))
+        assert sum(grant.granted for grant in grants) == 1000
+
+
+async def test_the_lease_of_a_dead_router_is_closed_when_all_its_records_are_known(database_url: str) -> None:
+    """Before that, nobody knows how much of it was spent; after that, it must not be lost for the month."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        await change(database, "r0/1", wanted=100)
+        await store(database, [entry(usage_record(2, "b"), closed_after=2)])
+        assert (await change(database, "r1/1", wanted=100)).granted == 0
+        stored = await store(database, [entry(usage_record(1, "a")), entry(closed_after=2)])
+        assert stored == {"r0/1": Stored(2, is_closed=True)}
+        assert (await change(database, "r1/1", wanted=100)).granted == 50
+        with pytest.raises(ProducerClosedError):
+            await change(database, "r0/1", wanted=1)
+
+
+async def test_an_account_without_a_budget_gets_what_it_wants(database_url: str) -> None:
+    """A limit may just have been removed."""
+    async with usage_database(database_url) as database:
+        grant = await change(database, "r0/1", wanted=7)
+        assert (grant.granted, grant.limit) == (7, 0)
+        async with database.reading() as connection:
+            assert not (await connection.execute(sa.select(budget_leases))).all()
+
+
+async def test_each_threshold_is_noted_once_a_period(database_url: str) -> None:
+    """Nobody reads the tenth notice about the same budget."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        for number in range(1, 6):
+            await store(database, [entry(usage_record(number, f"r{number}"))], [50, 100], now=NOON)
+        async with database.reading() as connection:
+            rows = await connection.execute(sa.select(budget_alerts).order_by(budget_alerts.c.percent))
+            assert [(row.account, row.percent, row.spent) for row in rows] == [(TENANT, 50, 50), (TENANT, 100, 100)]
+
+
+async def test_old_records_go_and_their_sums_stay(database_url: str) -> None:
+    """The raw records of years would fill the disk, and nobody needs them after the bill was paid."""
+    async with usage_database(database_url) as database:
+        await store(database, [entry(usage_record(1, "a"), usage_record(2, "b", ended_at=NOON + 100))])
+        assert await forget_records(database, NOON + 50) == 1
+        assert (await totals(database))["num_requests"] == 2
+        assert await store(database, [entry(usage_record(1, "a"), usage_record(3, "c"))]) == {"r0/1": Stored(3)}
+        assert (await totals(database))["num_requests"] == 3, "a deleted record that comes again is no new one"

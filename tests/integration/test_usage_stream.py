@@ -1,0 +1,209 @@
+"""Usage records from a router to the database: real files, a real Redis server, real databases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis.asyncio
+import redis.asyncio.retry
+import redis.backoff
+from prometheus_client import CollectorRegistry
+
+from control.database.database import Database
+from control.usage.consumer import UsageConsumer
+from control.usage.leases import change_leases
+from control.usage.metrics import UsageMetrics
+from kvloom.config import ControlConfig, KvloomConfig, RedisConfig
+from kvloom.discovery.redis_client import redis_client
+from kvloom.tenancy.prices import Price, Prices
+from kvloom.tenancy.usage_stream import UsageStream
+from kvloom.trust.seal import PLAIN
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BudgetChange, BudgetName
+from kvloom.v1.generation_pb2 import FINISH_REASON_STOP
+from router.core.actions import RequestEnded
+from router.core.events import Tier
+from router.core.request_usage import RequestUsage
+from router.metering.metering import Metering
+from router.metering.spool import Spool
+from tests.fakes.redis_server import ForgetfulRedis
+from tests.fakes.usage import totals, usage_database
+
+PRICES = Prices([Price("p1", "*", prompt_nanos=1, output_nanos=3)])
+
+
+def ended(request_id: str, num_output: int = 5, *, num_resumed: int = 0, answer_id: str = "") -> RequestEnded:
+    usage = RequestUsage(Tier.INTERACTIVE, None, "k1", answer_id, num_resumed, 0.5)
+    return RequestEnded(
+        request_id, "acme/search", "m", "s0", 1, FINISH_REASON_STOP, 0, 10, 0, num_output, 0.0, 0.1, 0.2, usage=usage
+    )
+
+
+class World:
+    """One data directory, one Redis, one database; routers and consumers come and go."""
+
+    def __init__(self, folder: Path, server: ForgetfulRedis, database: Database) -> None:
+        self.folder = folder
+        self.server = server
+        self.database = database
+        self.running: list[RequestEnded] = []
+        self.config = KvloomConfig(
+            data_dir=str(folder), control=ControlConfig(enabled=True), redis=RedisConfig(url=server.url)
+        )
+
+    @contextlib.asynccontextmanager
+    async def router(self, incarnation: str, *, killed: bool = False) -> AsyncIterator[Metering]:
+        """`killed`: it ends as a process that is killed does: nothing more is written, and its lock is free."""
+        registry = CollectorRegistry()
+        metering = Metering(
+            self.config, "r0", incarnation, PLAIN, lambda: PRICES, lambda _: list(self.running), registry
+        )
+        await metering.start()
+        task = asyncio.create_task(metering.run())
+        try:
+            yield metering
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if killed:
+                metering._thread.shutdown()
+                metering._spool.close()
+            else:
+                await metering.close()
+
+    @contextlib.asynccontextmanager
+    async def consumer(self) -> AsyncIterator[None]:
+        retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
+        client = redis_client(self.server.url, timeout_seconds=2.0, retry=retry)
+        stream = UsageStream(self.config.redis.key_prefix, PLAIN)
+        task = asyncio.create_task(
+            UsageConsumer(self.database, client, stream, "control", UsageMetrics(CollectorRegistry())).run()
+        )
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await client.aclose()
+
+    async def until(self, num_requests: int, num_output_tokens: int | None = None) -> None:
+        await eventually(lambda: self._has(num_requests, num_output_tokens))
+
+    async def _has(self, num_requests: int, num_output_tokens: int | None) -> bool:
+        found = await totals(self.database)
+        wanted = found["num_output_tokens"] if num_output_tokens is None else num_output_tokens
+        return (found["num_requests"], found["num_output_tokens"]) == (num_requests, wanted)
+
+
+async def eventually(holds: Callable[[], object]) -> None:
+    """What is asked for happens in other tasks, which tell tests nothing."""
+    async with asyncio.timeout(30.0):
+        while True:
+            found = holds()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, database_url: str) -> AsyncIterator[World]:
+    server = ForgetfulRedis()
+    server.start()
+    try:
+        async with usage_database(database_url, monthly_budget_nanos=10_000) as database:
+            yield World(tmp_path / "data", server, database)
+    finally:
+        server.kill()
+
+
+async def test_records_arrive_once_with_their_cost(world: World) -> None:
+    """The whole way of a record, as in a fabric where nothing fails."""
+    async with world.consumer(), world.router("1") as metering:
+        for number in range(20):
+            metering.request_ended(ended(f"q{number}"))
+        await world.until(20, 100)
+        assert (await totals(world.database))["cost_nanos"] == 20 * (10 + 15)
+        refused = msgspec.structs.replace(ended("refused"), num_attempts=0)
+        assert metering.request_ended(refused) == b""
+
+
+async def test_nothing_is_lost_while_redis_and_control_are_away(world: World) -> None:
+    """Serving goes on without both, and so does metering."""
+    world.server.kill()
+    async with world.router("1") as metering:
+        for number in range(10):
+            metering.request_ended(ended(f"a{number}"))
+        world.server.start()
+        for number in range(10):
+            metering.request_ended(ended(f"b{number}"))
+        async with world.consumer():
+            await world.until(20)
+
+
+async def test_what_redis_has_lost_is_sent_again(world: World) -> None:
+    """Redis keeps the stream in memory: killed, it forgets entries that it had acknowledged."""
+    async with world.router("1") as metering:
+        for number in range(10):
+            metering.request_ended(ended(f"a{number}"))
+        client = redis.asyncio.Redis.from_url(world.server.url)
+        stream = UsageStream("kvloom", PLAIN).stream
+        await eventually(lambda: client.xlen(stream))
+        await client.aclose()
+        world.server.kill()
+        world.server.start()
+        async with world.consumer():
+            await world.until(10)
+
+
+async def test_a_killed_router_s_records_are_finished_by_its_successor(world: World) -> None:
+    """Neither ended nor running requests may be lost with a router, and its lease must come free."""
+    month = BudgetName(account="tenant:acme/search", unit=BUDGET_UNIT_NANOS)
+    month.period = "2999-01"
+    await change_leases(world.database, "r0/1", [BudgetChange(budget=month, wanted=10_000)])
+    world.server.kill()  # so that nothing is forwarded
+    async with world.router("1", killed=True) as metering:
+        metering.request_ended(ended("done"))
+        world.running = [ended("running", 3), ended("continued", 4)]
+        progress = world.folder / "usage" / "r0" / "1" / "progress"
+        await eventually(lambda: progress.exists() and progress.stat().st_size > 100)
+    world.running = []
+    world.server.start()
+    async with world.consumer(), world.router("2") as metering:
+        metering.request_ended(ended("continued", 6, num_resumed=5))
+        await world.until(3, 5 + 3 + 11)
+        await eventually(lambda: not (world.folder / "usage" / "r0" / "1").exists())
+        [grant] = await change_leases(world.database, "r0/2", [BudgetChange(budget=month, wanted=10_000)])
+        assert grant.granted == 10_000
+
+
+async def test_a_full_disk_stops_neither_serving_nor_metering(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spending must never make a request fail; records that cannot be written are forwarded from memory."""
+    append = Spool.append
+
+    def is_full(_spool: Spool, _records: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Spool, "append", is_full)
+    async with world.consumer(), world.router("1") as metering:
+        for number in range(10):
+            metering.request_ended(ended(f"a{number}"))
+        await world.until(10)
+        metering.request_ended(ended("b"))
+        monkeypatch.setattr(Spool, "append", append)
+        metering.request_ended(ended("c"))
+        await world.until(12)
+
+
+async def test_tokens_that_were_lost_in_transit_are_taken_out(world: World) -> None:
+    """The next router delivers, and meters, them (docs/adr/0011)."""
+    async with world.consumer(), world.router("1") as metering:
+        record = metering.request_ended(ended("a", 9))
+        await world.until(1, 9)
+        metering.tokens_lost(record, 2)
+        await world.until(1, 7)
+        assert (await totals(world.database))["cost_nanos"] == 10 + 21

@@ -1,0 +1,226 @@
+"""`kvloom usage show|export|reconcile`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+import grpc.aio
+import msgspec
+from rich.console import Console
+
+from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
+from kvloom.access.control_client import CALL_SECONDS, ControlClient
+from kvloom.errors import KvloomError
+from kvloom.v1 import usage_service_pb2 as pb
+from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
+from tools.failures import CommandError
+from tools.fleet.members import Fleet
+from tools.options import config_option, data_dir_option, option
+from tools.usage.reconcile import Reconciliation, WitnessedAnswer, reconcile
+from tools.usage.table import GROUPS, as_csv, as_table, rows_of
+
+LIST_SECONDS: Final = 600.0
+
+
+@click.group()
+def usage() -> None:
+    """What tenants have used, and what it costs (docs/tenancy.md)."""
+
+
+def _filters(command):
+    for decorate in (
+        option("--tenant", "tenant", scope="usage", default="", help="Only this tenant's: ORGANISATION/PROJECT."),
+        option("--org", "organisation", scope="usage", default="", help="Only those of this organisation."),
+        option("--from", "first_day", scope="usage", default="", help="The first day, of UTC: 2026-11-25."),
+        option("--to", "last_day", scope="usage", default="", help="The last day."),
+        option(
+            "--by",
+            "groups",
+            scope="usage",
+            default="day,tenant,model",
+            show_default=True,
+            help=f"What to group by: {', '.join(GROUPS)}.",
+        ),
+        data_dir_option,
+        config_option,
+    ):
+        command = decorate(command)
+    return command
+
+
+@usage.command()
+@_filters
+@option("--json", "as_json", scope="usage", is_flag=True, help="Print one JSON array.")
+def show(
+    tenant: str,
+    organisation: str,
+    first_day: str,
+    last_day: str,
+    groups: str,
+    data_dir: Path | None,
+    config_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Show requests, tokens and costs."""
+    names = _groups(groups)
+    request = _request(tenant, organisation, first_day, last_day, names)
+    rows = rows_of(asyncio.run(_usage(data_dir, config_file, request)), names)
+    if as_json:
+        print(msgspec.json.encode(rows).decode())
+    else:
+        Console().print(as_table(rows, names))
+
+
+@usage.command()
+@_filters
+@option("--file", "file", scope="usage", type=click.Path(path_type=Path, dir_okay=False), help="Instead of printing.")
+def export(
+    tenant: str,
+    organisation: str,
+    first_day: str,
+    last_day: str,
+    groups: str,
+    data_dir: Path | None,
+    config_file: Path | None,
+    file: Path | None,
+) -> None:
+    """Write the same as CSV, e.g. for a bill."""
+    names = _groups(groups)
+    request = _request(tenant, organisation, first_day, last_day, names)
+    text = as_csv(rows_of(asyncio.run(_usage(data_dir, config_file, request)), names), names)
+    if file is None:
+        print(text, end="")
+        return
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise CommandError(f"{file} cannot be written: {error.strerror}") from error
+
+
+@usage.command(name="reconcile")
+@option(
+    "--witness",
+    "files",
+    scope="usage",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A file with lines of JSON that say what was delivered.  [default: those of the edges of this data directory]",
+)
+@option("--since", "since", scope="usage", default="", help="Only answers that ended after this day or time of UTC.")
+@option("--json", "as_json", scope="usage", is_flag=True, help="Print one JSON object.")
+@data_dir_option
+@config_option
+def reconcile_command(
+    files: tuple[Path, ...], since: str, as_json: bool, data_dir: Path | None, config_file: Path | None
+) -> None:
+    """Compare what was metered with what edges, or other witnesses, have counted as delivered.
+
+    Edges count if control.witness is set. The exit status is 1 if there is a difference.
+    """
+    found = asyncio.run(_reconcile(data_dir, config_file, files, since))
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        _print(found)
+    if not found.is_exact:
+        raise SystemExit(1)
+
+
+def _print(found: Reconciliation) -> None:
+    difference = found.num_metered_tokens - found.num_witnessed_tokens - found.num_in_flight_tokens
+    print(f"metered answers      {found.num_metered:,}")
+    print(f"with a witness       {found.num_witnessed:,}, of which {found.num_exact:,} are exact")
+    print(f"without a witness    {found.num_without_witness:,}")
+    print(f"tokens metered       {found.num_metered_tokens:,}")
+    print(f"tokens delivered     {found.num_witnessed_tokens:,}")
+    print(f"on their way         {found.num_in_flight_tokens:,} (of answers that were broken off)")
+    print(f"difference           {difference:,}")
+    for line in found.differences:
+        print(f"  {line}")
+
+
+def _groups(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in GROUPS:
+            raise click.UsageError(f"--by has {name!r}; there are {', '.join(GROUPS)}")
+    return names
+
+
+def _request(
+    tenant: str, organisation: str, first_day: str, last_day: str, groups: Sequence[str]
+) -> pb.GetUsageRequest:
+    for day in filter(None, (first_day, last_day)):
+        _time(day)
+    return pb.GetUsageRequest(
+        tenant=tenant,
+        organisation=organisation,
+        first_day=first_day,
+        last_day=last_day,
+        group_by=[GROUPS[name][0] for name in groups],
+    )
+
+
+def _time(text: str) -> float:
+    try:
+        at = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        raise click.UsageError(f"{text!r} is no day such as 2026-11-25") from None
+    return (at if at.tzinfo else at.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+@contextlib.asynccontextmanager
+async def _service(fleet: Fleet) -> AsyncIterator[UsageServiceStub]:
+    if not fleet.config.control.enabled:
+        raise CommandError("this fabric has no tenants (control.enabled), and so keeps no usage")
+    client = ControlClient(fleet.config, "usage", fleet.trust)
+    watching = asyncio.create_task(client.watch())
+    try:
+        async with client.usage() as service:
+            yield service
+    except KvloomError as error:
+        raise CommandError(error.message) from error
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _usage(data_dir: Path | None, config_file: Path | None, request: pb.GetUsageRequest) -> Sequence[pb.UsageRow]:
+    async with _service(Fleet.open(data_dir, config_file)) as service:
+        found = await service.GetUsage(request, timeout=CALL_SECONDS)
+    if found.is_truncated:
+        click.echo("there are more rows: ask for fewer days, or one tenant", err=True)
+    return found.rows
+
+
+async def _reconcile(
+    data_dir: Path | None, config_file: Path | None, files: Sequence[Path], since: str
+) -> Reconciliation:
+    fleet = Fleet.open(data_dir, config_file)
+    folder = fleet.folder.data_dir / WITNESS_FOLDER
+    lines = list(_witnessed(files or sorted(folder.glob("*.jsonl*"))))
+    if not lines:
+        raise CommandError(f"there is no witness in {folder}: set control.witness, or name files with --witness")
+    request = pb.ListAnswersRequest(ended_after=_time(since) if since else 0.0)
+    answers: list[pb.MeteredAnswer] = []
+    async with _service(fleet) as service:
+        call: grpc.aio.UnaryStreamCall[pb.ListAnswersRequest, pb.ListAnswersResponse]
+        call = service.ListAnswers(request, timeout=LIST_SECONDS)
+        async for response in call:
+            answers.extend(response.answers)
+    return reconcile(answers, lines)
+
+
+def _witnessed(files: Iterable[Path]) -> Iterator[WitnessedAnswer]:
+    for file in files:
+        for line in file.read_bytes().splitlines():
+            try:
+                yield msgspec.json.decode(line, type=WitnessedAnswer)
+            except msgspec.DecodeError:
+                continue  # the end of a file whose edge was killed

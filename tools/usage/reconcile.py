@@ -1,0 +1,91 @@
+"""Compares what was metered of each answer with what witnesses counted as delivered. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from kvloom.v1.usage_service_pb2 import MeteredAnswer
+
+MAX_NAMED: Final = 20
+"""How many answers a report names."""
+
+
+class WitnessedAnswer(msgspec.Struct, frozen=True):
+    """A line of a witness: see edge_http/usage_witness.py. SDK clients may write the same."""
+
+    request_id: str
+    num_output_tokens: int
+    is_complete: bool = True
+
+
+@dataclasses.dataclass(slots=True)
+class Reconciliation:
+    num_metered: int = 0
+    num_witnessed: int = 0
+    num_metered_tokens: int = 0
+    """Of the answers that have a witness."""
+    num_witnessed_tokens: int = 0
+    num_exact: int = 0
+    num_in_flight_tokens: int = 0
+    """Metered tokens of answers that were broken off, which their witness had not received: they were on their way."""
+    num_without_witness: int = 0
+    """Metered answers whose witness was killed, or that did not come through an edge."""
+    num_over: int = 0
+    num_under: int = 0
+    differences: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the difference is 0."""
+        return not (self.num_over or self.num_under)
+
+
+def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessedAnswer]) -> Reconciliation:
+    """An answer that is complete must be metered with exactly the tokens that were delivered, and one that was broken
+    off with at least these."""
+    found = Reconciliation()
+    lines: dict[str, WitnessedAnswer] = {}
+    for line in witnessed:
+        earlier = lines.get(line.request_id)
+        # An answer that moved to another edge has a line of each; the later one has more of it.
+        if earlier is None or (line.is_complete, line.num_output_tokens) >= (
+            earlier.is_complete,
+            earlier.num_output_tokens,
+        ):
+            lines[line.request_id] = line
+    tokens: dict[str, int] = {}
+    for answer in metered:
+        found.num_metered += 1
+        name = answer.request_id
+        if name not in lines:
+            name = name.rpartition(".")[0]  # one of the requests of an answer to several prompts
+        if name in lines:
+            tokens[name] = tokens.get(name, 0) + answer.num_output_tokens
+        else:
+            found.num_without_witness += 1
+    for name, line in lines.items():
+        _compare(found, name, line, tokens.get(name))
+    return found
+
+
+def _compare(found: Reconciliation, name: str, line: WitnessedAnswer, num_metered: int | None) -> None:
+    if num_metered is None and not line.num_output_tokens:
+        return  # refused, or broken off before anything happened
+    found.num_witnessed += 1
+    found.num_witnessed_tokens += line.num_output_tokens
+    found.num_metered_tokens += num_metered or 0
+    difference = (num_metered or 0) - line.num_output_tokens
+    if difference > 0 and not line.is_complete:
+        found.num_in_flight_tokens += difference
+    elif difference:
+        found.num_over += difference > 0
+        found.num_under += difference < 0
+        if len(found.differences) < MAX_NAMED:
+            shown = "nothing" if num_metered is None else f"{num_metered} tokens"
+            found.differences.append(f"{name}: metered {shown}, delivered {line.num_output_tokens}")
+    else:
+        found.num_exact += 1
