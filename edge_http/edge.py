@@ -116,6 +116,8 @@ class Edge:
         """Of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
+        self.has_result_cache = False
+        """Whether routers have one; then responses tell whether it had the answer."""
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
         self._remote_responses: RemoteResponses = NoRemoteResponses()

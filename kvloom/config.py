@@ -379,6 +379,19 @@ class HealthConfig(Section):
     """How many probes in a row must be answered in time before the shard is healthy again."""
 
 
+class ResultCacheConfig(Section):
+    """Answers to deterministic requests, kept in the router for the tenant that has got them (docs/result-cache.md)."""
+
+    enabled: bool = False
+    ttl_seconds: PositiveFloat = 3600.0
+    max_bytes: Annotated[int, Meta(ge=2**16)] = 64 * 2**20
+    """What one router keeps, in memory."""
+    max_entries: PositiveInt = 65_536
+    max_answer_tokens: Annotated[int, Meta(ge=1, le=32_768)] = 1024
+    """Longer answers (of all choices together) are not kept. A cached answer is sent at once, and a longer one could
+    exceed `edge.max_buffered_bytes`."""
+
+
 class RouterConfig(Section):
     """The routers."""
 
@@ -419,6 +432,7 @@ class RouterConfig(Section):
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
     fairness: FairnessConfig = msgspec.field(default_factory=FairnessConfig)
     resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
+    result_cache: ResultCacheConfig = msgspec.field(default_factory=ResultCacheConfig)
 
 
 class SimConfig(Section):

@@ -21,6 +21,8 @@ partial_choices.py    checks the choices of a request that resumes an answer of 
 convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
 rpc/                  what stands in front of every RPC: API keys, limits, access log
+answer_keeper.py      the requests whose whole answers matter: for the result cache, and for receipts
+result_cache/         answers to deterministic requests, kept for the tenant that has got them
 shadow/               a share of a model's answers, compared with a candidate
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file

@@ -87,6 +87,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
         shard_id=start.shard_id,
         queue_time_seconds=start.queue_time_seconds,
         prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
+        result_cache=start.result_cache,  # pyright: ignore[reportArgumentType]  (as below)
     )
 
 
@@ -102,6 +103,8 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         num_predicted_tokens=finish.num_predicted_tokens,
         num_accepted_predicted_tokens=finish.num_accepted_predicted_tokens,
         embedding=finish.embedding,
+        result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
+        receipt=finish.receipt,
     )
 
 

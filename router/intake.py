@@ -110,9 +110,15 @@ class Intake:
         routes: ModelRoutes = NO_ROUTES,
         has_ready_shard: Callable[[str], bool] = lambda _: True,
         adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
+        *,
+        caches_results: bool = False,
+        gives_receipts: bool = False,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models."""
+        self._caches_results = caches_results
+        self._gives_receipts = gives_receipts
+        self._keeps_answers = caches_results or gives_receipts
         self._models = models
         self._adapter_named = adapter_named
         self._routes = routes
@@ -182,6 +188,8 @@ class Intake:
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
         )
+        if self._keeps_answers:
+            request = self._kept(request, submit, model)
         if model is None:
             found = self._adapter_named(request.model)
             return request if found is None else _with_adapter(request, *found, submit.adapter_checksum)
@@ -239,6 +247,8 @@ class Intake:
             session_key=wanted.session_key,
             client_request_id=client_request_id,
         )
+        if self._keeps_answers:
+            request = self._kept(request, wanted, model)
         if is_embedding:
             request = _embedding(request, wanted.pooling)
         if model.adapter is not None:
@@ -249,6 +259,19 @@ class Intake:
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
+
+    def _kept(
+        self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, model: ServedModel | None
+    ) -> Request:
+        """The request, with whether its answer may be cached, and whether it gets a receipt."""
+        is_new = not any(choice.output_token_ids for choice in request.choices)
+        is_cacheable = (
+            self._caches_results and is_new and not wanted.no_result_cache and _is_deterministic(wanted, request, model)
+        )
+        wants_receipt = self._gives_receipts and is_new and wanted.receipt
+        if not (is_cacheable or wants_receipt):
+            return request
+        return msgspec.structs.replace(request, is_cacheable=is_cacheable, wants_receipt=wants_receipt)
 
     async def _tokenized(
         self, wanted: GenerateRequest, model: ServedModel, *, add_special_tokens: bool
@@ -461,6 +484,23 @@ def _with_seed(sampling: SamplingParams, model: ServedModel | None) -> SamplingP
     if not fixed.HasField("seed"):
         fixed.seed = draw_seed()
     return fixed
+
+
+def _is_deterministic(
+    wanted: Submit | LinkRequest | GenerateRequest, request: Request, model: ServedModel | None
+) -> bool:
+    """Whether nothing was drawn for the request, and its answer consists of tokens only (or of a vector)."""
+    sampling = request.sampling
+    assert isinstance(sampling, SamplingParams)
+    if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
+        return False
+    has_pooling = wanted.pooling is not None if isinstance(wanted, LinkRequest) else wanted.HasField("pooling")
+    if has_pooling or (sampling.HasField("temperature") and sampling.temperature == 0):
+        return True
+    defaults = None if model is None else model.default_sampling
+    return (wanted.sampling.HasField("seed") and not wanted.seed_is_drawn) or (
+        defaults is not None and defaults.HasField("seed")
+    )
 
 
 def _copied(stop: StopConditions) -> StopConditions:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ from kvloom.process.watched_files import following
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
+from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes
@@ -63,6 +66,9 @@ from router.links.safety_finder import SafetyFinder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 from router.metrics import RouterMetrics
+from router.result_cache.cache import ResultCache
+from router.result_cache.metrics import ResultCacheMetrics
+from router.result_cache.request_key import KEY_BYTES
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
@@ -131,8 +137,12 @@ class RouterServer:
             routes,
             core.has_ready_shard,
             catalogue.adapter_named,
+            caches_results=config.router.result_cache.enabled,
         )
         self._intake = intake
+        self._result_cache = self._new_result_cache(metrics_registry)
+        if self._result_cache is not None:
+            self._driver.keeper = AnswerKeeper(self._result_cache, time.time)
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
@@ -334,6 +344,20 @@ class RouterServer:
     def _listeners(self) -> list[RouterListener]:
         return [self._for_clients] if self._for_fabric is None else [self._for_clients, self._for_fabric]
 
+    def _new_result_cache(self, registry: CollectorRegistry) -> ResultCache | None:
+        settings = self._config.router.result_cache
+        if not settings.enabled:
+            return None
+        link, models = self._safety_link, self._catalogue.by_name
+        cache = ResultCache(
+            settings,
+            self._trust.caller_key or secrets.token_bytes(KEY_BYTES),
+            lambda name: models[name].tokenizer if name in models else None,
+            lambda: "" if link is None else link.policy_revision,
+        )
+        ResultCacheMetrics(cache, registry)
+        return cache
+
     def _new_decision_journal(self) -> DecisionJournal | None:
         settings = self._config.router.decision_log
         if not settings.path:
@@ -366,6 +390,8 @@ class RouterServer:
             {model.name: {one.name: one.checksum for one in model.adapters} for model in self._core.fleet.models}
         )
         self._decisions.fleet_changed()
+        if self._result_cache is not None:
+            self._result_cache.fleet_changed(shard.description for shard in self._core.shards)
         self._report_variants()
         self._health.refresh()
 

@@ -20,8 +20,10 @@ from edge_http.submission import Submission, run_submission
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
+    cache_use,
     explanation,
     idempotency_key,
+    refuses_result_cache,
     request_id,
     traceparent,
     wants_explanation,
@@ -88,6 +90,8 @@ async def _body(
         pieces.append(piece)
         await edge.fair_yield.take(max(len(piece), LONG_BODY_BYTES))
     headers = explanation(inputs.first_start) if wants_explanation(request) else {}
+    if edge.has_result_cache:
+        headers |= cache_use(inputs.cache_uses)
     return WholeBody(pieces, num_bytes, headers)
 
 
@@ -120,4 +124,5 @@ def _link_request(
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         pooling=job.pooling,
+        no_result_cache=edge.has_result_cache and refuses_result_cache(request),
     )

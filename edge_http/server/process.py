@@ -84,6 +84,7 @@ async def serve_edge(
     routes = ModelRoutes(config.routes)
     edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
     edge.run_folder = run_folder(Path(config.data_dir))
+    edge.has_result_cache = config.router.result_cache.enabled
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     rollouts = RolloutFollower(config, trust.sealer, routes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Final
 from urllib.parse import quote
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS, error_format_of
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import SequenceStart
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS, SequenceStart
 
 REQUEST_ID: Final = "x-request-id"
 ANTHROPIC_REQUEST_ID: Final = "request-id"
@@ -23,6 +24,8 @@ DETAILS: Final = "x-kvloom-details"
 EXPLAIN: Final = "x-kvloom-explain"
 SHARD: Final = "x-kvloom-shard"
 CACHED_TOKENS: Final = "x-kvloom-cached-tokens"
+CACHE: Final = "x-kvloom-cache"
+"""In a request: whether the result cache may be used. In a response: whether it had the answer."""
 MODEL: Final = "x-kvloom-model"
 """The model that answers, where a route or a list of models was requested; ROUTE then says how it was chosen."""
 ROUTE: Final = "x-kvloom-route"
@@ -119,6 +122,25 @@ def wants_details(request: web.BaseRequest) -> bool:
 def wants_explanation(request: web.BaseRequest) -> bool:
     given = request.headers.get(EXPLAIN)
     return given is not None and given.lower() in ("1", "true")
+
+
+def refuses_result_cache(request: web.BaseRequest) -> bool:
+    """Return whether the client wants a new answer, which is not kept. Raises KvloomError (INVALID_ARGUMENT)."""
+    given = request.headers.get(CACHE)
+    if given is not None and given.lower() not in ("on", "off"):
+        raise invalid_argument(f"{CACHE} must be on or off.", CACHE)
+    if given is not None:
+        return given.lower() == "off"
+    return "no-store" in request.headers.get("Cache-Control", "").lower()
+
+
+def cache_use(uses: Iterable[int]) -> dict[str, str]:
+    """Return the response header that tells whether the result cache had an answer. `uses` are the `ResultCacheUse` of
+    its parts."""
+    found = set(uses)
+    if found == {RESULT_CACHE_USE_HIT}:
+        return {CACHE: "hit"}
+    return {CACHE: "miss" if found & {RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS} else "off"}
 
 
 def wants_resume(request: web.BaseRequest) -> bool | None:

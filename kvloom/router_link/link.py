@@ -165,6 +165,12 @@ class GrpcRouterLink:
         )
         if request.adapter_checksum:
             submit.adapter_checksum = request.adapter_checksum
+        if request.no_result_cache:
+            submit.no_result_cache = True
+        if request.receipt:
+            submit.receipt = True
+        if request.seed_is_drawn:
+            submit.seed_is_drawn = True
         self._submits.append(submit)
         self._wake_writer()
         return handle

@@ -52,3 +52,7 @@ class LinkRequest:
     """Asks for the prompt's embedding, which is in the finish, instead of an answer."""
     adapter_checksum: str = ""
     """If `model` is an adapter: which one of this name."""
+    no_result_cache: bool = False
+    """See GenerateRequest in router_service.proto, likewise the next one."""
+    receipt: bool = False
+    seed_is_drawn: bool = False

@@ -11,7 +11,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
-from router.core.frames import Step
+from router.core.frames import Finish, Step
 from router.core.placement.plan import Pick, PlacementPlan
 
 
@@ -121,6 +121,33 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """The client stream over which the request came."""
     client_request_id: str = ""
     traceparent: str = ""
+    is_result_cache_hit: bool = False
+
+
+class CompletedChoice(msgspec.Struct, frozen=True):
+    """One choice of a complete answer."""
+
+    index: int
+    token_ids: Sequence[int]
+    num_chars: int
+    """Of its text."""
+    finish: Finish
+
+
+class AnswerCompleted(msgspec.Struct, frozen=True):
+    """The whole answer of a request that arrived with a ticket, if all of its choices ended by themselves. It precedes
+    the SendStep with its last finishes, so that what is set in one of them reaches the client."""
+
+    ticket: object
+    request: Request
+    choices: Sequence[CompletedChoice]
+    """In the order in which they have ended."""
+    shard_id: str
+    """The last shard; "" for an answer from the result cache."""
+    is_result_cache_hit: bool
+    is_reusable: bool
+    """Whether the same request would get the same answer, as far as the core can say: it was screened as a whole or is
+    not to be screened, and it did not continue on a shard of another variant."""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):
@@ -172,6 +199,7 @@ Action = (
     | ScreenAnswers
     | FleetChanged
     | RequestEnded
+    | AnswerCompleted
     | ShardHealthChanged
     | RequestsMoved
     | SequencesPreempted

@@ -12,7 +12,8 @@ from typing import Final, Protocol
 import msgspec
 
 from kvloom.models.adapters import Adapter
-from router.core.frames import Step
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
+from router.core.frames import Finish, Step
 
 
 class Tier(enum.IntEnum):
@@ -71,6 +72,9 @@ class Request(msgspec.Struct, frozen=True):
     tier: Tier = Tier.INTERACTIVE
     adapter: Adapter | None = None
     """The adapter of the model with which it runs; None: with none."""
+    is_cacheable: bool = False
+    """Whether its answer may come from the result cache and enter it, as far as the request itself says."""
+    wants_receipt: bool = False
 
 
 class AdapterState(msgspec.Struct, frozen=True):
@@ -136,8 +140,23 @@ class ShardLoad(msgspec.Struct):
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
+class CachedChoice(msgspec.Struct, frozen=True):
+    """One choice of an answer that the result cache has."""
+
+    token_ids: Sequence[int]
+    deltas: Sequence[str]
+    """The text of each token; the last one includes what the end of the answer has released."""
+    finish: Finish
+    """Its slot is not used."""
+
+
 class RequestArrived(msgspec.Struct, frozen=True):
     request: Request
+    ticket: object = None
+    """Not None: the answer is reported by AnswerCompleted, with this. Not read by the core."""
+    result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    cached: Sequence[CachedChoice] = ()
+    """The answer, if the result cache has it: one entry for each choice of the request."""
 
 
 class SlotsCancelled(msgspec.Struct, frozen=True):

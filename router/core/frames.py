@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvloom.errors import KvloomError
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, FinishReason, ResultCacheUse
 
 
 class Start(msgspec.Struct):
@@ -23,6 +23,7 @@ class Start(msgspec.Struct):
     """Set by the router."""
     prompt_logprobs: Sequence[object] = ()
     """Opaque to the core."""
+    result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
 
 
 class Finish(msgspec.Struct):
@@ -38,6 +39,9 @@ class Finish(msgspec.Struct):
     num_predicted_tokens: int = 0
     num_accepted_predicted_tokens: int = 0
     embedding: bytes = b""
+    result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    receipt: bytes = b""
+    """Set by the shell: see AnswerCompleted."""
 
 
 class Step(msgspec.Struct):
@@ -52,6 +56,8 @@ class Step(msgspec.Struct):
     """(slot, one token's logprobs) in the order of token_ids. The second part is opaque to the core."""
     starts: list[Start] = msgspec.field(default_factory=list)
     finishes: list[Finish] = msgspec.field(default_factory=list)
+    has_replay: bool = False
+    """Whether it has whole answers from the result cache: their slots have an entry for each piece, in order."""
 
     @property
     def is_plain(self) -> bool:

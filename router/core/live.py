@@ -12,10 +12,12 @@ from kvloom.v1.generation_pb2 import (
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
+    RESULT_CACHE_USE_UNSPECIFIED,
     FinishReason,
+    ResultCacheUse,
 )
 from router.core.events import ChoiceSpec, Request, TextFilter
-from router.core.frames import Step
+from router.core.frames import Finish, Step
 from router.core.load.load_ledger import ReservationKey
 from router.core.withheld_output import WithheldOutput
 
@@ -184,6 +186,8 @@ class LiveRequest:
         "first_dispatched_at",
         "first_sent_at",
         "hashes",
+        "is_reusable",
+        "kept_ends",
         "last_shard_id",
         "max_held_tokens",
         "num_attempts",
@@ -201,6 +205,8 @@ class LiveRequest:
         "queue_deadline",
         "queue_id",
         "request",
+        "result_cache",
+        "ticket",
         "unschedulable_at",
         "variant",
     )
@@ -249,6 +255,12 @@ class LiveRequest:
         self.check_id = 0
         self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
         """The most severe end among its choices."""
+        self.result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+        self.kept_ends: list[tuple[Choice, Finish]] | None = None
+        """The choices that have ended, if the whole answer is to be reported; None: it is not."""
+        self.ticket: object = None
+        self.is_reusable = True
+        """Whether the same request would get the same answer; see AnswerCompleted."""
 
     @property
     def continues_answer(self) -> bool:

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from edge_http.answers.answer import Answer
 from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
+from kvloom.config import ResultCacheConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -21,6 +22,8 @@ from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.shard_health import HealthState
 from router.metrics import GAUGES, RouterMetrics
+from router.result_cache.cache import ResultCache
+from router.result_cache.metrics import ResultCacheMetrics
 from router.shadow.metrics import PairMetrics, ShadowMetrics
 from router.usage_records import Credit
 from safety_svc.metrics import ANSWERS, BLOCKS, POLICY_LOADS, PROMPTS, STREAMS
@@ -110,6 +113,7 @@ def _router() -> CollectorRegistry:
     shadow.generated("stop", 2, 2)
     shadow.skipped("busy")
     shadow.failed("internal")
+    ResultCacheMetrics(ResultCache(ResultCacheConfig(), b"", lambda _: None, lambda: ""), registry)
     return registry
 
 

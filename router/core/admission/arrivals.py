@@ -58,15 +58,20 @@ class Arrivals:
         request = event.request
         client = self._lifecycle.client(request.client_id)
         timeout_seconds = request.timeout_seconds or self._config.request_timeout_seconds
-        error = (
-            self.refusal(request)
-            or check_names(request, client, self._lifecycle.requests)
-            or self._overload_refusal(request, timeout_seconds, now)
-        )
+        error = self.refusal(request) or check_names(request, client, self._lifecycle.requests)
+        if error is None and not event.cached:  # a cached answer needs no shard
+            error = self._overload_refusal(request, timeout_seconds, now)
         if error is not None:
             self._refuse(request, client, error, now)
             return
         live = LiveRequest(request, client, now)
+        if event.ticket is not None:
+            live.ticket, live.result_cache, live.kept_ends = event.ticket, event.result_cache, []
+            if event.cached:
+                # What it has was allowed by the policy in force: both are in its key.
+                self._lifecycle.add(live, client)
+                self._lifecycle.replay(live, event.cached, now)
+                return
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
         finished = [choice for choice in live.choices if choice.num_resumed_tokens >= (request.max_tokens or math.inf)]
         needs_shard = len(finished) < len(live.choices)
