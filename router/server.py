@@ -68,6 +68,7 @@ from router.listener import RouterListener
 from router.metrics import RouterMetrics
 from router.result_cache.cache import ResultCache
 from router.result_cache.metrics import ResultCacheMetrics
+from router.result_cache.pieces import pieces_of
 from router.result_cache.request_key import KEY_BYTES
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
@@ -352,7 +353,9 @@ class RouterServer:
         cache = ResultCache(
             settings,
             self._trust.caller_key or secrets.token_bytes(KEY_BYTES),
-            lambda name: models[name].tokenizer if name in models else None,
+            lambda request, choice: pieces_of(
+                models[request.model].tokenizer if request.model in models else None, request, choice
+            ),
             lambda: "" if link is None else link.policy_revision,
         )
         ResultCacheMetrics(cache, registry)

@@ -13,15 +13,12 @@ from typing import Final, Protocol
 import msgspec
 
 from kvloom.config import ResultCacheConfig
-from kvloom.text.detokenizer import TokenText
-from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from router.core.actions import AnswerCompleted
 from router.core.events import CachedChoice, Request, ShardDescription
 from router.result_cache.fingerprints import ModelFingerprint, fingerprints
 from router.result_cache.memory import ResultMemory
-from router.result_cache.pieces import pieces_of
 from router.result_cache.request_key import request_key
-from router.result_cache.stored_answer import decode_answer, encode_answer
+from router.result_cache.stored_answer import StoredChoice, decode_answer, encode_answer
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -40,6 +37,8 @@ class SharedResults(Protocol):
     def store(self, key: bytes, answer: bytes, tenant: str, seconds: float) -> None: ...
 
 
+PiecesOf = Callable[[Request, StoredChoice], Sequence[str] | None]
+KeyOf = Callable[[bytes, str, ModelFingerprint, str, Request], bytes]
 NO_FINGERPRINTS: Final[Mapping[str, ModelFingerprint]] = {}
 
 
@@ -50,17 +49,16 @@ class ResultCache:
         self,
         config: ResultCacheConfig,
         secret: bytes,
-        tokenizer_of: Callable[[str], TokenText | None],
+        pieces_of: PiecesOf,
         policy_revision: Callable[[], str | None],
         scope_of: Callable[[Request], str] = lambda request: request.tenant,
-        key_of: Callable[..., bytes] = request_key,
+        key_of: KeyOf = request_key,
     ) -> None:
-        """`tokenizer_of` a model's name: None if it is not known here, and then nothing is reused. `policy_revision` of
-        the safety policy in force: "" if nothing is screened, None while it is not known. `scope_of` a request: those
-        of different scopes share nothing."""
+        """`pieces_of` a choice: see pieces.py. `policy_revision` of the safety policy in force: "" if nothing is
+        screened, None while it is not known. `scope_of` a request: those of different scopes share nothing."""
         self._config = config
         self._secret = secret
-        self._tokenizer_of = tokenizer_of
+        self._pieces_of = pieces_of
         self._policy_revision = policy_revision
         self._scope_of = scope_of
         self._key_of = key_of
@@ -80,8 +78,6 @@ class ResultCache:
         fingerprint = self._fingerprints.get(request.model)
         revision = self._policy_revision()
         if not request.is_cacheable or fingerprint is None or revision is None:
-            return None
-        if self._tokenizer_of(request.model) is None:
             return None
         key = self._key_of(self._secret, self._scope_of(request), fingerprint, revision, request)
         return Ticket(fingerprint, revision, self._num_clearings, key)
@@ -121,18 +117,15 @@ class ResultCache:
         return self.memory.clear(tenant)
 
     def _cached(self, encoded: bytes, request: Request) -> Sequence[CachedChoice]:
-        tokenizer = self._tokenizer_of(request.model)
-        assert isinstance(request.sampling, SamplingParams)
-        assert isinstance(request.stop, StopConditions)
         try:
             choices = decode_answer(encoded)
         except (msgspec.MsgspecError, ValueError):
             return ()
-        if tokenizer is None or len(choices) != len(request.choices):
+        if len(choices) != len(request.choices):
             return ()
         found: list[CachedChoice] = []
         for choice in choices:
-            pieces = pieces_of(tokenizer, choice, request.sampling, request.stop)
+            pieces = self._pieces_of(request, choice)
             if pieces is None:
                 return ()
             found.append(CachedChoice(choice.token_ids, pieces, choice.finish))

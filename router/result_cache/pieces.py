@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from kvloom.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, SamplingParams, StopConditions
+from router.core.events import Request
 from router.result_cache.stored_answer import StoredChoice
 
 
-def pieces_of(
-    tokenizer: TokenText, choice: StoredChoice, sampling: SamplingParams, stop: StopConditions
-) -> list[str] | None:
-    """One text for each token; the last one includes what the detokenizer held until the end. None: this tokenizer
-    makes another text of the tokens than the shard's has made."""
-    token_ids = choice.token_ids
+def pieces_of(tokenizer: TokenText | None, request: Request, choice: StoredChoice) -> list[str] | None:
+    """One text for each token; the last one includes what the detokenizer held until the end. None: there is no
+    tokenizer, or it makes another text of the tokens than the shard's has made."""
+    sampling, stop, token_ids = request.sampling, request.stop, choice.token_ids
+    assert isinstance(sampling, SamplingParams)
+    assert isinstance(stop, StopConditions)
+    if tokenizer is None:
+        return None
     if not token_ids:
         return [] if not choice.num_chars else None
     ended_by_token = choice.reason == FINISH_REASON_STOP and not choice.stop_string

@@ -9,6 +9,7 @@ from typing import Any
 from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
+    AnswerCompleted,
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
@@ -24,12 +25,23 @@ from router.core.actions import (
     WantKvSnapshot,
 )
 from router.core.core import RouterCore
-from router.core.events import DrainEnded, Event, StepArrived, Tick, TokensOnlyFrame
+from router.core.events import (
+    DrainEnded,
+    Event,
+    RequestArrived,
+    SafetyDown,
+    SafetyUp,
+    StepArrived,
+    Tick,
+    TokensOnlyFrame,
+)
 from router.core.placement import POLICIES
+from router.result_cache.cache import ResultCache
 from tools.dst.checker import Violation
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import ClientStream
 from tools.dst.nodes.fleet_reader import FleetReader
+from tools.dst.nodes.result_cache import new_result_cache
 from tools.dst.nodes.safety import SafetyStream, SimSafety
 from tools.dst.nodes.shard import SimShard
 from tools.dst.nodes.shard_stream import ShardStream
@@ -73,6 +85,10 @@ class RouterNode:
         self.safety: SafetyStream | None = None
         self.is_alive = True
         self.is_draining = False
+        self.policy_revision: str | None = None
+        self.result_cache: ResultCache | None = None
+        if env.scenario.has_result_cache:
+            self.result_cache, self._keeper = new_result_cache(lambda: self.policy_revision, lambda: self.now)
         self._clock_offset = env.rng.choice((0.0, 12345.678))
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._num_pauses = 0
@@ -188,6 +204,8 @@ class RouterNode:
     def handle(self, event: Event) -> None:
         """Pass an event to the core, run the checkers, and carry out the actions."""
         checks, witness, now = self._env.checks, self.witness, self.now
+        if self.result_cache is not None:
+            event = self._through_result_cache(event)
         self._env.record_event(self.name, event)
         checks.before_event(self, event)
         witness.take_event(event, now)
@@ -201,6 +219,19 @@ class RouterNode:
         for action in actions:
             self._carry_out(action)
         self._arm_timer()
+
+    def _through_result_cache(self, event: Event) -> Event:
+        """What the driver and the link to the safety service do before the core gets an event."""
+        match event:
+            case SafetyUp():
+                self.policy_revision = f"{event.screens_prompts} {event.screens_answers}"
+            case SafetyDown():
+                self.policy_revision = None
+            case RequestArrived():
+                return self._keeper.arrived(event.request)
+            case _:
+                pass
+        return event
 
     def handle_malformed(self, event: Event) -> None:
         """Pass an event that violates the protocol. The core must reject it and change nothing; the caller closes the
@@ -228,12 +259,16 @@ class RouterNode:
                 client = self.clients.get(action.client_id)
                 if client is not None:
                     client.send_step(action.step)
+            case AnswerCompleted():
+                self._keeper.completed(action)
+            case FleetChanged():
+                if self.result_cache is not None:
+                    self.result_cache.fleet_changed(shard.description for shard in self.core.shards)
             case CheckPrompt() | ScreenAnswers():
                 if self.safety is not None:
                     self.safety.send(action)
             case (
                 RequestEnded()
-                | FleetChanged()
                 | PlacementDecided()
                 | ShardHealthChanged()
                 | RequestsMoved()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.frames import Finish
 from router.result_cache.cache import ResultCache, Ticket
 from router.result_cache.fingerprints import fingerprints
+from router.result_cache.pieces import pieces_of
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 TOKENIZER = model_tokenizer()
@@ -31,7 +33,8 @@ class World:
         self.revision: str | None = "policy-1"
         self.now = 100.0
         config = ResultCacheConfig(enabled=True, max_answer_tokens=20, ttl_seconds=60.0)
-        self.cache = ResultCache(config, b"k" * 32, lambda _: TOKENIZER, lambda: self.revision)
+        pieces = functools.partial(pieces_of, TOKENIZER)
+        self.cache = ResultCache(config, b"k" * 32, pieces, lambda: self.revision)
         self.cache.fleet_changed([SHARD])
 
     def ticket(self, request: Request = REQUEST) -> Ticket:
