@@ -118,6 +118,8 @@ class Edge:
         self.write_coalescer = WriteCoalescer()
         self.has_result_cache = False
         """Whether routers have one; then responses tell whether it had the answer."""
+        self.receipt_keys: Path | None = None
+        """The file with the public keys of receipts; None: there are no receipts."""
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
         self._remote_responses: RemoteResponses = NoRemoteResponses()

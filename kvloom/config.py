@@ -392,6 +392,15 @@ class ResultCacheConfig(Section):
     exceed `edge.max_buffered_bytes`."""
 
 
+class ReceiptsConfig(Section):
+    """Signed receipts, with which answers can be computed again (docs/receipts.md)."""
+
+    enabled: bool = False
+    """Whether requests may ask for one."""
+    key_file: str = ""
+    """The private key; made if it is missing. "": receipts.key in `data_dir`."""
+
+
 class RouterConfig(Section):
     """The routers."""
 
@@ -433,6 +442,7 @@ class RouterConfig(Section):
     fairness: FairnessConfig = msgspec.field(default_factory=FairnessConfig)
     resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
     result_cache: ResultCacheConfig = msgspec.field(default_factory=ResultCacheConfig)
+    receipts: ReceiptsConfig = msgspec.field(default_factory=ReceiptsConfig)
 
 
 class SimConfig(Section):

@@ -22,6 +22,8 @@ convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
 rpc/                  what stands in front of every RPC: API keys, limits, access log
 answer_keeper.py      the requests whose whole answers matter: for the result cache, and for receipts
+fingerprints.py       what all shards of a model compute with
+receipts/             signed receipts of answers, with which they can be computed again
 result_cache/         answers to deterministic requests, kept for the tenant that has got them
 shadow/               a share of a model's answers, compared with a candidate
 links/                the connections to clients, shards and the safety service

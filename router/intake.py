@@ -268,7 +268,7 @@ class Intake:
         is_cacheable = (
             self._caches_results and is_new and not wanted.no_result_cache and _is_deterministic(wanted, request, model)
         )
-        wants_receipt = self._gives_receipts and is_new and wanted.receipt
+        wants_receipt = self._gives_receipts and is_new and wanted.receipt and not _has_pooling(wanted)
         if not (is_cacheable or wants_receipt):
             return request
         return msgspec.structs.replace(request, is_cacheable=is_cacheable, wants_receipt=wants_receipt)
@@ -494,13 +494,16 @@ def _is_deterministic(
     assert isinstance(sampling, SamplingParams)
     if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
         return False
-    has_pooling = wanted.pooling is not None if isinstance(wanted, LinkRequest) else wanted.HasField("pooling")
-    if has_pooling or (sampling.HasField("temperature") and sampling.temperature == 0):
+    if _has_pooling(wanted) or (sampling.HasField("temperature") and sampling.temperature == 0):
         return True
     defaults = None if model is None else model.default_sampling
     return (wanted.sampling.HasField("seed") and not wanted.seed_is_drawn) or (
         defaults is not None and defaults.HasField("seed")
     )
+
+
+def _has_pooling(wanted: Submit | LinkRequest | GenerateRequest) -> bool:
+    return wanted.pooling is not None if isinstance(wanted, LinkRequest) else wanted.HasField("pooling")
 
 
 def _copied(stop: StopConditions) -> StopConditions:

@@ -35,6 +35,8 @@ from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
+from kvloom.receipts.key_files import key_path
+from kvloom.tenancy.prices import Prices
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
@@ -66,6 +68,7 @@ from router.links.safety_finder import SafetyFinder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 from router.metrics import RouterMetrics
+from router.receipts.writer import ReceiptWriter, chat_template_checksum
 from router.result_cache.cache import ResultCache
 from router.result_cache.metrics import ResultCacheMetrics
 from router.result_cache.pieces import pieces_of
@@ -139,11 +142,13 @@ class RouterServer:
             core.has_ready_shard,
             catalogue.adapter_named,
             caches_results=config.router.result_cache.enabled,
+            gives_receipts=config.router.receipts.enabled,
         )
         self._intake = intake
-        self._result_cache = self._new_result_cache(metrics_registry)
-        if self._result_cache is not None:
-            self._driver.keeper = AnswerKeeper(self._result_cache, time.time)
+        self.prices = Prices()
+        """What requests cost; without tenants nothing."""
+        self._keeper = self._new_keeper(metrics_registry)
+        self._driver.keeper = self._keeper
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
@@ -345,21 +350,41 @@ class RouterServer:
     def _listeners(self) -> list[RouterListener]:
         return [self._for_clients] if self._for_fabric is None else [self._for_clients, self._for_fabric]
 
+    def _new_keeper(self, registry: CollectorRegistry) -> AnswerKeeper | None:
+        """None: there is neither a result cache nor receipts. Raises StartError."""
+        link = self._safety_link
+        cache, receipts = self._new_result_cache(registry), self._new_receipt_writer()
+        if cache is None and receipts is None:
+            return None
+        return AnswerKeeper(cache, receipts, lambda: "" if link is None else link.policy_revision, time.time)
+
     def _new_result_cache(self, registry: CollectorRegistry) -> ResultCache | None:
-        settings = self._config.router.result_cache
+        settings, models = self._config.router.result_cache, self._catalogue.by_name
         if not settings.enabled:
             return None
-        link, models = self._safety_link, self._catalogue.by_name
         cache = ResultCache(
             settings,
             self._trust.caller_key or secrets.token_bytes(KEY_BYTES),
             lambda request, choice: pieces_of(
                 models[request.model].tokenizer if request.model in models else None, request, choice
             ),
-            lambda: "" if link is None else link.policy_revision,
         )
         ResultCacheMetrics(cache, registry)
         return cache
+
+    def _new_receipt_writer(self) -> ReceiptWriter | None:
+        """Raises StartError."""
+        settings, models = self._config.router.receipts, self._catalogue.by_name
+        if not settings.enabled:
+            return None
+        # Only here, because a router without receipts needs no cryptography.
+        from kvloom.receipts.keys import ReceiptKeyError, made_or_read
+
+        try:
+            signer = made_or_read(key_path(settings.key_file, self._config.data_dir))
+        except ReceiptKeyError as error:
+            raise service.StartError(str(error)) from error
+        return ReceiptWriter(signer, lambda: self.prices, lambda model: chat_template_checksum(models.get(model)))
 
     def _new_decision_journal(self) -> DecisionJournal | None:
         settings = self._config.router.decision_log
@@ -393,8 +418,8 @@ class RouterServer:
             {model.name: {one.name: one.checksum for one in model.adapters} for model in self._core.fleet.models}
         )
         self._decisions.fleet_changed()
-        if self._result_cache is not None:
-            self._result_cache.fleet_changed(shard.description for shard in self._core.shards)
+        if self._keeper is not None:
+            self._keeper.fleet_changed(shard.description for shard in self._core.shards)
         self._report_variants()
         self._health.refresh()
 

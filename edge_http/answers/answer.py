@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from edge_http.answers.parsed_output import ParsedOutput
@@ -143,14 +144,19 @@ class Answer(abc.ABC):
         """The start of the choice that started first; None if no choice has started."""
         return next(iter(self.starts.values()), None)
 
-    def details(self) -> dict[str, Any]:
-        """Returns what `x-kvloom-details` asks for, taken from the first choice."""
-        start = self.starts.get(0)
-        return {
-            "shard_id": start.shard_id if start else "",
-            "num_cached_tokens": self.finishes[0].num_cached_tokens if 0 in self.finishes else 0,
-            "queue_time_seconds": round(start.queue_time_seconds, 6) if start else 0.0,
-        }
+    def details(self, *, wanted: bool) -> dict[str, Any] | None:
+        """Returns what `x-kvloom-details` asks for (`wanted`), taken from the first choice, and the receipts of the
+        answer; None if there is neither."""
+        receipts = [msgspec.Raw(finish.receipt) for finish in self.finishes.values() if finish.receipt]
+        if not (wanted or receipts):
+            return None
+        found: dict[str, Any] = {"receipts": receipts} if receipts else {}
+        if wanted:
+            start = self.starts.get(0)
+            found["shard_id"] = start.shard_id if start else ""
+            found["num_cached_tokens"] = self.finishes[0].num_cached_tokens if 0 in self.finishes else 0
+            found["queue_time_seconds"] = round(start.queue_time_seconds, 6) if start else 0.0
+        return found
 
     # --- for the two kinds of answer
 

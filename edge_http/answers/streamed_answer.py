@@ -133,11 +133,11 @@ class StreamedAnswer(Answer):
             self._send_all(self._formatter.output(index, self._parsed[index].finish()))
             finish = self._parsed[index].completed(finish)
         is_last_chunk = not self.num_open and not self._formatter.envelope.include_usage
-        details = self.details() if is_last_chunk and self._with_details else None
+        details = self.details(wanted=self._with_details) if is_last_chunk else None
         self._send_all(self._formatter.finish(index, finish, details))
 
     def _complete(self) -> None:
-        self._send_all(self._formatter.ending(self.usage, self.details() if self._with_details else None))
+        self._send_all(self._formatter.ending(self.usage, self.details(wanted=self._with_details)))
         self._events.end()
 
     def _open(self, index: int) -> None:

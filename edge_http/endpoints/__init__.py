@@ -17,5 +17,6 @@ moderations.py  POST /v1/moderations
 tokenization.py  POST /tokenize and POST /detokenize
 not_served.py  refuses the APIs that kvloom does not have, by name
 health.py      /health, /live, /ready, /metrics, /metrics/targets and /version
+receipts.py    the public keys of receipts
 page/          the chat page
 """

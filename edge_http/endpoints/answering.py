@@ -29,6 +29,7 @@ from edge_http.submission import Submission, run_resumable, run_submission
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
+    RECEIPT,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
@@ -41,6 +42,7 @@ from edge_http.wire.headers import (
     traceparent,
     wants_details,
     wants_explanation,
+    wants_receipt,
     wants_resume,
 )
 from edge_http.wire.request_callers import credential_digest
@@ -355,4 +357,6 @@ def _link_request(
         wanted.adapter_checksum = adapter.checksum
     if edge.has_result_cache:
         wanted.no_result_cache = refuses_result_cache(request)
+    if RECEIPT in request.headers:
+        wanted.receipt = wants_receipt(request, can_have=edge.receipt_keys is not None)
     return wanted

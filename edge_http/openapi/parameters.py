@@ -14,6 +14,7 @@ from edge_http.wire.headers import (
     MAX_EVENT_NUMBER,
     MAX_SESSION_KEY_CHARS,
     PROCESSING_MS,
+    RECEIPT,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
@@ -46,6 +47,7 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     ),
     DETAILS: _parameter(DETAILS, "Whether the answer tells its shard and its cached tokens.", _TRUE),
     CACHE: _parameter(CACHE, "Whether the result cache may have the answer, and keep it; on by default.", _SWITCH),
+    RECEIPT: _parameter(RECEIPT, "Whether the answer comes with a signed receipt.", _TRUE),
     EXPLAIN: _parameter(EXPLAIN, "Whether the head of the response tells them.", {"type": "string", "enum": ["1"]}),
     SESSION_ID: _parameter(
         SESSION_ID, "Requests with the same value belong together; a hint for placement.",
@@ -86,6 +88,7 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
 EVERY_RESPONSE: Final = (REQUEST_ID, PROCESSING_MS)
 EVERY_ERROR: Final = (*EVERY_RESPONSE, "Retry-After")
 GENERATION: Final = (
-    *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RESUME, IDEMPOTENCY_KEY, LAST_EVENT_ID),
+    *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME),
+    *(IDEMPOTENCY_KEY, LAST_EVENT_ID),
 )
 """What requests that generate take."""

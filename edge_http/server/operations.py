@@ -178,6 +178,10 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/ready", "GET", "ready", "Operation", "Whether a shard can take work", Answer("Yes.", objects.Status),
         Answer("Not yet, or no more.", objects.Status, status=503), is_open=True,
     ),
+    _operation(
+        "/.well-known/kvloom-receipts.json", "GET", "receiptKeys", "Operation", "The public keys of receipts",
+        Answer("The keys.", objects.ReceiptKeys), is_open=True, errors=(404,),
+    ),
     _operation("/version", "GET", "version", "Operation", "The version", Answer("It.", objects.Version), is_open=True),
     _operation(
         "/metrics", "GET", "metrics", "Operation", "Prometheus metrics", Answer("Metrics.", content_type="text/plain")

@@ -32,6 +32,7 @@ _ALLOWED_HEADERS: Final = (
     "x-kvloom-cache",
     "x-kvloom-details",
     "x-kvloom-explain",
+    "x-kvloom-receipt",
     "x-kvloom-resume",
     "x-request-id",
     "x-session-id",

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS, error_format_of
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS, SequenceStart
 
@@ -26,6 +26,7 @@ SHARD: Final = "x-kvloom-shard"
 CACHED_TOKENS: Final = "x-kvloom-cached-tokens"
 CACHE: Final = "x-kvloom-cache"
 """In a request: whether the result cache may be used. In a response: whether it had the answer."""
+RECEIPT: Final = "x-kvloom-receipt"
 MODEL: Final = "x-kvloom-model"
 """The model that answers, where a route or a list of models was requested; ROUTE then says how it was chosen."""
 ROUTE: Final = "x-kvloom-route"
@@ -122,6 +123,17 @@ def wants_details(request: web.BaseRequest) -> bool:
 def wants_explanation(request: web.BaseRequest) -> bool:
     given = request.headers.get(EXPLAIN)
     return given is not None and given.lower() in ("1", "true")
+
+
+def wants_receipt(request: web.BaseRequest, *, can_have: bool) -> bool:
+    """Return whether the answer is to come with a signed receipt. Raises KvloomError (UNSUPPORTED_PARAMETER) if there
+    are none here."""
+    given = request.headers.get(RECEIPT)
+    if given is None or given.lower() != "true":
+        return False
+    if not can_have:
+        raise unsupported("There are no receipts here (router.receipts.enabled).", RECEIPT)
+    return True
 
 
 def refuses_result_cache(request: web.BaseRequest) -> bool:

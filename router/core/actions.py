@@ -145,9 +145,10 @@ class AnswerCompleted(msgspec.Struct, frozen=True):
     shard_id: str
     """The last shard; "" for an answer from the result cache."""
     is_result_cache_hit: bool
-    is_reusable: bool
-    """Whether the same request would get the same answer, as far as the core can say: it was screened as a whole or is
-    not to be screened, and it did not continue on a shard of another variant."""
+    is_exact: bool
+    """Whether it did not continue on a shard of another variant."""
+    is_screened: bool
+    """Whether it was screened as a whole, as far as the policy wants it."""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):

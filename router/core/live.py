@@ -186,7 +186,8 @@ class LiveRequest:
         "first_dispatched_at",
         "first_sent_at",
         "hashes",
-        "is_reusable",
+        "is_exact",
+        "is_screened",
         "kept_ends",
         "last_shard_id",
         "max_held_tokens",
@@ -259,8 +260,10 @@ class LiveRequest:
         self.kept_ends: list[tuple[Choice, Finish]] | None = None
         """The choices that have ended, if the whole answer is to be reported; None: it is not."""
         self.ticket: object = None
-        self.is_reusable = True
-        """Whether the same request would get the same answer; see AnswerCompleted."""
+        self.is_exact = True
+        """Whether shards of one variant have computed all of it."""
+        self.is_screened = True
+        """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
 
     @property
     def continues_answer(self) -> bool:

@@ -2,7 +2,6 @@
 
 cache.py          what is looked up for an arriving request, and what is kept of a complete answer
 request_key.py    what an answer depends on, as a key
-fingerprints.py   what all shards of a model compute with
 stored_answer.py  an answer as it is kept
 pieces.py         the text of its tokens, as a shard would send it
 memory.py         the answers of this router: bounded, and forgotten after a time

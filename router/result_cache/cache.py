@@ -2,33 +2,23 @@
 
 An answer is reused for a request that has the same key (request_key.py). The key has everything that the answer depends
 on, so a change of the model, an adapter or the safety policy leaves nothing to invalidate. An answer is kept only if
-all of that was the same at its end as when its request arrived.
+all of that was the same at its end as when its request arrived (router/answer_keeper.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from kvloom.config import ResultCacheConfig
 from router.core.actions import AnswerCompleted
-from router.core.events import CachedChoice, Request, ShardDescription
-from router.result_cache.fingerprints import ModelFingerprint, fingerprints
+from router.core.events import CachedChoice, Request
+from router.fingerprints import ModelFingerprint
 from router.result_cache.memory import ResultMemory
 from router.result_cache.request_key import request_key
 from router.result_cache.stored_answer import StoredChoice, decode_answer, encode_answer
-
-
-class Ticket(msgspec.Struct, frozen=True):
-    """What an answer depends on besides its request, as of the arrival of that request."""
-
-    fingerprint: ModelFingerprint
-    policy_revision: str
-    clearing: int
-    """How often the cache had been cleared."""
-    key: bytes
 
 
 class SharedResults(Protocol):
@@ -39,7 +29,6 @@ class SharedResults(Protocol):
 
 PiecesOf = Callable[[Request, StoredChoice], Sequence[str] | None]
 KeyOf = Callable[[bytes, str, ModelFingerprint, str, Request], bytes]
-NO_FINGERPRINTS: Final[Mapping[str, ModelFingerprint]] = {}
 
 
 class ResultCache:
@@ -50,41 +39,28 @@ class ResultCache:
         config: ResultCacheConfig,
         secret: bytes,
         pieces_of: PiecesOf,
-        policy_revision: Callable[[], str | None],
         scope_of: Callable[[Request], str] = lambda request: request.tenant,
         key_of: KeyOf = request_key,
     ) -> None:
-        """`pieces_of` a choice: see pieces.py. `policy_revision` of the safety policy in force: "" if nothing is
-        screened, None while it is not known. `scope_of` a request: those of different scopes share nothing."""
+        """`pieces_of` a choice: see pieces.py. `scope_of` a request: those of different scopes share nothing."""
         self._config = config
         self._secret = secret
         self._pieces_of = pieces_of
-        self._policy_revision = policy_revision
         self._scope_of = scope_of
         self._key_of = key_of
-        self._fingerprints = NO_FINGERPRINTS
-        self._num_clearings = 0
+        self.num_clearings = 0
         self.memory = ResultMemory(config.max_bytes, config.max_entries)
         self.shared: SharedResults | None = None
         """None: this router shares nothing."""
         self.num_hits = 0
         self.num_misses = 0
 
-    def fleet_changed(self, shards: Iterable[ShardDescription]) -> None:
-        self._fingerprints = fingerprints(shards)
+    def key(self, request: Request, fingerprint: ModelFingerprint, policy_revision: str) -> bytes:
+        return self._key_of(self._secret, self._scope_of(request), fingerprint, policy_revision, request)
 
-    def ticket(self, request: Request) -> Ticket | None:
-        """None: the answer neither comes from the cache nor enters it."""
-        fingerprint = self._fingerprints.get(request.model)
-        revision = self._policy_revision()
-        if not request.is_cacheable or fingerprint is None or revision is None:
-            return None
-        key = self._key_of(self._secret, self._scope_of(request), fingerprint, revision, request)
-        return Ticket(fingerprint, revision, self._num_clearings, key)
-
-    def find(self, ticket: Ticket, request: Request, now: float) -> Sequence[CachedChoice]:
+    def find(self, key: bytes, request: Request, now: float) -> Sequence[CachedChoice]:
         """The answer as the core sends it; empty if there is none. `now` in seconds, as everywhere here."""
-        encoded = self.memory.get(ticket.key, now)
+        encoded = self.memory.get(key, now)
         cached = () if encoded is None else self._cached(encoded, request)
         if cached:
             self.num_hits += 1
@@ -92,28 +68,22 @@ class ResultCache:
             self.num_misses += 1
         return cached
 
-    def keep(self, ticket: Ticket, completed: AnswerCompleted, now: float) -> None:
-        """Keep a complete answer, if the same request would get it again."""
-        request = completed.request
+    def keep(self, key: bytes, completed: AnswerCompleted, now: float) -> None:
+        """Keep a complete answer, if the same request may get it again."""
         num_tokens = sum(len(choice.token_ids) for choice in completed.choices)
-        if (
-            completed.is_result_cache_hit
-            or not completed.is_reusable
-            or num_tokens > self._config.max_answer_tokens
-            or ticket.clearing != self._num_clearings
-            or ticket.fingerprint != self._fingerprints.get(request.model)
-            or ticket.policy_revision != self._policy_revision()
-        ):
+        if completed.is_result_cache_hit or not (completed.is_exact and completed.is_screened):
             return
-        answer = encode_answer(completed.choices)
-        self.memory.put(ticket.key, answer, request.tenant, now + self._config.ttl_seconds)
+        if num_tokens > self._config.max_answer_tokens:
+            return
+        answer, tenant = encode_answer(completed.choices), completed.request.tenant
+        self.memory.put(key, answer, tenant, now + self._config.ttl_seconds)
         if self.shared is not None:
-            self.shared.store(ticket.key, answer, request.tenant, self._config.ttl_seconds)
+            self.shared.store(key, answer, tenant, self._config.ttl_seconds)
 
     def clear(self, tenant: str | None) -> int:
         """Forget the answers of one tenant, or all (None), and those that are being generated. Returns how many this
         router had."""
-        self._num_clearings += 1
+        self.num_clearings += 1
         return self.memory.clear(tenant)
 
     def _cached(self, encoded: bytes, request: Request) -> Sequence[CachedChoice]:

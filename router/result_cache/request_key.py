@@ -11,7 +11,7 @@ import msgspec
 from kvloom.text.token_ids import pack_token_ids
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
 from router.core.events import Request
-from router.result_cache.fingerprints import ModelFingerprint
+from router.fingerprints import ModelFingerprint
 
 KEY_BYTES: Final = 32
 

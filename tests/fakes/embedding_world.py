@@ -11,6 +11,7 @@ import aiohttp
 from edge_http.edge import Edge, ServedModel
 from edge_http.server.http_server import EdgeServer
 from kvloom.config import EdgeConfig, KvloomConfig, ShardConfig, SimConfig
+from kvloom.receipts.key_files import key_path, public_path
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
@@ -65,6 +66,8 @@ async def embedding_world(
             await fabric.add_shard(f"shard-{number}", engine, shard_config)
         await fabric.wait_for_shards(fabric.link, len(shards))
         edge = Edge(config or EdgeConfig(), fabric.link, {MODEL: ServedModel(MODEL, tokenizer, 0, "fp_test")})
+        if fabric.config.router.receipts.enabled:
+            edge.receipt_keys = public_path(key_path("", fabric.config.data_dir))
         edge.has_result_cache = fabric.config.router.result_cache.enabled
         server = EdgeServer(edge)
         address = await server.listen("127.0.0.1", 0)

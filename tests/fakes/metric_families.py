@@ -113,7 +113,7 @@ def _router() -> CollectorRegistry:
     shadow.generated("stop", 2, 2)
     shadow.skipped("busy")
     shadow.failed("internal")
-    ResultCacheMetrics(ResultCache(ResultCacheConfig(), b"", lambda _request, _choice: None, lambda: ""), registry)
+    ResultCacheMetrics(ResultCache(ResultCacheConfig(), b"", lambda _request, _choice: None), registry)
     return registry
 
 

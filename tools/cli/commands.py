@@ -93,6 +93,7 @@ class LazyGroup(click.Group):
         "models": "tools.cli.models:models",
         "secret": "tools.cli.secret:secret",
         "keys": "tools.cli.keys:keys",
+        "receipts": "tools.receipts.command:receipts",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
         "chaos": "tools.chaos.command:chaos",

@@ -152,7 +152,7 @@ class Lifecycle:
 
     def stop_screening(self, live: LiveRequest, now: float) -> None:
         """Show everything, because verdicts are no longer awaited."""
-        live.is_reusable = False
+        live.is_screened = False
         live.prompt_verdict_open = False
         for choice in live.choices:
             if choice.shard_id:
@@ -313,7 +313,8 @@ def _answer_completed(live: LiveRequest, ends: Iterable[tuple[Choice, Finish]]) 
         [CompletedChoice(one.index, one.output_token_ids, one.num_chars, finish) for one, finish in ends],
         live.last_shard_id,
         live.result_cache == RESULT_CACHE_USE_HIT,
-        live.is_reusable,
+        live.is_exact,
+        live.is_screened,
     )
 
 

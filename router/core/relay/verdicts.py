@@ -55,7 +55,7 @@ class Verdicts:
         is_screened = screening.screens_answers and self._answer_mode != "off"
         is_gated = is_screened and self._answer_mode == "gate"
         if is_screened and not is_gated:
-            live.is_reusable = False  # its end may come before the verdict
+            live.is_screened = False  # its end may come before the verdict
         for choice in live.choices:
             choice.is_screened = is_screened
             if is_gated or live.prompt_verdict_open:

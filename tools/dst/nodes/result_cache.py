@@ -8,21 +8,19 @@ from collections.abc import Callable, Sequence
 from kvloom.config import ResultCacheConfig
 from router.answer_keeper import AnswerKeeper
 from router.core.events import Request
+from router.fingerprints import ModelFingerprint
 from router.result_cache.cache import ResultCache
-from router.result_cache.fingerprints import ModelFingerprint
 from router.result_cache.stored_answer import StoredChoice
 from tools.dst import script
 
 TTL_SECONDS = 2.0
 
 
-def new_result_cache(
-    policy_revision: Callable[[], str | None], now: Callable[[], float]
-) -> tuple[ResultCache, AnswerKeeper]:
-    """So small that answers are evicted, and expire."""
+def new_keeper(policy_revision: Callable[[], str | None], now: Callable[[], float]) -> AnswerKeeper:
+    """With a cache so small that answers are evicted, and expire."""
     config = ResultCacheConfig(enabled=True, ttl_seconds=TTL_SECONDS, max_entries=6)
-    cache = ResultCache(config, b"", _pieces, policy_revision, key_of=_key)
-    return cache, AnswerKeeper(cache, now)
+    cache = ResultCache(config, b"", _pieces, key_of=_key)
+    return AnswerKeeper(cache, None, policy_revision, now)
 
 
 def _key(_secret: bytes, scope: str, fingerprint: ModelFingerprint, policy_revision: str, request: Request) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvloom.errors import KvloomError
+from router.answer_keeper import AnswerKeeper
 from router.core.actions import (
     Action,
     AnswerCompleted,
@@ -36,12 +37,11 @@ from router.core.events import (
     TokensOnlyFrame,
 )
 from router.core.placement import POLICIES
-from router.result_cache.cache import ResultCache
 from tools.dst.checker import Violation
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import ClientStream
 from tools.dst.nodes.fleet_reader import FleetReader
-from tools.dst.nodes.result_cache import new_result_cache
+from tools.dst.nodes.result_cache import new_keeper
 from tools.dst.nodes.safety import SafetyStream, SimSafety
 from tools.dst.nodes.shard import SimShard
 from tools.dst.nodes.shard_stream import ShardStream
@@ -86,9 +86,9 @@ class RouterNode:
         self.is_alive = True
         self.is_draining = False
         self.policy_revision: str | None = None
-        self.result_cache: ResultCache | None = None
+        self._keeper: AnswerKeeper | None = None
         if env.scenario.has_result_cache:
-            self.result_cache, self._keeper = new_result_cache(lambda: self.policy_revision, lambda: self.now)
+            self._keeper = new_keeper(lambda: self.policy_revision, lambda: self.now)
         self._clock_offset = env.rng.choice((0.0, 12345.678))
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._num_pauses = 0
@@ -204,8 +204,8 @@ class RouterNode:
     def handle(self, event: Event) -> None:
         """Pass an event to the core, run the checkers, and carry out the actions."""
         checks, witness, now = self._env.checks, self.witness, self.now
-        if self.result_cache is not None:
-            event = self._through_result_cache(event)
+        if self._keeper is not None:
+            event = self._through_keeper(self._keeper, event)
         self._env.record_event(self.name, event)
         checks.before_event(self, event)
         witness.take_event(event, now)
@@ -220,7 +220,7 @@ class RouterNode:
             self._carry_out(action)
         self._arm_timer()
 
-    def _through_result_cache(self, event: Event) -> Event:
+    def _through_keeper(self, keeper: AnswerKeeper, event: Event) -> Event:
         """What the driver and the link to the safety service do before the core gets an event."""
         match event:
             case SafetyUp():
@@ -228,7 +228,7 @@ class RouterNode:
             case SafetyDown():
                 self.policy_revision = None
             case RequestArrived():
-                return self._keeper.arrived(event.request)
+                return keeper.arrived(event.request)
             case _:
                 pass
         return event
@@ -260,10 +260,11 @@ class RouterNode:
                 if client is not None:
                     client.send_step(action.step)
             case AnswerCompleted():
+                assert self._keeper is not None
                 self._keeper.completed(action)
             case FleetChanged():
-                if self.result_cache is not None:
-                    self.result_cache.fleet_changed(shard.description for shard in self.core.shards)
+                if self._keeper is not None:
+                    self._keeper.fleet_changed(shard.description for shard in self.core.shards)
             case CheckPrompt() | ScreenAnswers():
                 if self.safety is not None:
                     self.safety.send(action)

@@ -11,11 +11,12 @@ import pytest
 from kvloom.config import ResultCacheConfig
 from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams, StopConditions
+from router.answer_keeper import AnswerKeeper
 from router.core.actions import AnswerCompleted, CompletedChoice
 from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.frames import Finish
-from router.result_cache.cache import ResultCache, Ticket
-from router.result_cache.fingerprints import fingerprints
+from router.fingerprints import fingerprints
+from router.result_cache.cache import ResultCache
 from router.result_cache.pieces import pieces_of
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
@@ -34,30 +35,35 @@ class World:
         self.now = 100.0
         config = ResultCacheConfig(enabled=True, max_answer_tokens=20, ttl_seconds=60.0)
         pieces = functools.partial(pieces_of, TOKENIZER)
-        self.cache = ResultCache(config, b"k" * 32, pieces, lambda: self.revision)
-        self.cache.fleet_changed([SHARD])
+        self.cache = ResultCache(config, b"k" * 32, pieces)
+        self.keeper = AnswerKeeper(self.cache, None, lambda: self.revision, lambda: self.now)
+        self.keeper.fleet_changed([SHARD])
 
-    def ticket(self, request: Request = REQUEST) -> Ticket:
-        ticket = self.cache.ticket(request)
-        assert ticket is not None
-        return ticket
+    def ticket(self, request: Request = REQUEST) -> Any:
+        return self.keeper.arrived(request).ticket
 
-    def keep(self, request: Request = REQUEST, ticket: Ticket | None = None, **changes: Any) -> None:
-        ticket = ticket or self.ticket(request)
-        self.cache.keep(ticket, completed(request, **changes), self.now)
+    def keep(self, request: Request = REQUEST, ticket: Any = None, **changes: Any) -> None:
+        self.keeper.completed(completed(request, ticket or self.ticket(request), **changes))
 
     def finds(self, request: Request = REQUEST) -> bool:
-        return bool(self.cache.find(self.ticket(request), request, self.now))
+        return bool(self.keeper.arrived(request).cached)
 
 
-def completed(request: Request, **changes: Any) -> AnswerCompleted:
+def completed(request: Request, ticket: Any, **changes: Any) -> AnswerCompleted:
     ids = list(TOKENIZER.encode_now(TEXT))
     choices = [
         CompletedChoice(spec.index, ids, len(TEXT), Finish(spec.slot, FINISH_REASON_LENGTH, 3, 0, len(ids)))
         for spec in request.choices
     ]
-    fields = {"choices": choices, "shard_id": "s0", "is_result_cache_hit": False, "is_reusable": True, **changes}
-    return AnswerCompleted(ticket=None, request=request, **fields)
+    fields = {
+        "choices": choices,
+        "shard_id": "s0",
+        "is_result_cache_hit": False,
+        "is_exact": True,
+        "is_screened": True,
+        **changes,
+    }
+    return AnswerCompleted(ticket=ticket, request=request, **fields)
 
 
 def replaced(**changes: Any) -> Request:
@@ -71,7 +77,7 @@ def test_the_same_request_gets_the_same_tokens_and_text() -> None:
     again = replaced(
         request_id="r2", client_id="c2", choices=[ChoiceSpec(7, 0)], sampling=SamplingParams(temperature=0, seed=12)
     )
-    (choice,) = world.cache.find(world.ticket(again), again, world.now)
+    (choice,) = world.keeper.arrived(again).cached
     assert "".join(choice.deltas) == TEXT
     assert list(choice.token_ids) == list(TOKENIZER.encode_now(TEXT))
     assert len(choice.deltas) == len(choice.token_ids)
@@ -118,9 +124,9 @@ def test_a_changed_model_invalidates_without_being_told(changes: dict[str, Any])
     """Nobody clears a cache when a model is replaced, so its key has to do it."""
     world = World()
     world.keep()
-    world.cache.fleet_changed([msgspec.structs.replace(SHARD, **changes)])
+    world.keeper.fleet_changed([msgspec.structs.replace(SHARD, **changes)])
     assert not world.finds()
-    world.cache.fleet_changed([SHARD])
+    world.keeper.fleet_changed([SHARD])
     assert world.finds()
 
 
@@ -150,10 +156,10 @@ def test_the_policy_in_force_is_part_of_the_key() -> None:
     world.keep(ticket=ticket)  # screened by policy-1
     assert not world.finds()
     world.revision = None
-    assert world.cache.ticket(REQUEST) is None
+    assert world.ticket() is None
 
 
-@pytest.mark.parametrize("changes", [{"is_reusable": False}, {"is_result_cache_hit": True}])
+@pytest.mark.parametrize("changes", [{"is_exact": False}, {"is_screened": False}, {"is_result_cache_hit": True}])
 def test_what_may_not_be_reused_is_not_kept(changes: dict[str, Any]) -> None:
     """The core knows what was not screened; and a hit must not prolong its own life for ever."""
     world = World()
@@ -193,4 +199,4 @@ def test_a_tokenizer_that_reads_the_tokens_differently_makes_a_miss() -> None:
     world = World()
     world.keep(choices=[CompletedChoice(0, list(TOKENIZER.encode_now(TEXT)), 5, Finish(0, FINISH_REASON_LENGTH))])
     assert not world.finds()
-    assert world.cache.num_misses == 1
+    assert world.cache.num_hits == 0

@@ -1,8 +1,9 @@
-"""What all shards of a model compute with: answers are reused only while it stays the same."""
+"""What all shards of a model compute with: only while it stays the same can an answer be reused, or computed again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 
@@ -21,6 +22,9 @@ class ModelFingerprint(msgspec.Struct, frozen=True):
     max_model_len: int
     incarnations: tuple[str, ...] = ()
     """Of the shards, if their files have no checksum: then nothing says that another process has the same ones."""
+
+
+NO_FINGERPRINTS: Final[Mapping[str, ModelFingerprint]] = {}
 
 
 def fingerprints(shards: Iterable[ShardDescription]) -> Mapping[str, ModelFingerprint]:
