@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from edge_http.answers.answer import Answer
 from edge_http.answers.parsed_output import ParsedOutput
@@ -33,6 +33,7 @@ class StreamedAnswer(Answer):
         "_with_cache_use",
         "_with_details",
         "_with_explanation",
+        "_with_receipt",
     )
 
     def __init__(
@@ -47,6 +48,7 @@ class StreamedAnswer(Answer):
         with_details: bool,
         with_explanation: bool,
         with_cache_use: bool = False,
+        with_receipt: bool = False,
     ) -> None:
         """`parsed`: for each choice, its output taken apart; empty: all output is text."""
         super().__init__(prompt_sizes, n, parsed)
@@ -57,6 +59,7 @@ class StreamedAnswer(Answer):
         self._with_details = with_details
         self._with_explanation = with_explanation
         self._with_cache_use = with_cache_use
+        self._with_receipt = with_receipt
         self._begun: set[int] = set()
         """The choices whose opening was sent."""
         self._prefixes: list[bytes | None] = [None] * self.num_choices
@@ -133,12 +136,15 @@ class StreamedAnswer(Answer):
             self._send_all(self._formatter.output(index, self._parsed[index].finish()))
             finish = self._parsed[index].completed(finish)
         is_last_chunk = not self.num_open and not self._formatter.envelope.include_usage
-        details = self.details(wanted=self._with_details) if is_last_chunk else None
+        details = self._shown_details() if is_last_chunk else None
         self._send_all(self._formatter.finish(index, finish, details))
 
     def _complete(self) -> None:
-        self._send_all(self._formatter.ending(self.usage, self.details(wanted=self._with_details)))
+        self._send_all(self._formatter.ending(self.usage, self._shown_details()))
         self._events.end()
+
+    def _shown_details(self) -> dict[str, Any] | None:
+        return self.details(wanted=self._with_details) if self._with_details or self._with_receipt else None
 
     def _open(self, index: int) -> None:
         """Called at the first update of a choice."""

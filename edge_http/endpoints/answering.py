@@ -278,6 +278,7 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
         "with_details": wants_details(request),
         "with_explanation": wants_explanation(request),
         "with_cache_use": edge.has_result_cache,
+        "with_receipt": edge.receipt_keys is not None,
     }
 
 
