@@ -121,6 +121,10 @@ class Edge:
         """Of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
+        self.has_result_cache = False
+        """Whether routers have one; then responses tell whether it had the answer."""
+        self.receipt_keys: Path | None = None
+        """The file with the public keys of receipts; None: there are no receipts."""
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
         self.usage: TenantUsage | None = None

@@ -25,6 +25,7 @@ conversation/    conversations with tools: prompts, guides and parsers for them
 parsers/         a model's output becomes text, reasoning and tool calls
 text/            tokenizers, chat templates, detokenizing, block hashes
 transport/       streams between processes: gRPC, and Unix sockets on one machine
+receipts/        signed receipts of answers: their content, their checks, their keys
 trust/           the secret that the processes of a fabric share, and what proves that they know it
 discovery/       the registry in Redis in which shards and routers announce themselves
 metrics/         what the Prometheus metrics of all processes have in common, and where they are scraped

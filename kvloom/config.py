@@ -383,6 +383,28 @@ class HealthConfig(Section):
     """How many probes in a row must be answered in time before the shard is healthy again."""
 
 
+class ResultCacheConfig(Section):
+    """Answers to deterministic requests, kept in the router for the tenant that has got them (docs/result-cache.md)."""
+
+    enabled: bool = False
+    ttl_seconds: PositiveFloat = 3600.0
+    max_bytes: Annotated[int, Meta(ge=2**16)] = 64 * 2**20
+    """What one router keeps, in memory."""
+    max_entries: PositiveInt = 65_536
+    max_answer_tokens: Annotated[int, Meta(ge=1, le=32_768)] = 1024
+    """Longer answers (of all choices together) are not kept. A cached answer is sent at once, and a longer one could
+    exceed `edge.max_buffered_bytes`."""
+
+
+class ReceiptsConfig(Section):
+    """Signed receipts, with which answers can be computed again (docs/receipts.md)."""
+
+    enabled: bool = False
+    """Whether requests may ask for one."""
+    key_file: str = ""
+    """The private key; made if it is missing. "": receipts.key in `data_dir`."""
+
+
 class RouterConfig(Section):
     """The routers."""
 
@@ -423,6 +445,8 @@ class RouterConfig(Section):
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
     fairness: FairnessConfig = msgspec.field(default_factory=FairnessConfig)
     resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
+    result_cache: ResultCacheConfig = msgspec.field(default_factory=ResultCacheConfig)
+    receipts: ReceiptsConfig = msgspec.field(default_factory=ReceiptsConfig)
 
 
 class SimConfig(Section):

@@ -21,6 +21,10 @@ partial_choices.py    checks the choices of a request that resumes an answer of 
 convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
 rpc/                  what stands in front of every RPC: API keys, limits, access log
+answer_keeper.py      the requests whose whole answers matter: for the result cache, and for receipts
+fingerprints.py       what all shards of a model compute with
+receipts/             signed receipts of answers, with which they can be computed again
+result_cache/         answers to deterministic requests, kept for the tenant that has got them
 tenancy/              leases of shared limits, from Redis and the control service
 shadow/               a share of a model's answers, compared with a candidate
 links/                the connections to clients, shards and the safety service

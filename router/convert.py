@@ -88,6 +88,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
         queue_time_seconds=start.queue_time_seconds,
         prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
         limits=None if start.limits is None else limits_state_to_proto(start.limits),
+        result_cache=start.result_cache,  # pyright: ignore[reportArgumentType]  (as below)
     )
 
 
@@ -105,6 +106,8 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         embedding=finish.embedding,
         limited_by=finish.limited_by,
         limits=None if finish.limits is None else limits_state_to_proto(finish.limits),
+        result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
+        receipt=finish.receipt,
     )
 
 

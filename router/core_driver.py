@@ -16,6 +16,7 @@ import structlog
 from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
+    AnswerCompleted,
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
@@ -144,6 +145,18 @@ class Tap(Protocol):
     def is_own(self, request: Request) -> bool: ...
 
 
+class Keeper(Protocol):
+    """Knows some answers, and is told whole ones. Its methods never block and never raise."""
+
+    def arrived(self, request: Request) -> RequestArrived:
+        """Called with every request. Returns the event for the core."""
+        ...
+
+    def completed(self, completed: AnswerCompleted) -> None:
+        """Called before the client gets the end of the answer; may set a finish's receipt."""
+        ...
+
+
 class CoreDriver:
     """Feeds events to the core and carries out its actions.
 
@@ -179,10 +192,13 @@ class CoreDriver:
             RequestsMoved: observer.requests_moved,
             SequencesPreempted: observer.sequences_preempted,
             VariantChanged: observer.variant_changed,
+            AnswerCompleted: self._on_completed,
         }
         self._carry_out = carry_out
         self._report_end = observer.request_ended
         self._tap: Tap | None = None
+        self.keeper: Keeper | None = None
+        """Set before the first request, if there is one."""
 
     def set_tap(self, tap: Tap | None) -> None:
         """Without a tap, a request costs one look whether there is one, and a step nothing."""
@@ -239,6 +255,8 @@ class CoreDriver:
             self._idle.clear()
             if self._tap is not None:
                 event = RequestArrived(self._tap.arrived(event.request))
+            if self.keeper is not None:
+                event = self.keeper.arrived(event.request)
         if self._dispatching:
             self._pending.append(event)
             return
@@ -321,6 +339,10 @@ class CoreDriver:
         if not self._num_live_requests:
             self._idle.set()
         self._report_end(action)
+
+    def _on_completed(self, action: AnswerCompleted) -> None:
+        if self.keeper is not None:
+            self.keeper.completed(action)
 
     def _report_tapped_end(self, action: RequestEnded) -> None:
         if self._tap is None or not self._tap.ended(action):

@@ -118,11 +118,16 @@ class Intake:
         cache_salts: CacheSalts = NO_SALTS,
         *,
         meters_usage: bool = False,
+        caches_results: bool = False,
+        gives_receipts: bool = False,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `meters_usage`: requests get what usage records need."""
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
+        self._caches_results = caches_results
+        self._gives_receipts = gives_receipts
+        self._keeps_answers = caches_results or gives_receipts
         self._models = models
         self._adapter_named = adapter_named
         self._routes = routes
@@ -199,7 +204,9 @@ class Intake:
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
         if self._meters_usage:
-            request = _metered(request, submit.num_ended_tokens, scope)
+            request = _metered(request, submit.num_ended_tokens, scope, submit.num_foreign_tokens)
+        if self._keeps_answers:
+            request = self._kept(request, submit, model)
         if model is None:
             found = self._adapter_named(request.model)
             return request if found is None else _with_adapter(request, *found, submit.adapter_checksum)
@@ -286,6 +293,8 @@ class Intake:
         if self._meters_usage:
             num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
             request = _metered(request, num_ended_tokens, scope)
+        if self._keeps_answers:
+            request = self._kept(request, wanted, model)
         if is_embedding:
             request = _embedding(request, wanted.pooling)
         if model.adapter is not None:
@@ -296,6 +305,19 @@ class Intake:
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
+
+    def _kept(
+        self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, model: ServedModel | None
+    ) -> Request:
+        """The request, with whether its answer may be cached, and whether it gets a receipt."""
+        is_new = not any(choice.output_token_ids for choice in request.choices)
+        is_cacheable = (
+            self._caches_results and is_new and not wanted.no_result_cache and _is_deterministic(wanted, request, model)
+        )
+        wants_receipt = self._gives_receipts and is_new and wanted.receipt and not _has_pooling(wanted)
+        if not (is_cacheable or wants_receipt):
+            return request
+        return msgspec.structs.replace(request, is_cacheable=is_cacheable, wants_receipt=wants_receipt)
 
     async def _tokenized(
         self, wanted: GenerateRequest, model: ServedModel, *, add_special_tokens: bool
@@ -465,12 +487,15 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
     return msgspec.structs.replace(request, model=sys.intern(model), adapter=adapter)
 
 
-def _metered(request: Request, num_ended_tokens: int, scope: CallerScope) -> Request:
+def _metered(request: Request, num_ended_tokens: int, scope: CallerScope, num_foreign_tokens: int = 0) -> Request:
     """With what usage records need. For a client outside the fabric that is an id of its answer, which follows from
     prompt and seed. At temperature 0 the seed does not matter."""
     if num_ended_tokens:
         request = msgspec.structs.replace(request, num_ended_tokens=num_ended_tokens)
     if scope is TRUSTED:
+        if num_foreign_tokens:
+            num_given = sum(len(choice.output_token_ids) for choice in request.choices)
+            request = msgspec.structs.replace(request, num_foreign_tokens=min(num_foreign_tokens, num_given))
         return request
     sampling = request.sampling
     assert isinstance(sampling, SamplingParams)
@@ -524,6 +549,26 @@ def _with_seed(sampling: SamplingParams, model: ServedModel | None) -> SamplingP
     if not fixed.HasField("seed"):
         fixed.seed = draw_seed()
     return fixed
+
+
+def _is_deterministic(
+    wanted: Submit | LinkRequest | GenerateRequest, request: Request, model: ServedModel | None
+) -> bool:
+    """Whether nothing was drawn for the request, and its answer consists of tokens only (or of a vector)."""
+    sampling = request.sampling
+    assert isinstance(sampling, SamplingParams)
+    if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
+        return False
+    if _has_pooling(wanted) or (sampling.HasField("temperature") and sampling.temperature == 0):
+        return True
+    defaults = None if model is None else model.default_sampling
+    return (wanted.sampling.HasField("seed") and not wanted.seed_is_drawn) or (
+        defaults is not None and defaults.HasField("seed")
+    )
+
+
+def _has_pooling(wanted: Submit | LinkRequest | GenerateRequest) -> bool:
+    return wanted.pooling is not None if isinstance(wanted, LinkRequest) else wanted.HasField("pooling")
 
 
 def _copied(stop: StopConditions) -> StopConditions:

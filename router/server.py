@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -37,10 +39,13 @@ from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
+from kvloom.receipts.key_files import key_path
+from kvloom.tenancy.prices import Prices
 from kvloom.tenancy.table import TenantTable
 from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
+from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
@@ -69,6 +74,11 @@ from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 from router.metering.metering import Metering
 from router.metrics import RouterMetrics
+from router.receipts.writer import ReceiptWriter, chat_template_checksum
+from router.result_cache.cache import ResultCache
+from router.result_cache.metrics import ResultCacheMetrics
+from router.result_cache.pieces import pieces_of
+from router.result_cache.request_key import KEY_BYTES
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
@@ -144,8 +154,14 @@ class RouterServer:
             catalogue.adapter_named,
             _cache_salts(callers, trust),
             meters_usage=config.control.enabled,
+            caches_results=config.router.result_cache.enabled,
+            gives_receipts=config.router.receipts.enabled,
         )
         self._intake = intake
+        self.prices: Callable[[], Prices] = lambda: self._tenants().prices
+        """What requests cost; without tenants nothing."""
+        self._keeper = self._new_keeper(metrics_registry)
+        self._driver.keeper = self._keeper
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
@@ -158,7 +174,7 @@ class RouterServer:
                 router_id,
                 self._incarnation_id,
                 trust.sealer,
-                lambda: self._tenants().prices,
+                self.prices,
                 self._progress,
                 metrics_registry,
             )
@@ -398,6 +414,42 @@ class RouterServer:
     def _listeners(self) -> list[RouterListener]:
         return [self._for_clients] if self._for_fabric is None else [self._for_clients, self._for_fabric]
 
+    def _new_keeper(self, registry: CollectorRegistry) -> AnswerKeeper | None:
+        """None: there is neither a result cache nor receipts. Raises StartError."""
+        link = self._safety_link
+        cache, receipts = self._new_result_cache(registry), self._new_receipt_writer()
+        if cache is None and receipts is None:
+            return None
+        return AnswerKeeper(cache, receipts, lambda: "" if link is None else link.policy_revision, time.time)
+
+    def _new_result_cache(self, registry: CollectorRegistry) -> ResultCache | None:
+        settings, models = self._config.router.result_cache, self._catalogue.by_name
+        if not settings.enabled:
+            return None
+        cache = ResultCache(
+            settings,
+            self._trust.caller_key or secrets.token_bytes(KEY_BYTES),
+            lambda request, choice: pieces_of(
+                models[request.model].tokenizer if request.model in models else None, request, choice
+            ),
+        )
+        ResultCacheMetrics(cache, registry)
+        return cache
+
+    def _new_receipt_writer(self) -> ReceiptWriter | None:
+        """Raises StartError."""
+        settings, models = self._config.router.receipts, self._catalogue.by_name
+        if not settings.enabled:
+            return None
+        # Only here, because a router without receipts needs no cryptography.
+        from kvloom.receipts.keys import ReceiptKeyError, made_or_read
+
+        try:
+            signer = made_or_read(key_path(settings.key_file, self._config.data_dir))
+        except ReceiptKeyError as error:
+            raise service.StartError(str(error)) from error
+        return ReceiptWriter(signer, lambda: self.prices(), lambda model: chat_template_checksum(models.get(model)))
+
     def _new_decision_journal(self) -> DecisionJournal | None:
         settings = self._config.router.decision_log
         if not settings.path:
@@ -437,6 +489,8 @@ class RouterServer:
             {model.name: {one.name: one.checksum for one in model.adapters} for model in self._core.fleet.models}
         )
         self._decisions.fleet_changed()
+        if self._keeper is not None:
+            self._keeper.fleet_changed(shard.description for shard in self._core.shards)
         self._report_variants()
         self._health.refresh()
 

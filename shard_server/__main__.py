@@ -16,7 +16,7 @@ from kvloom.plugins import PluginError
 from kvloom.process import service, telemetry
 from kvloom.process.extras import MissingPackageError, naming_extras
 from kvloom.process.watched_files import following
-from kvloom.text.model_checksum import ChecksumError, check_model
+from kvloom.text.model_checksum import ChecksumError, check_model, model_checksum
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.trust.fabric_trust import load_trust
 from shard_server.engines.base import Engine, EngineError
@@ -100,6 +100,8 @@ def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer, PackedCard]:
         raise service.StartError("model.path is not set: the shard needs the model's tokenizer")
     try:
         check_model(Path(config.model.path), config.model.sha256)
+        if config.router.receipts.enabled and not config.model.sha256:
+            config.model.sha256 = model_checksum(Path(config.model.path))  # receipts name the weights
     except ChecksumError as error:
         raise service.StartError(str(error)) from error
     try:

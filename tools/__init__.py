@@ -9,6 +9,7 @@ supervisor/          runs the processes of a fabric
 models/              finds, registers and prepares models
 colocated.py         an edge with a router inside
 many_shards.py       several simulated shards in one process
+receipts/            `kvloom receipts`: saves receipts of answers, and computes the answers again
 doctor/              `kvloom doctor`: checks an engine on this machine
 simulate/            `kvloom simulate`: traces through the real router and modelled shards
 dst/                 `kvloom dst`: deterministic simulation tests of the router core

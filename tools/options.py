@@ -79,6 +79,7 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     config.tls.key_file = _absolute(config.tls.key_file, base)
     config.tls.client_ca_file = _absolute(config.tls.client_ca_file, base)
     config.safety.policy_file = _absolute(config.safety.policy_file, base)
+    config.router.receipts.key_file = _absolute(config.router.receipts.key_file, base)
     config.edge.adapters_dir = _absolute(config.edge.adapters_dir, base)
     config.router.decision_log.path = _absolute(config.router.decision_log.path, base)
     return config

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from edge_http.answers.bill import AnswerBill
@@ -160,16 +161,23 @@ class Answer(abc.ABC):
         """The caller's limit that cut a choice short; "": none did."""
         return next((finish.limited_by for finish in self.finishes.values() if finish.limited_by), "")
 
-    def details(self) -> dict[str, Any]:
-        """Returns what `x-kvloom-details` asks for, taken from the first choice."""
-        start = self.starts.get(0)
+    def details(self, *, wanted: bool) -> dict[str, Any] | None:
+        """Returns what `x-kvloom-details` asks for (`wanted`), taken from the first choice, and what is told in any
+        case: the receipts of the answer, and the limit that cut it short. None if there is nothing."""
+        found: dict[str, Any] = {}
+        receipts = [msgspec.Raw(finish.receipt) for finish in self.finishes.values() if finish.receipt]
+        if receipts:
+            found["receipts"] = receipts
         limited_by = self.limited_by
-        return ({"limited_by": limited_by} if limited_by else {}) | {
-            **self.bill_details(),
-            "shard_id": start.shard_id if start else "",
-            "num_cached_tokens": self.finishes[0].num_cached_tokens if 0 in self.finishes else 0,
-            "queue_time_seconds": round(start.queue_time_seconds, 6) if start else 0.0,
-        }
+        if limited_by:
+            found["limited_by"] = limited_by
+        if wanted:
+            start = self.starts.get(0)
+            found.update(self.bill_details())
+            found["shard_id"] = start.shard_id if start else ""
+            found["num_cached_tokens"] = self.finishes[0].num_cached_tokens if 0 in self.finishes else 0
+            found["queue_time_seconds"] = round(start.queue_time_seconds, 6) if start else 0.0
+        return found or None
 
     def bill_details(self) -> dict[str, str]:
         """What it costs, once it has ended, and what is left of the caller's budget; nothing without tenants."""

@@ -53,9 +53,7 @@ class CollectedAnswer(Answer):
 
     def body(self, *, with_details: bool) -> list[Buffer]:
         """Returns the pieces of the JSON body, once the answer has ended without an error."""
-        return self._formatter.body(
-            self._choices, self.usage(), self.details() if with_details or self.limited_by else None
-        )
+        return self._formatter.body(self._choices, self.usage(), self.details(wanted=with_details))
 
     @property
     def _is_visible(self) -> bool:

@@ -16,7 +16,7 @@ from kvloom.v1.generation_pb2 import TokenLogprobs
 class EmbeddedInputs(Answer):
     """Each input is a request of its own; the choices of the base class are the inputs."""
 
-    __slots__ = ("_has_room", "_lease", "_limits", "_num_waited", "vectors")
+    __slots__ = ("_has_room", "_lease", "_limits", "_num_waited", "cache_uses", "vectors")
 
     def __init__(self, input_sizes: Sequence[int], lease: ByteLease) -> None:
         """`input_sizes` are the numbers of tokens. `lease` is the vectors' part of the memory of all answers."""
@@ -26,6 +26,8 @@ class EmbeddedInputs(Answer):
         self._num_waited = 0
         """How many inputs had to wait until as many others had ended."""
         self._has_room = asyncio.Event()
+        self.cache_uses: set[int] = set()
+        """Whether the result cache had the vectors: their `ResultCacheUse`."""
         self.vectors: list[bytes] = [b""] * len(input_sizes)
         """For each input, packed little-endian float32; complete once the answer has ended without an error."""
 
@@ -58,6 +60,7 @@ class EmbeddedInputs(Answer):
         ended = self.finishes.pop(index)
         if ended.HasField("limits"):
             self._limits = ended.limits
+        self.cache_uses.add(ended.result_cache)
         vector = ended.embedding
         if not vector:
             self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The engine gave no embedding."))

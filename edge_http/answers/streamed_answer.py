@@ -9,7 +9,7 @@ from edge_http.answers.answer import Answer
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.formatting.response_formatter import Finish, ResponseFormatter
-from edge_http.wire.headers import explanation
+from edge_http.wire.headers import cache_use, explanation
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.parsers.events import Event, TextDelta
@@ -30,8 +30,10 @@ class StreamedAnswer(Answer):
         "_headers",
         "_prefixes",
         "_suffix",
+        "_with_cache_use",
         "_with_details",
         "_with_explanation",
+        "_with_receipt",
         "continued_by",
     )
 
@@ -46,6 +48,8 @@ class StreamedAnswer(Answer):
         parsed: Sequence[ParsedOutput] = (),
         with_details: bool,
         with_explanation: bool,
+        with_cache_use: bool = False,
+        with_receipt: bool = False,
     ) -> None:
         """`parsed`: for each choice, its output taken apart; empty: all output is text."""
         super().__init__(prompt_sizes, n, parsed)
@@ -57,6 +61,8 @@ class StreamedAnswer(Answer):
         self._with_explanation = with_explanation
         self.continued_by = ""
         """The model that has written the end, if it is not the one that began; the last chunk says so."""
+        self._with_cache_use = with_cache_use
+        self._with_receipt = with_receipt
         self._begun: set[int] = set()
         """The choices whose opening was sent."""
         self._prefixes: list[bytes | None] = [None] * self.num_choices
@@ -77,8 +83,9 @@ class StreamedAnswer(Answer):
             self._on_bug()
 
     def fast_writer(self, index: int) -> Callable[[str], None] | None:
-        """See FastPathSink (kvloom/router_link/fast_path.py)."""
-        prefix = self._prefixes[index]
+        """See FastPathSink (kvloom/router_link/fast_path.py). Not with several choices: the stream's fast path has one
+        prefix."""
+        prefix = self._prefixes[index] if self.num_choices == 1 else None
         return None if prefix is None else self._events.fast_writer(prefix, self._suffix, self._on_slow_reader)
 
     def on_fast_path_tokens(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:  # noqa: ARG002
@@ -146,7 +153,9 @@ class StreamedAnswer(Answer):
 
     def _final_details(self) -> dict[str, Any] | None:
         """What the field `kvloom` of the last chunk says; None: there is no such field."""
-        details = self.details() if self._with_details or self.limited_by else None
+        details = None
+        if self._with_details or self._with_receipt or self.limited_by:
+            details = self.details(wanted=self._with_details)
         return {**(details or {}), "continued_by": self.continued_by} if self.continued_by else details
 
     def _open(self, index: int) -> None:
@@ -156,6 +165,8 @@ class StreamedAnswer(Answer):
         self._events.cork()  # the first token leaves together with the head
         if not self._events.has_begun:
             more = explanation(self.first_start) if self._with_explanation else {}
+            if self._with_cache_use:
+                more |= cache_use(start.result_cache for start in self.starts.values())
             self._events.begin({**self._headers, **more})
         start = self.starts.get(index)
         self._send_all(self._formatter.opening(index, 0 if start is None else start.num_cached_tokens))

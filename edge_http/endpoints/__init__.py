@@ -20,5 +20,6 @@ tokenization.py  POST /tokenize and POST /detokenize
 not_served.py  refuses the APIs that kvloom does not have, by name
 usage.py       GET /v1/usage
 health.py      /health, /live, /ready, /metrics, /metrics/targets and /version
+receipts.py    the public keys of receipts
 page/          the chat page
 """

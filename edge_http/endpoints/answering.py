@@ -31,16 +31,20 @@ from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
+    RECEIPT,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
+    cache_use,
     explanation,
     idempotency_key,
     last_event_id,
+    refuses_result_cache,
     request_id,
     traceparent,
     wants_details,
     wants_explanation,
+    wants_receipt,
     wants_resume,
 )
 from edge_http.wire.request_callers import credential_digest
@@ -125,7 +129,7 @@ async def generate(
         return await _stream_resumable(edge, request, permit, job, formatter, name, key, run, is_resumable=is_resumable)
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(
-        job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(request, job)
+        job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, request, job)
     )
     begin_answer(name, job.model.name, streamed)
     if edge.usage is not None:
@@ -229,6 +233,8 @@ async def _whole_body(
     else:
         await held.deliver(collected, request.writer.drain, job.deadline)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
+    if edge.has_result_cache:
+        more |= cache_use(start.result_cache for start in collected.starts.values())
     headers = {**job.headers, **more}
     if collected.bill is not None:
         bill = collected.bill_details()
@@ -262,12 +268,16 @@ async def _stream_resumable(
     submission = submission_of(edge, request, job, name)
     permit.handed_over = True
     if edge.resume.is_published:
-        answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
+        answer = RecordedAnswer(
+            job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, request, job)
+        )
         record = _response_record(request, job, formatter.envelope, response, headers, edge.callers.key_id_of(request))
         on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
         running = run_resumable(edge, submission, answer, stream, on_submitted, run)
     else:
-        answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
+        answer = StreamedAnswer(
+            job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, request, job)
+        )
         running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
     if edge.usage is not None:
@@ -285,12 +295,14 @@ def _headers(request: web.BaseRequest, job: GenerationJob, name: str) -> dict[st
     return {REQUEST_ID: request_id(request), RESPONSE_ID: name, **job.headers}
 
 
-def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, Any]:
+def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> dict[str, Any]:
     """Return the options for what a streamed answer contains besides its text."""
     return {
         "parsed": parsed_outputs(job.shape, job.num_choices),
         "with_details": wants_details(request),
         "with_explanation": wants_explanation(request),
+        "with_cache_use": edge.has_result_cache,
+        "with_receipt": edge.receipt_keys is not None,
     }
 
 
@@ -381,4 +393,8 @@ def _link_request(
     adapter = job.model.adapter
     if adapter is not None:
         wanted.adapter_checksum = adapter.checksum
+    if edge.has_result_cache:
+        wanted.no_result_cache = refuses_result_cache(request)
+    if RECEIPT in request.headers:
+        wanted.receipt = wants_receipt(request, can_have=edge.receipt_keys is not None)
     return wanted

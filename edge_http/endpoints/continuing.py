@@ -112,6 +112,7 @@ class ContinuedRun:
             [request] = submission.requests
             assert request is not None
             request.partial_choices, request.is_new = [progress], True
+            request.num_foreign_tokens = len(token_ids)
             return _Next(job, submission, progress)
         return None
 

@@ -16,7 +16,14 @@ from edge_http.openai.prompt import Prompt
 from edge_http.resume.kept_answers import WholeBody
 from edge_http.submission import Submission, run_submission
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
-from edge_http.wire.headers import explanation, request_id, traceparent, wants_explanation
+from edge_http.wire.headers import (
+    cache_use,
+    explanation,
+    refuses_result_cache,
+    request_id,
+    traceparent,
+    wants_explanation,
+)
 from edge_http.wire.request_record import begin_answer
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.router_link.link import LinkRequest
@@ -59,6 +66,8 @@ async def embedding_body(
         pieces.append(piece)
         await edge.fair_yield.take(max(len(piece), LONG_BODY_BYTES))
     more = explanation(inputs.first_start) if wants_explanation(request) else {}
+    if edge.has_result_cache:
+        more |= cache_use(inputs.cache_uses)
     return WholeBody(pieces, num_bytes, {**job.headers, **more})
 
 
@@ -96,4 +105,5 @@ def _link_request(
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         pooling=job.pooling,
+        no_result_cache=edge.has_result_cache and refuses_result_cache(request),
     )

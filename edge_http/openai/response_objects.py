@@ -49,11 +49,13 @@ class UsageObject(Object):
 
 
 class KvloomDetails(Object):
-    """With the header x-kvloom-details."""
+    """The first three with the header x-kvloom-details."""
 
-    shard_id: str
-    num_cached_tokens: int
-    queue_time_seconds: float
+    shard_id: str | msgspec.UnsetType = msgspec.UNSET
+    num_cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    queue_time_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    receipts: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    """With the header x-kvloom-receipt: one for each prompt."""
 
 
 class TopLogprob(Object):
@@ -352,6 +354,18 @@ class Version(Object):
 class TargetGroup(Object):
     targets: list[str]
     labels: dict[str, str]
+
+
+class ReceiptKey(Object):
+    key_id: str
+    public_key: str
+    """In hexadecimal."""
+    algorithm: Literal["Ed25519"]
+
+
+class ReceiptKeys(Object):
+    keys: list[ReceiptKey]
+    """The present one first, then those of earlier times."""
 
 
 class OpenApiDocument(msgspec.Struct):

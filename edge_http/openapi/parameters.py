@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from edge_http.wire.headers import (
+    CACHE,
     CACHED_TOKENS,
     DETAILS,
     EXPLAIN,
@@ -13,6 +14,7 @@ from edge_http.wire.headers import (
     MAX_EVENT_NUMBER,
     MAX_SESSION_KEY_CHARS,
     PROCESSING_MS,
+    RECEIPT,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
@@ -44,6 +46,8 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
         LAST_EVENT_ID, "The number of the last event that the client has; precedes starting_after.", _EVENT_NUMBER
     ),
     DETAILS: _parameter(DETAILS, "Whether the answer tells its shard and its cached tokens.", _TRUE),
+    CACHE: _parameter(CACHE, "Whether the result cache may have the answer, and keep it; on by default.", _SWITCH),
+    RECEIPT: _parameter(RECEIPT, "Whether the answer comes with a signed receipt.", _TRUE),
     EXPLAIN: _parameter(EXPLAIN, "Whether the head of the response tells them.", {"type": "string", "enum": ["1"]}),
     SESSION_ID: _parameter(
         SESSION_ID, "Requests with the same value belong together; a hint for placement.",
@@ -90,6 +94,10 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     RESPONSE_ID: {"description": "The id of the answer, with which it can be resumed.", "schema": {"type": "string"}},
     RESUME: {"description": "For how many seconds the stream can be resumed.", "schema": {"type": "string"}},
     SHARD: {"description": f"The shard that answers, if {EXPLAIN} asked for it.", "schema": {"type": "string"}},
+    CACHE: {
+        "description": "Whether the result cache had the answer, if routers have one.",
+        "schema": {"type": "string", "enum": ["hit", "miss", "off"]},
+    },
     CACHED_TOKENS: {
         "description": "How many of the prompt's tokens were in its cache.",
         "schema": {"type": "integer", "minimum": 0},
@@ -98,5 +106,8 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
 
 EVERY_RESPONSE: Final = (REQUEST_ID, PROCESSING_MS)
 EVERY_ERROR: Final = (*EVERY_RESPONSE, "Retry-After")
-GENERATION: Final = (REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, RESUME, IDEMPOTENCY_KEY, LAST_EVENT_ID)
+GENERATION: Final = (
+    *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME),
+    *(IDEMPOTENCY_KEY, LAST_EVENT_ID),
+)
 """What requests that generate take."""

@@ -30,7 +30,7 @@ from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.submission import OnSubmitted, Submission, run_resumable
 from edge_http.wire.headers import explanation
 from kvloom.models.served_model import ServedModel
-from kvloom.router_link.group import with_seed
+from kvloom.router_link.group import give_seed
 from kvloom.router_link.link import ChoiceProgress, LinkRequest
 from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.text.tokenizer import ModelTokenizer
@@ -53,7 +53,7 @@ def register_for_recovery(
     records: list[RequestRecord] = []
     for request in submission.requests:
         assert request is not None
-        request.sampling = with_seed(request.sampling)
+        give_seed(request)
         records.append(_request_record(request))
     requests = RequestsRecord(time.time() + submission.timeout_seconds, records)
     return _publish(edge, Publication(stream, response, requests, answer, formatter.prefixes))
@@ -249,6 +249,7 @@ def _link_request(
     num_ended_tokens: int,
 ) -> LinkRequest:
     return LinkRequest(
+        no_result_cache=True,  # what the client wanted is not known here
         request_id=record.request_id,
         model=response.model,
         prompt_token_ids=array("I", record.prompt_token_ids),

@@ -24,6 +24,7 @@ from edge_http.endpoints.moderations import moderations
 from edge_http.endpoints.not_served import refuse_unserved
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.ranking import rerank, score
+from edge_http.endpoints.receipts import receipt_keys
 from edge_http.endpoints.responses import responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.endpoints.tokenization import detokenize, tokenize
@@ -86,13 +87,16 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/ready": {"GET": ready, "HEAD": ready},
     "/metrics": {"GET": metrics, "HEAD": metrics},
     "/metrics/targets": {"GET": metrics_targets, "HEAD": metrics_targets},
+    "/.well-known/kvloom-receipts.json": {"GET": receipt_keys, "HEAD": receipt_keys},
     "/version": {"GET": version, "HEAD": version},
     "/openapi.json": {"GET": openapi_json, "HEAD": openapi_json},
     **{path: dict.fromkeys(methods, administer) for path, methods in ADMIN_PATHS.items()},
     **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }
 
-OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", "/openapi.json", *PAGE_ROUTES))
+OPEN_ROUTES: Final = frozenset(
+    ("/health", "/live", "/ready", "/version", "/openapi.json", "/.well-known/kvloom-receipts.json", *PAGE_ROUTES)
+)
 """What needs no API key: the probes of load balancers, the description of the API, which holds no
 secrets, and the pages, which ask their users for a key."""
 

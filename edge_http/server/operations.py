@@ -16,6 +16,7 @@ from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
 from edge_http.openapi.parameters import GENERATION
 from edge_http.wire.headers import (
+    CACHE,
     CACHED_TOKENS,
     EXPLAIN,
     IDEMPOTENCY_KEY,
@@ -28,8 +29,8 @@ from edge_http.wire.headers import (
 
 _GENERATION_ERRORS: Final = (404, 409, 410, 429, 500, 502, 503, 504)
 _ANTHROPIC_ERRORS: Final = (404, 409, 410, 429, 500, 502, 504, 529)
-_EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN)
-_ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS)
+_EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN, CACHE)
+_ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE)
 _STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_ANSWER_HEADERS)
 _MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]
 _MODEL: Final = "smollm2-135m-instruct"
@@ -176,6 +177,10 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _operation(
         "/ready", "GET", "ready", "Operation", "Whether a shard can take work", Answer("Yes.", objects.Status),
         Answer("Not yet, or no more.", objects.Status, status=503), is_open=True,
+    ),
+    _operation(
+        "/.well-known/kvloom-receipts.json", "GET", "receiptKeys", "Operation", "The public keys of receipts",
+        Answer("The keys.", objects.ReceiptKeys), is_open=True, errors=(404,),
     ),
     _operation("/version", "GET", "version", "Operation", "The version", Answer("It.", objects.Version), is_open=True),
     _operation(

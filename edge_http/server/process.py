@@ -35,6 +35,7 @@ from kvloom.process.access_log import AccessLog
 from kvloom.process.control_socket import run_folder
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
+from kvloom.receipts.key_files import key_path, public_path
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
@@ -96,6 +97,9 @@ async def serve_edge(
     edge.run_folder = run_folder(Path(config.data_dir))
     if callers.identities is not None:
         observe(callers.identities.tenants, edge.metrics.registry, "edge")
+    if config.router.receipts.enabled:
+        edge.receipt_keys = public_path(key_path(config.router.receipts.key_file, config.data_dir))
+    edge.has_result_cache = config.router.result_cache.enabled
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     if callers.identities is not None:

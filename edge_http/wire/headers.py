@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Final
 from urllib.parse import quote
 
 from aiohttp import web
 
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS, error_format_of
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import SequenceStart
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS, SequenceStart
 
 REQUEST_ID: Final = "x-request-id"
 ANTHROPIC_REQUEST_ID: Final = "request-id"
@@ -25,6 +26,9 @@ SHARD: Final = "x-kvloom-shard"
 CACHED_TOKENS: Final = "x-kvloom-cached-tokens"
 LIMITED_BY: Final = "x-kvloom-limited-by"
 """The limit of the caller that cut an answer short."""
+CACHE: Final = "x-kvloom-cache"
+"""In a request: whether the result cache may be used. In a response: whether it had the answer."""
+RECEIPT: Final = "x-kvloom-receipt"
 MODEL: Final = "x-kvloom-model"
 """The model that answers, where a route or a list of models was requested; ROUTE then says how it was chosen."""
 ROUTE: Final = "x-kvloom-route"
@@ -123,6 +127,36 @@ def wants_details(request: web.BaseRequest) -> bool:
 def wants_explanation(request: web.BaseRequest) -> bool:
     given = request.headers.get(EXPLAIN)
     return given is not None and given.lower() in ("1", "true")
+
+
+def wants_receipt(request: web.BaseRequest, *, can_have: bool) -> bool:
+    """Return whether the answer is to come with a signed receipt. Raises KvloomError (UNSUPPORTED_PARAMETER) if there
+    are none here."""
+    given = request.headers.get(RECEIPT)
+    if given is None or given.lower() != "true":
+        return False
+    if not can_have:
+        raise unsupported("There are no receipts here (router.receipts.enabled).", RECEIPT)
+    return True
+
+
+def refuses_result_cache(request: web.BaseRequest) -> bool:
+    """Return whether the client wants a new answer, which is not kept. Raises KvloomError (INVALID_ARGUMENT)."""
+    given = request.headers.get(CACHE)
+    if given is not None and given.lower() not in ("on", "off"):
+        raise invalid_argument(f"{CACHE} must be on or off.", CACHE)
+    if given is not None:
+        return given.lower() == "off"
+    return "no-store" in request.headers.get("Cache-Control", "").lower()
+
+
+def cache_use(uses: Iterable[int]) -> dict[str, str]:
+    """Return the response header that tells whether the result cache had an answer. `uses` are the `ResultCacheUse` of
+    its parts."""
+    found = set(uses)
+    if found == {RESULT_CACHE_USE_HIT}:
+        return {CACHE: "hit"}
+    return {CACHE: "miss" if found & {RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS} else "off"}
 
 
 def wants_resume(request: web.BaseRequest) -> bool | None:

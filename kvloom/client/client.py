@@ -153,6 +153,7 @@ class Client:
             request.request_id = f"req-{uuid.uuid4().hex}"
         if not request.sampling.HasField("seed"):
             request.sampling.seed = draw_seed()
+            request.seed_is_drawn = True
         deltas = self._attempts(request)
         return DeltaStream(deltas, request.request_id, request.sampling.seed, max(1, request.n), self._close_soon)
 

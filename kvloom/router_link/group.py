@@ -124,7 +124,7 @@ class RouterGroup:
     def submit(self, request: LinkRequest, sink: Sink) -> int:
         """As in RouterLink. A request with `partial_choices` that is not new is treated as one that has lost its
         router: it is sent as soon as a router has its model."""
-        request.sampling = with_seed(request.sampling)
+        give_seed(request)
         tracked = TrackedRequest(next(self._handles), request, sink, self, _affinity_key(request))
         if request.partial_choices and not request.is_new:
             self._park(tracked)
@@ -313,14 +313,15 @@ class RouterGroup:
         return KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
 
 
-def with_seed(sampling: SamplingParams) -> SamplingParams:
-    """The parameters with a seed. Otherwise each router would draw its own, but all of them must use the same one."""
-    if sampling.HasField("seed"):
-        return sampling
+def give_seed(request: LinkRequest) -> None:
+    """Draw the request's seed if it has none. Otherwise each router would draw its own, but all of them must use the
+    same one."""
+    if request.sampling.HasField("seed"):
+        return
     fixed = SamplingParams()
-    fixed.CopyFrom(sampling)
+    fixed.CopyFrom(request.sampling)
     fixed.seed = draw_seed()
-    return fixed
+    request.sampling, request.seed_is_drawn = fixed, True
 
 
 def _affinity_key(request: LinkRequest) -> bytes:

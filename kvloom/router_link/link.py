@@ -169,6 +169,14 @@ class GrpcRouterLink:
             submit.adapter_checksum = request.adapter_checksum
         if request.num_ended_tokens:
             submit.num_ended_tokens = request.num_ended_tokens
+        if request.num_foreign_tokens:
+            submit.num_foreign_tokens = request.num_foreign_tokens
+        if request.no_result_cache:
+            submit.no_result_cache = True
+        if request.receipt:
+            submit.receipt = True
+        if request.seed_is_drawn:
+            submit.seed_is_drawn = True
         self._submits.append(submit)
         self._wake_writer()
         return handle

@@ -59,3 +59,9 @@ class LinkRequest:
     """If `model` is an adapter: which one of this name."""
     num_ended_tokens: int = 0
     """With `partial_choices`: the output tokens of the other choices, which have ended."""
+    num_foreign_tokens: int = 0
+    """Of those in `partial_choices` at first: what another request has generated (see Submit)."""
+    no_result_cache: bool = False
+    """See GenerateRequest in router_service.proto, likewise the next one."""
+    receipt: bool = False
+    seed_is_drawn: bool = False

@@ -201,7 +201,7 @@ def deltas_of(step: Step) -> list[ChoiceDelta]:
     for i, (slot, text) in enumerate(zip(step.slots, step.deltas, strict=True)):
         count = step.num_tokens[i] if step.num_tokens else 1
         delta = delta_of(slot)
-        delta.text = text
+        delta.text += text  # an answer from the result cache has several entries
         delta.token_ids.extend(step.token_ids[position : position + count])
         position += count
     for slot, entry in step.logprobs:

@@ -11,7 +11,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
-from router.core.frames import Step
+from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseWant
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.request_usage import RequestUsage
@@ -123,6 +123,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """The client stream over which the request came."""
     client_request_id: str = ""
     traceparent: str = ""
+    is_result_cache_hit: bool = False
     usage: RequestUsage | None = None
     """What a usage record needs beyond this; None where no usage records are made."""
 
@@ -137,6 +138,33 @@ class LimitsCounted(msgspec.Struct, frozen=True):
     """What limits did: (a field of Limits or "all", an outcome)."""
 
     counts: Sequence[tuple[str, str]]
+
+
+class CompletedChoice(msgspec.Struct, frozen=True):
+    """One choice of a complete answer."""
+
+    index: int
+    token_ids: Sequence[int]
+    num_chars: int
+    """Of its text."""
+    finish: Finish
+
+
+class AnswerCompleted(msgspec.Struct, frozen=True):
+    """The whole answer of a request that arrived with a ticket, if all of its choices ended by themselves. It precedes
+    the SendStep with its last finishes, so that what is set in one of them reaches the client."""
+
+    ticket: object
+    request: Request
+    choices: Sequence[CompletedChoice]
+    """In the order in which they have ended."""
+    shard_id: str
+    """The last shard; "" for an answer from the result cache."""
+    is_result_cache_hit: bool
+    is_exact: bool
+    """Whether it did not continue on a shard of another variant."""
+    is_screened: bool
+    """Whether it was screened as a whole, as far as the policy wants it."""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):
@@ -190,6 +218,7 @@ Action = (
     | RequestEnded
     | LeasesWanted
     | LimitsCounted
+    | AnswerCompleted
     | ShardHealthChanged
     | RequestsMoved
     | SequencesPreempted

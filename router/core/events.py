@@ -12,7 +12,8 @@ from typing import Final, Protocol
 import msgspec
 
 from kvloom.models.adapters import Adapter
-from router.core.frames import Step
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
+from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName
 
 
@@ -83,6 +84,17 @@ class Request(msgspec.Struct, frozen=True):
     """What tells answers apart whose requests have the same id (kvloom/tenancy/usage_record.py); "": the id does."""
     num_ended_tokens: int = 0
     """Output tokens of other choices of the answer: they had ended when it was submitted here, to be continued."""
+    num_foreign_tokens: int = 0
+    """Of those that the choices have: what another request has generated with another model."""
+    is_cacheable: bool = False
+    """Whether its answer may come from the result cache and enter it, as far as the request itself says."""
+    wants_receipt: bool = False
+
+    @property
+    def num_earlier_tokens(self) -> int:
+        """Output tokens of this answer that earlier routers have delivered."""
+        num_given = sum(len(choice.output_token_ids) for choice in self.choices)
+        return num_given + self.num_ended_tokens - self.num_foreign_tokens
 
 
 class AdapterState(msgspec.Struct, frozen=True):
@@ -148,8 +160,23 @@ class ShardLoad(msgspec.Struct):
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
+class CachedChoice(msgspec.Struct, frozen=True):
+    """One choice of an answer that the result cache has."""
+
+    token_ids: Sequence[int]
+    deltas: Sequence[str]
+    """The text of each token; the last one includes what the end of the answer has released."""
+    finish: Finish
+    """Its slot is not used."""
+
+
 class RequestArrived(msgspec.Struct, frozen=True):
     request: Request
+    ticket: object = None
+    """Not None: the answer is reported by AnswerCompleted, with this. Not read by the core."""
+    result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    cached: Sequence[CachedChoice] = ()
+    """The answer, if the result cache has it: one entry for each choice of the request."""
 
 
 class SlotsCancelled(msgspec.Struct, frozen=True):

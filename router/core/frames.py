@@ -11,7 +11,7 @@ import msgspec
 
 from kvloom.errors import KvloomError
 from kvloom.tenancy.limits_state import LimitsState
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, FinishReason, ResultCacheUse
 
 
 class Start(msgspec.Struct):
@@ -26,6 +26,7 @@ class Start(msgspec.Struct):
     """Opaque to the core."""
     limits: LimitsState | None = None
     """What is left of the caller's limits, if it has any. Set by the router."""
+    result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
 
 
 class Finish(msgspec.Struct):
@@ -45,6 +46,9 @@ class Finish(msgspec.Struct):
     """See SequenceFinish.limited_by in generation.proto."""
     limits: LimitsState | None = None
     """As in Start, if there was none."""
+    result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    receipt: bytes = b""
+    """Set by the shell: see AnswerCompleted."""
 
 
 class Step(msgspec.Struct):
@@ -59,6 +63,8 @@ class Step(msgspec.Struct):
     """(slot, one token's logprobs) in the order of token_ids. The second part is opaque to the core."""
     starts: list[Start] = msgspec.field(default_factory=list)
     finishes: list[Finish] = msgspec.field(default_factory=list)
+    has_replay: bool = False
+    """Whether it has whole answers from the result cache: their slots have an entry for each piece, in order."""
 
     @property
     def is_plain(self) -> bool:

@@ -12,10 +12,12 @@ from kvloom.v1.generation_pb2 import (
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
+    RESULT_CACHE_USE_UNSPECIFIED,
     FinishReason,
+    ResultCacheUse,
 )
-from router.core.events import ChoiceSpec, Request, TextFilter
-from router.core.frames import Step
+from router.core.events import CachedChoice, ChoiceSpec, Request, TextFilter
+from router.core.frames import Finish, Step
 from router.core.load.load_ledger import ReservationKey
 from router.core.request_usage import UsageMeter
 from router.core.tenancy.request_charge import RequestCharge
@@ -178,6 +180,7 @@ class LiveRequest:
     __slots__ = (
         "arrived_at",
         "avoid_shard_id",
+        "cached",
         "charge",
         "check_id",
         "choices",
@@ -187,6 +190,9 @@ class LiveRequest:
         "first_dispatched_at",
         "first_sent_at",
         "hashes",
+        "is_exact",
+        "is_screened",
+        "kept_ends",
         "last_shard_id",
         "max_held_tokens",
         "num_attempts",
@@ -204,6 +210,8 @@ class LiveRequest:
         "queue_deadline",
         "queue_id",
         "request",
+        "result_cache",
+        "ticket",
         "unschedulable_at",
         "usage",
         "variant",
@@ -257,6 +265,16 @@ class LiveRequest:
         """None where no usage records are made."""
         self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
         """The most severe end among its choices."""
+        self.result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+        self.kept_ends: list[tuple[Choice, Finish]] | None = None
+        """The choices that have ended, if the whole answer is to be reported; None: it is not."""
+        self.ticket: object = None
+        self.cached: Sequence[CachedChoice] = ()
+        """Its whole answer, if the result cache has it."""
+        self.is_exact = True
+        """Whether shards of one variant have computed all of it."""
+        self.is_screened = True
+        """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
 
     @property
     def continues_answer(self) -> bool:

@@ -56,7 +56,12 @@ class UsageMeter:
         if self._num_blocks:
             num_blocks = self._num_blocks + num_output_tokens / (2 * self._block_size)
             block_seconds += num_blocks * (now - self._held_since)
-        num_resumed = request.num_ended_tokens + sum(len(choice.output_token_ids) for choice in request.choices)
         return RequestUsage(
-            request.tier, request.adapter, request.key_id, request.answer_id, num_resumed, block_seconds, charges
+            request.tier,
+            request.adapter,
+            request.key_id,
+            request.answer_id,
+            request.num_earlier_tokens,
+            block_seconds,
+            charges,
         )

@@ -62,6 +62,11 @@ class SafetyLink:
         """Whether the service needs prompts' text. This is True while the policy is not known."""
         return self._current is None or self._current.policy.screens_prompts
 
+    @property
+    def policy_revision(self) -> str | None:
+        """Of the policy in force; None while it is not known."""
+        return None if self._current is None else self._current.policy.revision
+
     async def classify(self, texts: Iterable[str]) -> safety_service_pb2.ClassifyResponse:
         """Names the categories of the policy to which the texts belong. Raises KvloomError (SAFETY_UNAVAILABLE,
         REQUEST_TOO_LARGE)."""

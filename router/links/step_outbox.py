@@ -42,7 +42,8 @@ class StepOutbox:
 
 
 def merge_steps(steps: Sequence[Step]) -> Step:
-    """Returns one step with the content of several, in order; each slot has at most one entry."""
+    """Returns one step with the content of several, in order; each slot has at most one entry, unless there are answers
+    from the result cache."""
     merged = Step(
         slots=_concatenated([step.slots for step in steps]),
         token_ids=_concatenated([step.token_ids for step in steps]),
@@ -53,8 +54,9 @@ def merge_steps(steps: Sequence[Step]) -> Step:
     )
     if any(step.num_tokens for step in steps):
         merged.num_tokens = _concatenated([step.num_tokens or [1] * len(step.slots) for step in steps])
+        merged.has_replay = any(step.has_replay for step in steps)
     # Steps of different shards have no slots in common; those of one shard nearly always have.
-    if len(set(merged.slots)) < len(merged.slots):
+    if len(set(merged.slots)) < len(merged.slots) and not merged.has_replay:
         _gather_by_slot(merged)
     return merged
 

@@ -77,6 +77,7 @@ class Meter:
             client_request_id=ended.client_request_id,
             answer_id=usage.answer_id,
             num_resumed_tokens=num_resumed,
+            is_result_cache_hit=ended.is_result_cache_hit,
             charges=usage.charges,
         )
         return self._priced(record, ended_well)
@@ -90,6 +91,7 @@ class Meter:
             record.num_output_tokens,
             has_answer=ended_well or record.num_output_tokens > 0,
             is_batch=record.tier == "batch",
+            is_result_cache_hit=record.is_result_cache_hit,
         )
         return msgspec.structs.replace(record, price_id=price_id, cost_nanos=cost_nanos)
 

@@ -87,8 +87,9 @@ class Metering:
         return self._meter.producer
 
     def request_ended(self, ended: RequestEnded) -> bytes:
-        """Returns the JSON of its record; b"" if it was refused before it was sent to a shard, or there is no room."""
-        if not ended.num_attempts:
+        """Returns the JSON of its record; b"" if it was refused before it was sent to a shard, or
+        there is no room."""
+        if not (ended.num_attempts or ended.is_result_cache_hit):
             return b""
         return self._put(self._meter.record(ended, self._writer.last_number + 1))
 

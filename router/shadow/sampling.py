@@ -56,7 +56,8 @@ def is_sampled(request_id: str, shadow: ShadowConfig) -> bool:
 def with_logprobs(request: Request) -> Request:
     """The same request, whose tokens come with their log-probabilities."""
     sampling = request.sampling if isinstance(request.sampling, SamplingParams) else SamplingParams()
-    return msgspec.structs.replace(request, sampling=with_chosen_logprobs(sampling))
+    # An answer with log-probabilities is none for the result cache, which has tokens only.
+    return msgspec.structs.replace(request, sampling=with_chosen_logprobs(sampling), is_cacheable=False)
 
 
 def scoring_request(sample: Sample, candidate: str, number: int, slot: int) -> Request:

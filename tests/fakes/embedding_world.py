@@ -1,16 +1,17 @@
-"""An edge, a router and real shard servers in one process, for tests of embeddings."""
+"""An edge, a router and real shard servers in one process."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 
 from edge_http.edge import Edge, ServedModel
 from edge_http.server.http_server import EdgeServer
-from kvloom.config import EdgeConfig, ShardConfig, SimConfig
+from kvloom.config import EdgeConfig, KvloomConfig, ShardConfig, SimConfig
+from kvloom.receipts.key_files import key_path, public_path
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
@@ -53,9 +54,11 @@ async def embedding_world(
     *shards: tuple[Engine, ShardConfig],
     screens: bool = False,
     config: EdgeConfig | None = None,
+    configure: Callable[[KvloomConfig], None] = lambda _config: None,
 ) -> AsyncIterator[EmbeddingWorld]:
-    """`screens`: whether a FakeSafety checks prompts."""
+    """`screens`: whether a FakeSafety checks prompts. `configure` changes the router's configuration."""
     async with failover_world(redis_url, tokenizer) as fabric:
+        configure(fabric.config)
         if screens:
             await fabric.start_safety()
         await fabric.start_router()
@@ -63,6 +66,9 @@ async def embedding_world(
             await fabric.add_shard(f"shard-{number}", engine, shard_config)
         await fabric.wait_for_shards(fabric.link, len(shards))
         edge = Edge(config or EdgeConfig(), fabric.link, {MODEL: ServedModel(MODEL, tokenizer, 0, "fp_test")})
+        if fabric.config.router.receipts.enabled:
+            edge.receipt_keys = public_path(key_path("", fabric.config.data_dir))
+        edge.has_result_cache = fabric.config.router.result_cache.enabled
         server = EdgeServer(edge)
         address = await server.listen("127.0.0.1", 0)
         try:

@@ -16,6 +16,7 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
 from kvloom.access.tenant_metrics import observe
 from kvloom.access.tenants import Tenants
+from kvloom.config import ResultCacheConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -24,6 +25,8 @@ from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.shard_health import HealthState
 from router.metrics import GAUGES, RouterMetrics
+from router.result_cache.cache import ResultCache
+from router.result_cache.metrics import ResultCacheMetrics
 from router.shadow.metrics import PairMetrics, ShadowMetrics
 from router.usage_records import Credit
 from safety_svc.metrics import ANSWERS, BLOCKS, POLICY_LOADS, PROMPTS, STREAMS
@@ -117,6 +120,7 @@ def _router() -> CollectorRegistry:
     shadow.skipped("busy")
     shadow.failed("internal")
     observe(Tenants(max_stale_seconds=1.0), registry, "router")
+    ResultCacheMetrics(ResultCache(ResultCacheConfig(), b"", lambda _request, _choice: None), registry)
     return registry
 
 

@@ -135,6 +135,8 @@ class Scenario:
     """How many periods of faults there are, each followed by a period without."""
     rates: Mapping[str, float]
     """Kind of fault to rate per second, or to probability. Kinds that this seed does not have are left out."""
+    has_result_cache: bool = False
+    """Whether routers keep answers, and clients repeat requests."""
 
     @property
     def has_model_changes(self) -> bool:
@@ -188,6 +190,7 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         batch_share=random.Random(f"{seed} tiers").choice((0.0, 0.0, 0.3, 0.6)),
         num_epochs=num_epochs,
         rates=rates,
+        has_result_cache=random.Random(f"{seed} result cache").random() < 0.2,
     )
     return _with_model_changes(model_rng, scenario)
 

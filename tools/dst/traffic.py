@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import msgspec
 
@@ -28,6 +29,9 @@ class Traffic:
         self._adapter_rng = random.Random(f"{env.scenario.seed} adapter of each")
         self.models = sorted({shard.model for shard in env.scenario.shards})
         """Those that are or were served: clients may ask for a model that has been unloaded."""
+        self._repeat_rng = random.Random(f"{env.scenario.seed} repeated requests")
+        self._latest: deque[Request] = deque(maxlen=8)
+        """Requests that may be repeated, also by other tenants. Only with a result cache."""
         self._num_streams = 0
         self.num_requests = 0
         self.prompts: dict[tuple[str, str, tuple[int, ...], Adapter | None], None] = {}
@@ -98,7 +102,11 @@ class Traffic:
         self._submit(
             stream,
             msgspec.structs.replace(
-                request, request_id=self._new_request_id(), client_id=stream.client_id, choices=specs
+                request,
+                request_id=self._new_request_id(),
+                client_id=stream.client_id,
+                choices=specs,
+                is_cacheable=False,  # as the intake decides
             ),
         )
 
@@ -151,7 +159,28 @@ class Traffic:
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
         if env.limits is not None:
             request = env.limits.with_key(request)
-        return msgspec.structs.replace(request, choices=specs)
+        request = msgspec.structs.replace(request, choices=specs)
+        return self._repeated(stream, request) if env.scenario.has_result_cache else request
+
+    def _repeated(self, stream: ClientStream, request: Request) -> Request:
+        """The request, or in its place one that asks for the same as an earlier one, of any tenant."""
+        is_new = not any(spec.output_token_ids for spec in request.choices)
+        assert isinstance(request.sampling, script.Sampling)
+        if not is_new or request.sampling.wants_logprobs:
+            return request
+        if not self._latest or self._repeat_rng.random() < 0.4:
+            self._latest.append(request)
+            return msgspec.structs.replace(request, is_cacheable=True)
+        earlier = self._repeat_rng.choice(self._latest)
+        specs = [ChoiceSpec(stream.take_slot(), spec.index) for spec in earlier.choices]
+        return msgspec.structs.replace(
+            earlier,
+            request_id=request.request_id,
+            client_id=request.client_id,
+            tenant=request.tenant,
+            choices=specs,
+            is_cacheable=True,
+        )
 
     def _draw_adapter(self, model: str) -> Adapter | None:
         """Mostly one of the latest."""

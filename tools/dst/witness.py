@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.actions import (
     Action,
     CancelOnShard,
@@ -156,6 +157,10 @@ class Witness:
         policy = self.policy if self.safety_waited_for_until is None else (True, True)
         observed = self.arriving = ObservedRequest(event.request, now, self.config, policy)
         observed.is_duplicate = event.request.request_id in self.live
+        for choice, cached in zip(observed.choices, event.cached, strict=False):
+            choice.emitted += cached.token_ids
+            if cached.finish.reason == FINISH_REASON_LENGTH:
+                choice.limit = len(cached.token_ids)
         for choice in observed.choices:
             self._choices[event.request.client_id, choice.spec.slot] = choice
         if not observed.is_duplicate:

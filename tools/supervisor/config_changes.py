@@ -24,6 +24,8 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "router.host": _NONE,
     "router.port": _NONE,
     "router.num_routers": _NONE,
+    "router.receipts": ("router", "edge", "shard"),
+    "router.result_cache.enabled": ("router", "edge"),
     "shard": ("shard",),
     "shard.host": _NONE,
     "shard.num_shards": _NONE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvloom.errors import KvloomError
-from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, RESULT_CACHE_USE_MISS
 from router.core import events as ev
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
@@ -66,15 +66,16 @@ class Arrivals:
         request = event.request
         client = self._lifecycle.client(request.client_id)
         timeout_seconds = request.timeout_seconds or self._config.request_timeout_seconds
-        error = (
-            self.refusal(request)
-            or check_names(request, client, self._lifecycle.requests)
-            or self._overload_refusal(request, timeout_seconds, now)
-        )
+        error = self.refusal(request) or check_names(request, client, self._lifecycle.requests)
+        if error is None and not event.cached:  # a cached answer needs no shard
+            error = self._overload_refusal(request, timeout_seconds, now)
         if error is not None:
             self._refuse(request, client, error, now)
             return
         live = LiveRequest(request, client, now)
+        if event.ticket is not None:
+            live.ticket, live.result_cache, live.kept_ends = event.ticket, event.result_cache, []
+            live.cached = event.cached
         if self._meters_usage:
             live.usage = UsageMeter()
         live.deadline = now + timeout_seconds
@@ -96,6 +97,16 @@ class Arrivals:
         limit = request.max_tokens or math.inf
         if live.charge is not None and live.charge.max_tokens is not None:
             limit = min(limit, live.charge.max_tokens)
+        if live.cached and max(len(choice.token_ids) for choice in live.cached) <= limit:
+            # What it has was allowed by the policy in force: both are in its key.
+            if live.charge is not None:
+                live.charge.is_result_cache_hit = True
+            if not was_held:
+                self._lifecycle.add(live, client)
+            self._lifecycle.replay(live, live.cached, now)
+            return
+        if live.cached:  # a limit allows less than it has
+            live.cached, live.result_cache = (), RESULT_CACHE_USE_MISS
         finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit]
         needs_shard = len(finished) < len(live.choices)
         open_shards = self._placer.open_shards(live) if needs_shard else []

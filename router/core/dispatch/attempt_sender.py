@@ -60,6 +60,7 @@ class AttemptSender:
         live.num_attempts += 1
         variant = shard.description.variant
         if live.variant and live.variant != variant and live.continues_answer:
+            live.is_exact = False
             self._action_buffer.add(
                 VariantChanged(
                     request.request_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -14,13 +14,15 @@ from kvloom.v1.generation_pb2 import (
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
+    RESULT_CACHE_USE_HIT,
     FinishReason,
 )
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import CancelOnShard, RequestEnded, SequencesPreempted
+from router.core.actions import AnswerCompleted, CancelOnShard, CompletedChoice, RequestEnded, SequencesPreempted
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import MAX_MOVES, Preemption
 from router.core.dispatch.refusals import adapter_not_found, no_shard_ready
+from router.core.events import CachedChoice
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
@@ -41,6 +43,8 @@ RETRYABLE_REASONS: Final = frozenset(
     }
 )
 """Errors of a shard that may not occur on another shard."""
+
+_COMPLETE: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
 
 
 class Lifecycle:
@@ -100,6 +104,7 @@ class Lifecycle:
             live.num_cached_tokens = choice.num_cached_tokens
         client_start = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
         client_start.prompt_logprobs = start.prompt_logprobs
+        client_start.result_cache = live.result_cache
         if choice.withheld is not None:
             choice.withheld.start = client_start
         else:
@@ -154,6 +159,7 @@ class Lifecycle:
 
     def stop_screening(self, live: LiveRequest, now: float) -> None:
         """Show everything, because verdicts are no longer awaited."""
+        live.is_screened = False
         live.prompt_verdict_open = False
         for choice in live.choices:
             if choice.shard_id:
@@ -214,6 +220,35 @@ class Lifecycle:
         for choice in list(live.pending):
             self.end(choice, FINISH_REASON_ERROR, error, now)
 
+    def replay(self, live: LiveRequest, cached: Sequence[CachedChoice], now: float) -> None:
+        """Send a whole answer from the result cache, in the pieces in which it was generated, and end it. `cached` has
+        an entry for each choice."""
+        parts = list(zip(live.choices, cached, strict=True))
+        for choice, stored in parts:
+            choice.num_cached_tokens = num_cached_tokens = stored.finish.num_cached_tokens
+            if stored.token_ids:
+                start = Start(choice.client_slot, num_cached_tokens, result_cache=live.result_cache)
+                self._send_start(choice, start, now)
+            choice.output_token_ids.extend(stored.token_ids)
+            choice.num_chars = sum(map(len, stored.deltas))
+        step = self._action_buffer.step(live.choices[0].client)
+        for position in range(max(len(stored.token_ids) for stored in cached)):  # the choices together, as in a batch
+            for choice, stored in parts:
+                if position < len(stored.token_ids):
+                    step.slots.append(choice.client_slot)
+                    step.token_ids.append(stored.token_ids[position])
+                    step.deltas.append(stored.deltas[position])
+        # Never as a plain step, whose slots are all different.
+        step.num_tokens += [1] * (len(step.slots) - len(step.num_tokens))
+        step.has_replay = True
+        for choice, stored in parts:
+            finish = stored.finish
+            ended = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string)
+            ended.num_predicted_tokens = finish.num_predicted_tokens
+            ended.num_accepted_predicted_tokens = finish.num_accepted_predicted_tokens
+            ended.embedding = finish.embedding
+            self._end(choice, ended, now)
+
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def end(self, choice: Choice, reason: FinishReason.ValueType, error: KvloomError | None, now: float) -> None:
@@ -272,8 +307,15 @@ class Lifecycle:
         live.num_open_choices -= 1
         if live.charge is not None:
             self._end_charged(live, live.charge, finish, now)
+        kept = live.kept_ends
+        if kept is not None:
+            finish.result_cache = live.result_cache
+            kept.append((choice, finish))
         if not live.num_open_choices:
             del self.requests[live.request.request_id]
+            if kept is not None and live.ended_with[0] in _COMPLETE:
+                self._action_buffer.add(_answer_completed(live, kept))
+            live.kept_ends = None
             self._action_buffer.add(request_ended(live, now))
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []
@@ -290,12 +332,24 @@ class Lifecycle:
             charge,
             live.num_cached_tokens,
             live.num_output_tokens + charge.num_resumed_tokens,
-            was_dispatched=live.num_attempts > 0,
+            was_dispatched=live.num_attempts > 0 or charge.is_result_cache_hit,
             has_answer=_has_answer(live, live.num_output_tokens),
             failed=reason == FINISH_REASON_ERROR,
         )
         if live.first_sent_at is None:
             finish.limits = self._limiter.state(charge, now)
+
+
+def _answer_completed(live: LiveRequest, ends: Iterable[tuple[Choice, Finish]]) -> AnswerCompleted:
+    return AnswerCompleted(
+        live.ticket,
+        live.request,
+        [CompletedChoice(one.index, one.output_token_ids, one.num_chars, finish) for one, finish in ends],
+        live.last_shard_id,
+        live.result_cache == RESULT_CACHE_USE_HIT,
+        live.is_exact,
+        live.is_screened,
+    )
 
 
 def request_ended(live: LiveRequest, now: float) -> RequestEnded:
@@ -323,6 +377,7 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         client_request_id=request.client_request_id,
         traceparent=request.traceparent,
         usage=None if live.usage is None else _usage(live, live.usage, live.num_output_tokens, now),
+        is_result_cache_hit=live.result_cache == RESULT_CACHE_USE_HIT,
     )
 
 
@@ -352,7 +407,7 @@ def _usage(live: LiveRequest, meter: UsageMeter, num_output_tokens: int, now: fl
 
 def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:
     """Whether it costs anything, as in its usage record. What no shard was sent has no record."""
-    if not live.num_attempts:
+    if not live.num_attempts and live.result_cache != RESULT_CACHE_USE_HIT:
         return False
     num_resumed = 0 if live.charge is None else live.charge.num_resumed_tokens
     if num_output_tokens + num_resumed > 0:

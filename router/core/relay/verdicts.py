@@ -54,6 +54,8 @@ class Verdicts:
             screening.check_prompt(live)
         is_screened = screening.screens_answers and self._answer_mode != "off"
         is_gated = is_screened and self._answer_mode == "gate"
+        if is_screened and not is_gated:
+            live.is_screened = False  # its end may come before the verdict
         for choice in live.choices:
             choice.is_screened = is_screened
             if is_gated or live.prompt_verdict_open:

@@ -51,6 +51,7 @@ class RequestCharge:
         "is_admitted",
         "is_continued",
         "is_exhausted",
+        "is_result_cache_hit",
         "max_tokens",
         "min_tokens",
         "most_tokens",
@@ -71,7 +72,7 @@ class RequestCharge:
         """That at its arrival."""
         self.rates: list[RateNeed] = []
         self.budgets: list[BudgetNeed] = []
-        num_given = sum(len(choice.output_token_ids) for choice in request.choices) + request.num_ended_tokens
+        num_given = request.num_earlier_tokens
         self.is_continued = num_given > 0
         """Whether the answer was begun elsewhere, where it has been charged."""
         self.num_resumed_tokens = 0 if is_part(request.answer_id) else num_given
@@ -88,6 +89,8 @@ class RequestCharge:
         """The limit that does."""
         self.is_exhausted = False
         """It may not have one token more than it already has."""
+        self.is_result_cache_hit = False
+        """Its answer comes from the result cache, and has that price."""
         self.is_admitted = False
         self.held_until = 0.0
         self.taken: list[tuple[RateNeed, int]] = []
@@ -116,7 +119,13 @@ class RequestCharge:
                 used = need.limits.weighted_tokens(num_prompt_tokens, num_cached_tokens, num_output_tokens, 0)
             elif has_answer:
                 is_batch = self.request.tier is Tier.BATCH
-                used = self.price.cost_nanos(num_prompt_tokens, num_cached_tokens, num_output_tokens, is_batch=is_batch)
+                used = self.price.cost_nanos(
+                    num_prompt_tokens,
+                    num_cached_tokens,
+                    num_output_tokens,
+                    is_batch=is_batch,
+                    is_result_cache_hit=self.is_result_cache_hit,
+                )
             unit = BUDGET_UNIT_TOKENS if need.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
             found.append(Charge(name.account, unit, name.period, used if id(need) in own else 0, used))
         return tuple(found)

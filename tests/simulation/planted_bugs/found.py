@@ -72,7 +72,7 @@ def sends_requests_past_their_deadline(patch: Patch) -> None:
     patch.setattr(RouterCore, "_expire", expire)
 
 
-@caught_by(RecordsFollowed, max_seeds=20, first_seed=270)
+@caught_by(RecordsFollowed, max_seeds=20, first_seed=370)
 def drops_a_shard_that_restarted_while_redis_was_away(patch: Patch) -> None:
     """A shard that was reached under its old record, because the registry could not be read, is disconnected when its
     new record can be."""

@@ -13,6 +13,7 @@ models.py      shards of several models, and models that are loaded and unloaded
 overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
 registry.py    shards are found by their records, and no other process is used
+result_cache.py  answers from the result cache
 quiescence.py  the state of the routers when nothing is in flight
 safety.py      unsafe text is not delivered
 """
@@ -44,6 +45,7 @@ from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJus
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
 from tools.dst.checkers.quiescence import IndexExact, LoadExact
 from tools.dst.checkers.registry import RecordsFollowed, ShardsFound
+from tools.dst.checkers.result_cache import CachedAnswersOwn
 from tools.dst.checkers.safety import SafetyKept
 
 CHECKERS: Final[tuple[type[Checker], ...]] = (
@@ -81,6 +83,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     RejectionsJustified,
     TiersKept,
     OutagePatience,
+    CachedAnswersOwn,
     IndexExact,
     LoadExact,
 )

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvloom.errors import KvloomError
+from router.answer_keeper import AnswerKeeper
 from router.core.actions import (
     Action,
+    AnswerCompleted,
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
@@ -27,12 +29,22 @@ from router.core.actions import (
     WantKvSnapshot,
 )
 from router.core.core import RouterCore
-from router.core.events import DrainEnded, Event, StepArrived, Tick, TokensOnlyFrame
+from router.core.events import (
+    DrainEnded,
+    Event,
+    RequestArrived,
+    SafetyDown,
+    SafetyUp,
+    StepArrived,
+    Tick,
+    TokensOnlyFrame,
+)
 from router.core.placement import POLICIES
 from tools.dst.checker import Violation
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import ClientStream
 from tools.dst.nodes.fleet_reader import FleetReader
+from tools.dst.nodes.result_cache import new_keeper
 from tools.dst.nodes.safety import SafetyStream, SimSafety
 from tools.dst.nodes.shard import SimShard
 from tools.dst.nodes.shard_stream import ShardStream
@@ -81,6 +93,10 @@ class RouterNode:
         self.safety: SafetyStream | None = None
         self.is_alive = True
         self.is_draining = False
+        self.policy_revision: str | None = None
+        self._keeper: AnswerKeeper | None = None
+        if env.scenario.has_result_cache:
+            self._keeper = new_keeper(lambda: self.policy_revision, lambda: self.now)
         self._clock_offset = env.rng.choice((0.0, 12345.678))
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._num_pauses = 0
@@ -196,6 +212,8 @@ class RouterNode:
     def handle(self, event: Event) -> None:
         """Pass an event to the core, run the checkers, and carry out the actions."""
         checks, witness, now = self._env.checks, self.witness, self.now
+        if self._keeper is not None:
+            event = self._through_keeper(self._keeper, event)
         self._env.record_event(self.name, event)
         checks.before_event(self, event)
         witness.take_event(event, now)
@@ -211,6 +229,19 @@ class RouterNode:
             if self.limits is not None and isinstance(action, RequestEnded):
                 self.limits.record(self, action)
         self._arm_timer()
+
+    def _through_keeper(self, keeper: AnswerKeeper, event: Event) -> Event:
+        """What the driver and the link to the safety service do before the core gets an event."""
+        match event:
+            case SafetyUp():
+                self.policy_revision = f"{event.screens_prompts} {event.screens_answers}"
+            case SafetyDown():
+                self.policy_revision = None
+            case RequestArrived():
+                return keeper.arrived(event.request)
+            case _:
+                pass
+        return event
 
     def handle_malformed(self, event: Event) -> None:
         """Pass an event that violates the protocol. The core must reject it and change nothing; the caller closes the
@@ -238,12 +269,17 @@ class RouterNode:
                 client = self.clients.get(action.client_id)
                 if client is not None:
                     client.send_step(action.step)
+            case AnswerCompleted():
+                assert self._keeper is not None
+                self._keeper.completed(action)
+            case FleetChanged():
+                if self._keeper is not None:
+                    self._keeper.fleet_changed(shard.description for shard in self.core.shards)
             case CheckPrompt() | ScreenAnswers():
                 if self.safety is not None:
                     self.safety.send(action)
             case (
                 RequestEnded()
-                | FleetChanged()
                 | PlacementDecided()
                 | ShardHealthChanged()
                 | RequestsMoved()

@@ -1,0 +1,76 @@
+"""Between the driver and the core, for requests whose whole answers matter: those of the result cache, and those that
+ask for a receipt. Without either there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS
+from router.core.actions import AnswerCompleted
+from router.core.events import Request, RequestArrived, ShardDescription
+from router.fingerprints import NO_FINGERPRINTS, ModelFingerprint, fingerprints
+from router.receipts.writer import ReceiptWriter
+from router.result_cache.cache import ResultCache
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What an answer depends on besides its request, as of the arrival of that request (RequestArrived.ticket)."""
+
+    fingerprint: ModelFingerprint | None
+    policy_revision: str | None
+    key: bytes
+    """In the result cache; b"": it is not for the cache."""
+    clearing: int
+    """How often the cache had been cleared."""
+
+
+class AnswerKeeper:
+    """Implements `router.core_driver.Keeper`. Pure but for what it is given: the same code runs under `kvloom dst`."""
+
+    def __init__(
+        self,
+        cache: ResultCache | None,
+        receipts: ReceiptWriter | None,
+        policy_revision: Callable[[], str | None],
+        now: Callable[[], float],
+    ) -> None:
+        """`policy_revision` of the safety policy in force: "" if nothing is screened, None while it is not known. `now`
+        in seconds since 1970."""
+        self._cache = cache
+        self._receipts = receipts
+        self._policy_revision = policy_revision
+        self._now = now
+        self._fingerprints = NO_FINGERPRINTS
+
+    def fleet_changed(self, shards: Iterable[ShardDescription]) -> None:
+        self._fingerprints = fingerprints(shards)
+
+    def arrived(self, request: Request) -> RequestArrived:
+        if not (request.is_cacheable or request.wants_receipt):
+            return RequestArrived(request)
+        fingerprint, revision = self._fingerprints.get(request.model), self._policy_revision()
+        cache = self._cache
+        if cache is None or not request.is_cacheable or fingerprint is None or revision is None:
+            if not request.wants_receipt:
+                return RequestArrived(request)
+            return RequestArrived(request, Ticket(fingerprint, revision, b"", 0))
+        key = cache.key(request, fingerprint, revision)
+        ticket = Ticket(fingerprint, revision, key, cache.num_clearings)
+        cached = cache.find(key, request, self._now())
+        use = RESULT_CACHE_USE_HIT if cached else RESULT_CACHE_USE_MISS
+        return RequestArrived(request, ticket, use, cached)
+
+    def completed(self, completed: AnswerCompleted) -> None:
+        ticket, request, now = completed.ticket, completed.request, self._now()
+        assert isinstance(ticket, Ticket)
+        same_model = ticket.fingerprint is not None and ticket.fingerprint == self._fingerprints.get(request.model)
+        if self._cache is not None and ticket.key:
+            is_unchanged = same_model and ticket.policy_revision == self._policy_revision()
+            if is_unchanged and ticket.clearing == self._cache.num_clearings:
+                self._cache.keep(ticket.key, completed, now)
+        if self._receipts is not None and request.wants_receipt:
+            fingerprint = ticket.fingerprint if same_model else None
+            last = completed.choices[-1].finish  # they are in the order of their ends
+            last.receipt = self._receipts.write(completed, fingerprint, ticket.policy_revision or "", now)

@@ -1,0 +1,111 @@
+"""Makes and signs a receipt from a complete answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from kvloom.models.adapters import Adapter
+from kvloom.models.served_model import ServedModel
+from kvloom.receipts.checks import cost_of
+from kvloom.receipts.receipt import (
+    VERSION,
+    Bundle,
+    Output,
+    Receipt,
+    digest,
+    encode_bundle,
+    reason_name,
+    wanted_of,
+)
+from kvloom.tenancy.prices import Prices
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from router.caller_scope import shown_id
+from router.core.actions import AnswerCompleted
+from router.core.events import Request, Tier
+from router.fingerprints import ModelFingerprint
+
+if TYPE_CHECKING:  # a router without receipts needs no cryptography
+    from kvloom.receipts.keys import Signer
+
+UNKNOWN: Final = ModelFingerprint("", "", "", "", "", 0)
+
+
+class ReceiptWriter:
+    def __init__(
+        self, signer: Signer, prices: Callable[[], Prices], chat_template_checksum: Callable[[str], str]
+    ) -> None:
+        """`chat_template_checksum` of a model's name; "" if it has no template."""
+        self._signer = signer
+        self._prices = prices
+        self._chat_template_checksum = chat_template_checksum
+
+    def write(
+        self, completed: AnswerCompleted, fingerprint: ModelFingerprint | None, policy_revision: str, now: float
+    ) -> bytes:
+        """Returns the bundle as JSON. `fingerprint`: of the model while the answer was computed; None: its shards
+        differed, or changed. `now` in seconds since 1970."""
+        request = completed.request
+        assert isinstance(request.sampling, SamplingParams)
+        assert isinstance(request.stop, StopConditions)
+        choices = sorted(completed.choices, key=lambda choice: choice.index)
+        output = [
+            Output(
+                index=choice.index,
+                token_ids=list(choice.token_ids),
+                finish_reason=reason_name(choice.finish.reason),
+                stop_string=choice.finish.stop_string,
+            )
+            for choice in choices
+        ]
+        price = self._prices().at(_full_name(request), now)
+        is_batch = request.tier is Tier.BATCH
+        of_model = UNKNOWN if fingerprint is None or not completed.is_exact else fingerprint
+        window = max(of_model.max_model_len - len(request.prompt_token_ids), 0)
+        max_tokens = window if request.max_tokens is None else min(request.max_tokens, window or request.max_tokens)
+        indexes = [choice.index for choice in choices]
+        wanted = wanted_of(request.prompt_token_ids, request.sampling, request.stop, max_tokens, indexes)
+        counts = (
+            len(request.prompt_token_ids),
+            choices[0].finish.num_cached_tokens,
+            sum(len(choice.token_ids) for choice in choices),
+        )
+        adapter = request.adapter or Adapter("", "")
+        receipt = Receipt(
+            version=VERSION,
+            request_id=shown_id(request.request_id, request.tenant),
+            ended_at_ms=int(now * 1000),
+            tenant=request.tenant,
+            model=request.model,
+            model_version=of_model.version,
+            weights_checksum=of_model.checksum,
+            card_checksum=of_model.card_checksum,
+            chat_template_checksum=self._chat_template_checksum(request.model),
+            adapter=adapter.name,
+            adapter_checksum=adapter.checksum,
+            engine_variant=of_model.variant,
+            request_digest=digest(wanted),
+            output_digest=digest(output),
+            seed=request.sampling.seed,
+            policy_revision=policy_revision,
+            num_prompt_tokens=counts[0],
+            num_cached_tokens=counts[1],
+            num_output_tokens=counts[2],
+            is_result_cache_hit=completed.is_result_cache_hit,
+            is_batch=is_batch,
+            price=price,
+            cost_nanos=cost_of(price, *counts, is_batch=is_batch, is_result_cache_hit=completed.is_result_cache_hit),
+        )
+        signature, key_id = self._signer.sign(receipt), self._signer.public.key_id
+        return encode_bundle(Bundle(receipt=receipt, signature=signature, key_id=key_id, request=wanted, output=output))
+
+
+def chat_template_checksum(model: ServedModel | None) -> str:
+    """ "" for a model without a template."""
+    template = None if model is None else model.tokenizer.template
+    return "" if template is None else hashlib.sha256(template.source.encode(errors="surrogatepass")).hexdigest()
+
+
+def _full_name(request: Request) -> str:
+    return request.model if request.adapter is None else f"{request.model}:{request.adapter.name}"

@@ -1,0 +1,103 @@
+"""What is looked up for an arriving request, and what is kept of a complete answer.
+
+An answer is reused for a request that has the same key (request_key.py). The key has everything that the answer depends
+on, so a change of the model, an adapter or the safety policy leaves nothing to invalidate. An answer is kept only if
+all of that was the same at its end as when its request arrived (router/answer_keeper.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvloom.config import ResultCacheConfig
+from router.core.actions import AnswerCompleted
+from router.core.events import CachedChoice, Request
+from router.fingerprints import ModelFingerprint
+from router.result_cache.memory import ResultMemory
+from router.result_cache.request_key import request_key
+from router.result_cache.stored_answer import StoredChoice, decode_answer, encode_answer
+
+
+class SharedResults(Protocol):
+    """Answers that routers share. Its methods never block and never raise."""
+
+    def store(self, key: bytes, answer: bytes, tenant: str, seconds: float) -> None: ...
+
+
+PiecesOf = Callable[[Request, StoredChoice], Sequence[str] | None]
+KeyOf = Callable[[bytes, str, ModelFingerprint, str, Request], bytes]
+
+
+class ResultCache:
+    """Pure but for what it is given: the same code serves, and runs under `kvloom dst`."""
+
+    def __init__(
+        self,
+        config: ResultCacheConfig,
+        secret: bytes,
+        pieces_of: PiecesOf,
+        scope_of: Callable[[Request], str] = lambda request: request.tenant,
+        key_of: KeyOf = request_key,
+    ) -> None:
+        """`pieces_of` a choice: see pieces.py. `scope_of` a request: those of different scopes share nothing."""
+        self._config = config
+        self._secret = secret
+        self._pieces_of = pieces_of
+        self._scope_of = scope_of
+        self._key_of = key_of
+        self.num_clearings = 0
+        self.memory = ResultMemory(config.max_bytes, config.max_entries)
+        self.shared: SharedResults | None = None
+        """None: this router shares nothing."""
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def key(self, request: Request, fingerprint: ModelFingerprint, policy_revision: str) -> bytes:
+        return self._key_of(self._secret, self._scope_of(request), fingerprint, policy_revision, request)
+
+    def find(self, key: bytes, request: Request, now: float) -> Sequence[CachedChoice]:
+        """The answer as the core sends it; empty if there is none. `now` in seconds, as everywhere here."""
+        encoded = self.memory.get(key, now)
+        cached = () if encoded is None else self._cached(encoded, request)
+        if cached:
+            self.num_hits += 1
+        else:
+            self.num_misses += 1
+        return cached
+
+    def keep(self, key: bytes, completed: AnswerCompleted, now: float) -> None:
+        """Keep a complete answer, if the same request may get it again."""
+        num_tokens = sum(len(choice.token_ids) for choice in completed.choices)
+        if completed.is_result_cache_hit or not (completed.is_exact and completed.is_screened):
+            return
+        if num_tokens > self._config.max_answer_tokens:
+            return
+        answer, tenant = encode_answer(completed.choices), completed.request.tenant
+        self.memory.put(key, answer, tenant, now + self._config.ttl_seconds)
+        if self.shared is not None:
+            self.shared.store(key, answer, tenant, self._config.ttl_seconds)
+
+    def clear(self, tenant: str | None) -> int:
+        """Forget the answers of one tenant, or all (None), and those that are being generated. Returns how many this
+        router had."""
+        self.num_clearings += 1
+        return self.memory.clear(tenant)
+
+    def _cached(self, encoded: bytes, request: Request) -> Sequence[CachedChoice]:
+        try:
+            choices = decode_answer(encoded)
+        except (msgspec.MsgspecError, ValueError):
+            return ()
+        if len(choices) != len(request.choices):
+            return ()
+        found: list[CachedChoice] = []
+        for choice in choices:
+            pieces = self._pieces_of(request, choice)
+            if pieces is None:
+                return ()
+            found.append(CachedChoice(choice.token_ids, pieces, choice.finish))
+        by_index = dict(zip(sorted(spec.index for spec in request.choices), found, strict=True))
+        return [by_index[spec.index] for spec in request.choices]

@@ -1,0 +1,46 @@
+"""The text of an answer's tokens, piece by piece, as the shard has sent it that generated them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvloom.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
+from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, SamplingParams, StopConditions
+from router.core.events import Request
+from router.result_cache.stored_answer import StoredChoice
+
+
+def pieces_of(tokenizer: TokenText | None, request: Request, choice: StoredChoice) -> list[str] | None:
+    """One text for each token; the last one includes what the detokenizer held until the end. None: there is no
+    tokenizer, or it makes another text of the tokens than the shard's has made."""
+    sampling, stop, token_ids = request.sampling, request.stop, choice.token_ids
+    assert isinstance(sampling, SamplingParams)
+    assert isinstance(stop, StopConditions)
+    if tokenizer is None:
+        return None
+    if not token_ids:
+        return [] if not choice.num_chars else None
+    ended_by_token = choice.reason == FINISH_REASON_STOP and not choice.stop_string
+    # A token that stops the answer has no text. An answer whose guide is complete stops as well, after one that has.
+    for num_texts in (len(token_ids) - ended_by_token, len(token_ids)):
+        pieces = _pieces(_detokenizer(tokenizer, sampling, stop), token_ids, num_texts)
+        if sum(map(len, pieces)) == choice.num_chars:
+            return pieces
+    return None
+
+
+def _pieces(detokenizer: IncrementalDetokenizer, token_ids: Sequence[int], num_texts: int) -> list[str]:
+    pieces = [detokenizer.push((token_id,)) for token_id in token_ids[:num_texts]]
+    pieces += [""] * (len(token_ids) - num_texts)
+    if detokenizer.stop_string is None:
+        pieces[-1] += detokenizer.flush()
+    return pieces
+
+
+def _detokenizer(tokenizer: TokenText, sampling: SamplingParams, stop: StopConditions) -> IncrementalDetokenizer:
+    shown = sampling.shown_special_token_ids
+    if stop.stop and stop.min_tokens:
+        return LateStopDetokenizer(
+            tokenizer, stop.stop, shown_special_token_ids=shown, num_exempt_tokens=stop.min_tokens
+        )
+    return IncrementalDetokenizer(tokenizer, stop.stop, shown_special_token_ids=shown)

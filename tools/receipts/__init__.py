@@ -1,0 +1,7 @@
+"""`kvloom receipts`: saves, checks and re-executes receipts of answers (docs/receipts.md).
+
+command.py     the commands
+bundles.py     finds receipts in files and in responses
+verify.py      checks receipts, and has some of them computed again
+rerun.py       computes an answer again, on an engine of this machine
+"""

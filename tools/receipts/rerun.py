@@ -1,0 +1,110 @@
+"""Computes an answer again, on an engine of this machine, by the code with which a shard does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from kvloom.config import KvloomConfig
+from kvloom.errors import KvloomError
+from kvloom.receipts.receipt import Bundle, Output, reason_name, sampling_of, stop_of
+from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.v1.generation_pb2 import Choice, SequenceFinish
+from kvloom.v1.shard_service_pb2 import (
+    ShardInfo,
+    ShardServiceConnectRequest,
+    ShardServiceConnectResponse,
+    ShardSubmit,
+)
+from shard_server.engine_multiplexer import EngineMultiplexer
+from shard_server.engines.base import Engine
+from shard_server.engines.create import create_engine
+from shard_server.metrics import ShardMetrics
+
+WAIT_SECONDS = 600.0
+"""For one answer."""
+
+
+class Rerunner:
+    """One engine. Answers are computed one after another."""
+
+    def __init__(self, engine: Engine, tokenizer: ModelTokenizer) -> None:
+        """`engine` has started."""
+        info = engine.info
+        metrics = ShardMetrics(info.model, info.block_size, info.num_blocks, CollectorRegistry())
+        shard = ShardInfo(model=info.model, variant=info.variant)
+        self.variant = info.variant
+        self._multiplexer = EngineMultiplexer(engine, tokenizer, shard, metrics, max_waiting=16)
+        self._frames: asyncio.Queue[ShardServiceConnectResponse] = asyncio.Queue()
+        self._connection = self._multiplexer.connect("receipts")
+        self._slots = itertools.count(1)
+
+    async def write(self, frame: ShardServiceConnectResponse) -> None:
+        """Takes the shard's frames, as its stream would."""
+        self._frames.put_nowait(frame)
+
+    async def run(self) -> None:
+        """Runs until it is cancelled. Raises EngineError when the engine dies."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._multiplexer.run())
+            tasks.create_task(self._connection.write_frames(self))
+
+    async def output(self, bundle: Bundle) -> list[Output]:
+        """The choices that this engine computes for the request. Raises KvloomError if it refuses or fails it,
+        ValueError if the request cannot be read."""
+        wanted = bundle.request
+        slots = {next(self._slots): index for index in wanted.indexes}
+        submit = ShardSubmit(
+            request_id=bundle.receipt.request_id,
+            attempt_id=1,
+            prompt_token_ids=wanted.prompt_token_ids,
+            sampling=sampling_of(wanted),
+            stop=stop_of(wanted),
+            choices=[Choice(slot=slot, index=index) for slot, index in slots.items()],
+            cache_salt="receipts",
+        )
+        self._multiplexer.receive(self._connection, ShardServiceConnectRequest(submits=[submit]))
+        token_ids: dict[int, list[int]] = {slot: [] for slot in slots}
+        finishes: dict[int, SequenceFinish] = {}
+        async with asyncio.timeout(WAIT_SECONDS):
+            while len(finishes) < len(slots):
+                step = (await self._frames.get()).step
+                counts: Sequence[int] = step.num_tokens or [1] * len(step.slots)
+                position = 0
+                for slot, count in zip(step.slots, counts, strict=True):
+                    token_ids[slot] += step.token_ids[position : position + count]
+                    position += count
+                finishes |= {finish.slot: finish for finish in step.finishes}
+        return [_output(slots[slot], token_ids[slot], finishes[slot]) for slot in slots]
+
+
+def _output(index: int, token_ids: list[int], finish: SequenceFinish) -> Output:
+    """Raises KvloomError."""
+    if finish.HasField("error"):
+        raise KvloomError.from_proto(finish.error)
+    reason = reason_name(finish.reason)
+    return Output(index=index, token_ids=token_ids, finish_reason=reason, stop_string=finish.stop_string)
+
+
+@contextlib.asynccontextmanager
+async def rerunner(config: KvloomConfig) -> AsyncIterator[Rerunner]:
+    """`config.model.path` is the model. Raises EngineError, OSError, ValueError if it cannot be loaded."""
+    tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))
+    engine = await asyncio.to_thread(create_engine, config, tokenizer)
+    await engine.start()
+    try:
+        found = Rerunner(engine, tokenizer)
+        running = asyncio.create_task(found.run(), name="rerun")
+        try:
+            yield found
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    finally:
+        await engine.close()
+        tokenizer.close()

@@ -1,0 +1,99 @@
+"""Checks receipts, and has some of them computed again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvloom.config import KvloomConfig
+from kvloom.errors import KvloomError
+from kvloom.receipts.checks import Fault, faults_of
+from kvloom.receipts.keys import PublicKeys, is_signed
+from kvloom.receipts.receipt import Bundle, Output
+from kvloom.text.model_checksum import model_checksum
+from tools.receipts.rerun import Rerunner, rerunner
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of one receipt."""
+
+    request_id: str
+    model: str
+    faults: list[Fault]
+    is_rerun: bool = False
+    """Whether the answer was computed again; with no faults, it was the same, token for token."""
+    not_rerun_because: str = ""
+
+
+def check(bundle: Bundle, keys: PublicKeys | None) -> Verdict:
+    """Without computing anything. `keys` None: the signature is not checked."""
+    faults = list(faults_of(bundle))
+    if keys is not None and not is_signed(bundle, keys):
+        faults.insert(0, Fault("signature", "no published key has signed this"))
+    return Verdict(bundle.receipt.request_id, bundle.receipt.model, faults)
+
+
+def sample_of(bundles: Sequence[Bundle], count: int | None, seed: int) -> list[int]:
+    """The positions of those that are to be computed again; all of them without a count."""
+    if count is None or count >= len(bundles):
+        return list(range(len(bundles)))
+    return sorted(random.Random(seed).sample(range(len(bundles)), count))
+
+
+async def rerun_all(bundles: Sequence[Bundle], config: KvloomConfig) -> AsyncIterator[tuple[list[Fault], str]]:
+    """For each: its faults, and why it was not computed again ("": it was). `config.model.path` is the model, whose
+    engine is `config.shard`'s. Raises EngineError, OSError, ValueError, ChecksumError if it cannot be loaded."""
+    checksum = model_checksum(Path(config.model.path))
+    async with rerunner(config) as engine:
+        for bundle in bundles:
+            yield await _rerun(bundle, engine, checksum)
+
+
+async def _rerun(bundle: Bundle, engine: Rerunner, checksum: str) -> tuple[list[Fault], str]:
+    receipt = bundle.receipt
+    faults: list[Fault] = []
+    if receipt.weights_checksum and receipt.weights_checksum != checksum:
+        message = (
+            f"the model here has the checksum {checksum[:16]}..., the receipt says {receipt.weights_checksum[:16]}..."
+        )
+        faults.append(Fault("weights", message))
+    if not receipt.engine_variant:
+        return faults, "no one variant of the engine has computed it, or one that promises no bits"
+    if receipt.engine_variant != engine.variant:
+        return faults, (
+            f"it was computed by {receipt.engine_variant}, and this machine computes with {engine.variant}: their bits "
+            "cannot be compared"
+        )
+    if receipt.adapter:
+        return faults, f"it was computed with the adapter {receipt.adapter}, which is not loaded here"
+    try:
+        output = await engine.output(bundle)
+    except (KvloomError, ValueError) as error:
+        return [*faults, Fault("tokens", f"the engine here does not compute it: {error}")], ""
+    faults += _differences(bundle.output, output)
+    return faults, ""
+
+
+def _differences(said: Sequence[Output], computed: Sequence[Output]) -> list[Fault]:
+    faults: list[Fault] = []
+    for ours, theirs in zip(sorted(computed, key=_index), sorted(said, key=_index), strict=False):
+        if ours.token_ids != theirs.token_ids:
+            position = next(
+                (i for i, pair in enumerate(zip(ours.token_ids, theirs.token_ids, strict=False)) if pair[0] != pair[1]),
+                min(len(ours.token_ids), len(theirs.token_ids)),
+            )
+            faults.append(Fault("tokens", f"choice {ours.index} differs from token {position} on"))
+        elif (ours.finish_reason, ours.stop_string) != (theirs.finish_reason, theirs.stop_string):
+            faults.append(
+                Fault("tokens", f"choice {ours.index} ends by {ours.finish_reason}, not {theirs.finish_reason}")
+            )
+    if sorted(map(_index, said)) != sorted(map(_index, computed)):
+        faults.append(Fault("tokens", "its choices are not those of its request"))
+    return faults
+
+
+def _index(output: Output) -> int:
+    return output.index
