@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import grpc
 import pytest
 
+from edge_http.edge import Edge
+from edge_http.server.http_server import EdgeServer
 from kvloom.client.client import Client
 from kvloom.config import CertificateConfig, ControlConfig, TlsConfig
 from kvloom.errors import KvloomError
@@ -34,6 +37,7 @@ from tests.fakes.fake_control import (
 )
 from tests.fakes.fake_issuer import fake_issuer
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.served_models import tiny_model
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -322,3 +326,25 @@ async def test_certificates_are_accepted_over_grpc(world: RouterWorld, control: 
             credentials = grpc.ssl_channel_credentials(authority.pem, private, chain)
             async with grpc.aio.secure_channel(address, credentials) as channel:
                 assert await code_of(RouterServiceStub(channel).Generate(request())) is code
+
+
+async def test_an_edge_in_the_routers_process_knows_the_same_tenants(tenants: TenantsWorld, world: RouterWorld) -> None:
+    """Both use one table, and what the edge has checked reaches the router's cache under the same name."""
+    link = tenants.server.local_link("edge-0")
+    await link.start()
+    edge = Edge(world.config.edge, link, {MODEL: tiny_model(MODEL)}, callers=tenants.server.callers)
+    http = EdgeServer(edge)
+    url = f"http://{await http.listen('127.0.0.1', 0)}/v1/completions"
+    try:
+        await eventually(lambda: any(model.num_ready_shards for model in link.fleet.models), "the shard")
+        async with aiohttp.ClientSession() as client:
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+            for key, status in ((SEARCH_KEY, 200), (FORBIDDEN_KEY, 403), (USAGE_KEY, 403), ("wrong", 401)):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with client.post(url, json=body, headers=headers) as response:
+                    assert response.status == status, await response.text()
+        assert await num_cached(tenants.stub, OTHER_KEY) == 0
+        assert await num_cached(tenants.stub, SEARCH_KEY_2) > 0
+    finally:
+        await http.stop()
+        await link.close()
