@@ -8,6 +8,7 @@ submission.py  one answer from its submission to a router until its end
 formatting/    what the response formats of all APIs have in common
 openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters
 anthropic/     Anthropic's request and response formats
+admin/         /admin/v1, for administrators of tenants
 openapi/       the description of the API as an OpenAPI document
 wire/          bytes on the connection: bodies, headers, JSON, server-sent events
 answers/       receives an answer's tokens and turns them into a response

@@ -740,6 +740,9 @@ class ControlConfig(Section):
     """"postgresql://USER@HOST/NAME", or "sqlite:///PATH". Empty: a SQLite file in the data directory."""
     max_stale_seconds: PositiveFloat = 86_400.0
     """How long edges and routers serve with the table of tenants that they have while the service cannot be reached."""
+    operator_organisation: str = ""
+    """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
+    machines do. Empty: such keys administer their own organisations only."""
     issuers: Annotated[list[IssuerConfig], Meta(max_length=16)] = []
     """OIDC providers whose tokens are accepted like keys."""
     certificates: Annotated[list[CertificateConfig], Meta(max_length=1024)] = []

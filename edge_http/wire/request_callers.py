@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+import grpc.aio
 from aiohttp import web
 
 from edge_http.wire.headers import RELAYED, RELAYED_CERTIFICATE
@@ -91,6 +92,15 @@ class RequestCallers:
     def principal_of(self, request: web.BaseRequest) -> Principal | None:
         """Who makes a request that was checked; None in a fabric without tenants."""
         return request[_PRINCIPAL_KEY] if self.have_tenants else None
+
+    @property
+    def control_channel(self) -> grpc.aio.Channel | None:
+        """To the control service; None while it is away, and in a fabric without tenants."""
+        return None if self._callers.identities is None else self._callers.identities.control_channel
+
+    def administered_by(self, principal: Principal) -> str | None:
+        """The organisation that the holder of a key with the scope admin administers; None: the whole fabric."""
+        return None if self._callers.identities is None else self._callers.identities.administered_by(principal)
 
     def key_id_of(self, request: web.BaseRequest) -> str:
         """The tenant's key with which a request was made; "" in a fabric without tenants."""

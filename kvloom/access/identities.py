@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
+
 from kvloom.access.api_keys import missing_key_error, wrong_key_error
 from kvloom.access.client_certificates import ClientCertificates
 from kvloom.access.tenant_follower import TenantFollower
@@ -25,6 +27,7 @@ class Identities:
         if control.certificates and not config.tls.client_ca_file:
             raise ConfigError("control.certificates needs tls.client_ca_file, by which certificates are verified")
         self.trust = trust
+        self._operators = control.operator_organisation
         self._follower = TenantFollower(config, own_name, trust)
         self.tenants: Tenants = self._follower.tenants
         self._tokens = TokenVerifier(control.issuers) if control.issuers else None
@@ -34,6 +37,16 @@ class Identities:
     def tried(self) -> asyncio.Event:
         """Set once there is a table, or `control` could not be reached."""
         return self._follower.tried
+
+    @property
+    def control_channel(self) -> grpc.aio.Channel | None:
+        """To the control service; None while it is away."""
+        return self._follower.channel
+
+    def administered_by(self, principal: Principal) -> str | None:
+        """The organisation that the holder of a key with the scope admin administers; None: the whole fabric."""
+        organisation = principal.tenant.partition("/")[0]
+        return None if organisation == self._operators else organisation
 
     def at_once(self, credential: str, certificate: bytes) -> Principal | None:
         """The caller who presents these; None if `later` must be asked. `certificate`: PEM or DER, verified by TLS; b""
