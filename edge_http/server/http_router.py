@@ -95,9 +95,9 @@ OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", "/open
 secrets, and the pages, which ask their users for a key."""
 
 
-SCOPES: Final[Mapping[str, Scope]] = dict.fromkeys(
-    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets", *ADMIN_PATHS), "admin"
-)
+FABRIC_ROUTES: Final = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets"))
+"""What concerns all tenants, so that only administrators of the whole fabric may use it."""
+SCOPES: Final[Mapping[str, Scope]] = dict.fromkeys((*FABRIC_ROUTES, *ADMIN_PATHS), "admin")
 """What a key of a tenant needs for a route; for all others it is "inference"."""
 
 
@@ -136,6 +136,8 @@ class HttpRouter:
                     await verification
                 if self._edge.callers.have_tenants:
                     self._edge.callers.check_scope(request, SCOPES.get(route, "inference"))
+                    if route in FABRIC_ROUTES:
+                        self._edge.callers.check_operator(request)
             check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)

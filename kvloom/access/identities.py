@@ -26,6 +26,7 @@ class Identities:
         control = config.control
         if control.certificates and not config.tls.client_ca_file:
             raise ConfigError("control.certificates needs tls.client_ca_file, by which certificates are verified")
+        self.trust = trust
         self._operators = control.operator_organisation
         self._follower = TenantFollower(config, own_name, trust)
         self.tenants: Tenants = self._follower.tenants

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,11 +13,15 @@ import anthropic
 import openai
 import pytest
 
+from edge_http.wire.headers import RELAYED, RELAYED_CERTIFICATE
 from kvloom.access.listener_tls import ListenerTls
+from kvloom.callers import Callers
 from kvloom.config import CertificateConfig, RouteConfig, TlsConfig
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.process.watched_files import following
 from kvloom.tenancy.table import Tenant
+from kvloom.trust.secret import FabricSecret
+from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.fakes.certificates import Authority
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -38,7 +43,7 @@ from tests.fakes.tenants import callers_of, change, identities_of
 
 CHAT = "/v1/chat/completions"
 ROUTES = ModelRoutes([RouteConfig(name="split", targets=["tiny", "secret"])])
-NARROW_KEY, USAGE_KEY, ADMIN_KEY = "kvl-narrow", "kvl-usage", "kvl-admin"
+NARROW_KEY, USAGE_KEY, ADMIN_KEY, OPERATOR_KEY = "kvl-narrow", "kvl-usage", "kvl-admin", "kvl-operator"
 TABLE = [
     *(ACME, OTHER, OTHER_APP),
     Tenant("acme/search", models=("tiny", "split")),
@@ -48,6 +53,7 @@ TABLE = [
     key_of(NARROW_KEY, "acme/search", models=("split",)),
     key_of(USAGE_KEY, "acme/search", scopes=("usage",)),
     key_of(ADMIN_KEY, "acme/search", scopes=("admin",)),
+    key_of(OPERATOR_KEY, "other/app", scopes=("admin",)),
     key_of(MAPS_KEY, "acme/maps"),
     key_of(OTHER_KEY, "other/app"),
 ]
@@ -72,7 +78,10 @@ async def world(tmp_path: Path) -> AsyncIterator[EdgeWorld]:
     )
     link.script = answer("Hi")
     async with edge_world(
-        link=link, callers=callers_of(tmp_path, TABLE), routes=ROUTES, more_models=[tiny_model("secret")]
+        link=link,
+        callers=callers_of(tmp_path, TABLE, operator_organisation="other"),
+        routes=ROUTES,
+        more_models=[tiny_model("secret")],
     ) as started:
         yield started
 
@@ -139,15 +148,16 @@ async def test_requests_say_whose_they_are(world: EdgeWorld) -> None:
     assert world.link.requests[-1].request.key_id == f"id-{SEARCH_KEY}"
 
 
-async def test_what_concerns_the_whole_fabric_needs_the_scope_admin(world: EdgeWorld) -> None:
-    """Metrics tell about all tenants."""
+async def test_what_concerns_the_whole_fabric_is_for_its_operator(world: EdgeWorld) -> None:
+    """Metrics tell about all tenants, and an administrator of one organisation administers nothing else."""
     for path in ("/metrics", "/metrics/targets"):
-        for key, status in ((SEARCH_KEY, 403), (ADMIN_KEY, 200)):
+        for key, status in ((SEARCH_KEY, 403), (ADMIN_KEY, 403), (OPERATOR_KEY, 200)):
             async with world.http.get(world.url + path, headers=bearer(key)) as response:
                 assert response.status == status
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert (await world.post(path, {}, headers=bearer(SEARCH_KEY)))[0] == 403
-        assert (await world.post(path, {}, headers=bearer(ADMIN_KEY)))[0] == 404  # it is not enabled here
+        assert (await world.post(path, {}, headers=bearer(ADMIN_KEY)))[0] == 403
+        assert (await world.post(path, {}, headers=bearer(OPERATOR_KEY)))[0] == 404  # it is not enabled here
     assert (await world.post(CHAT, chat_body(), headers=bearer(ADMIN_KEY)))[0] == 403
     async with world.http.get(world.url + "/health") as response:
         assert response.status == 200
@@ -286,3 +296,24 @@ async def test_a_certificate_is_as_good_as_a_key(tmp_path: Path) -> None:
             ):
                 assert response.status == status
         assert world.link.requests[-1].request.tenant == "acme/search"
+
+
+async def test_a_relayed_certificate_is_believed_only_if_the_fabric_has_sealed_it(tmp_path: Path) -> None:
+    """An edge asks another one for an answer on behalf of a client that has shown its certificate to the first only. No
+    client may do the same with a certificate that it has merely seen."""
+    trust = SharedSecret(FabricSecret.draw(), ("edge",), "edge-0")
+    certificate, _ = Authority("mesh").issue("search")
+    der = ssl.PEM_cert_to_DER_cert(certificate.decode())
+    mapped = [CertificateConfig(tenant="acme/search", common_name="search")]
+    callers = Callers(identities=identities_of(tmp_path, two_organisations(), trust, certificates=mapped))
+    stranger = SharedSecret(FabricSecret.draw(), ("edge",), "edge-0")
+    async with edge_world(callers=callers) as world:
+        for sealed, status in (
+            (trust.sealer.encrypt(RELAYED_CERTIFICATE, der), 200),
+            (stranger.sealer.encrypt(RELAYED_CERTIFICATE, der), 401),
+            (trust.sealer.encrypt("something else", der), 401),
+            (der, 401),
+        ):
+            headers = {RELAYED: "tag", RELAYED_CERTIFICATE: base64.b64encode(sealed).decode()}
+            async with world.http.get(f"{world.url}/v1/models", headers=headers) as response:
+                assert response.status == status
