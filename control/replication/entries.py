@@ -13,7 +13,7 @@ from control.database.schema import keys, memberships, organisations, prices, pr
 from control.directory import account_limits
 from control.directory.prices import shown as price_to_proto
 from kvloom.tenancy.scopes import SCOPES_OF_ROLE
-from kvloom.v1.control_service_pb2 import KeyEntry, OrganisationEntry, Price, TenantEntry
+from kvloom.v1.control_service_pb2 import KeyEntry, Limits, OrganisationEntry, Price, TenantEntry
 
 Tiers = Mapping[str, Mapping[str, Any]]
 
@@ -45,7 +45,7 @@ async def read_organisations(
     """Those with these ids, or the first ones behind an id; likewise the functions below."""
     rows = await _rows(connection, _ORGANISATIONS, organisations.c.id, which, after, limit)
     return [
-        OrganisationEntry(id=one, limits=account_limits.effective(tier, limits, tiers), disabled=disabled)
+        OrganisationEntry(id=one, limits=_limits(tier, limits, tiers), disabled=disabled)
         for one, tier, limits, disabled in rows
     ]
 
@@ -57,7 +57,7 @@ async def read_tenants(
     return [
         TenantEntry(
             id=one,
-            limits=account_limits.effective(tier, limits, tiers),
+            limits=_limits(tier, limits, tiers),
             cache_scope=cache_scope,
             models=models,
             disabled=disabled,
@@ -79,7 +79,7 @@ async def read_keys(
             scopes=_allowed(scopes, role) if user is not None else scopes,
             models=models,
             expires_at=expires_at or 0.0,
-            limits=account_limits.effective(tier, limits, tiers),
+            limits=_limits(tier, limits, tiers),
             user=user or "",
         )
         for one, digest, project, name, scopes, models, tier, limits, expires_at, user, role in rows
@@ -101,6 +101,11 @@ async def _rows(
 ) -> Sequence[Any]:
     chosen = query.where(key.in_(which)) if which is not None else query.where(key > after).order_by(key).limit(limit)
     return (await connection.execute(chosen)).all()
+
+
+def _limits(tier: str | None, own: Mapping[str, Any], tiers: Tiers) -> Limits | None:
+    """None for none, as most keys have: half the size of an entry."""
+    return account_limits.effective(tier, own, tiers) if tier or own else None
 
 
 def _allowed(scopes: Sequence[str], role: str | None) -> list[str]:

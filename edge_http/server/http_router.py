@@ -101,13 +101,11 @@ OPEN_ROUTES: Final = frozenset(
 secrets, and the pages, which ask their users for a key."""
 
 
+FABRIC_ROUTES: Final = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets"))
+"""What concerns all tenants, so that only administrators of the whole fabric may use it."""
 SCOPES: Final[Mapping[str, Scope]] = {
-    "/v1/load_lora_adapter": "admin",
-    "/v1/unload_lora_adapter": "admin",
-    "/metrics": "admin",
-    "/metrics/targets": "admin",
     "/v1/usage": "usage",
-    **dict.fromkeys(ADMIN_PATHS, "admin"),
+    **dict.fromkeys((*FABRIC_ROUTES, *ADMIN_PATHS), "admin"),
 }
 """What a key of a tenant needs for a route; for all others it is "inference"."""
 
@@ -147,6 +145,8 @@ class HttpRouter:
                     await verification
                 if self._edge.callers.have_tenants:
                     self._edge.callers.check_scope(request, SCOPES.get(route, "inference"))
+                    if route in FABRIC_ROUTES:
+                        self._edge.callers.check_operator(request)
             check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)

@@ -15,11 +15,13 @@ from edge_http.wire.headers import RELAYED, RELAYED_CERTIFICATE
 from kvloom.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
 from kvloom.access.caller_access import check_scope
 from kvloom.callers import Callers, bare_credential
+from kvloom.errors import KvloomError
 from kvloom.limits.client_address import client_address, networks_of
 from kvloom.tenancy.principal import Principal
 from kvloom.tenancy.scopes import Scope
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.trust.seal import SealError
+from kvloom.v1.error_reason_pb2 import ErrorReason
 
 if TYPE_CHECKING:
     from kvloom.access.identities import Identities
@@ -101,6 +103,12 @@ class RequestCallers:
     def administered_by(self, principal: Principal) -> str | None:
         """The organisation that the holder of a key with the scope admin administers; None: the whole fabric."""
         return None if self._callers.identities is None else self._callers.identities.administered_by(principal)
+
+    def check_operator(self, request: web.BaseRequest) -> None:
+        """For a request with a principal that has the scope admin. Raises KvloomError (PERMISSION_DENIED)."""
+        if self.administered_by(request[_PRINCIPAL_KEY]) is not None:
+            message = "This concerns all tenants: only keys of control.operator_organisation may use it."
+            raise KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message)
 
     def key_id_of(self, request: web.BaseRequest) -> str:
         """The tenant's key with which a request was made; "" in a fabric without tenants."""

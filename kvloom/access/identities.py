@@ -26,8 +26,8 @@ class Identities:
         control = config.control
         if control.certificates and not config.tls.client_ca_file:
             raise ConfigError("control.certificates needs tls.client_ca_file, by which certificates are verified")
-        self._operators = control.operator_organisation
         self.trust = trust
+        self._operators = control.operator_organisation
         self._follower = TenantFollower(config, own_name, trust)
         self.tenants: Tenants = self._follower.tenants
         self._tokens = TokenVerifier(control.issuers) if control.issuers else None

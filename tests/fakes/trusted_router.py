@@ -25,12 +25,12 @@ SECRET = FabricSecret.draw()
 
 
 @contextlib.asynccontextmanager
-async def served_router(world: RouterWorld, **shard: Any) -> AsyncIterator[tuple[RouterServer, str]]:
+async def served_router(world: RouterWorld, **shard_fields: Any) -> AsyncIterator[tuple[RouterServer, str]]:
     """A router and a real shard of a fabric with a secret."""
     trust = SharedSecret(SECRET, ("router",), "router-0")
     world.config.model.name = MODEL
     shard_trust = SharedSecret(SECRET, ("shard",), "shard-0")
-    async with shard_world(shard_id="shard-0", trust=shard_trust, **shard) as shard:
+    async with shard_world(shard_id="shard-0", trust=shard_trust, **shard_fields) as shard:
         registry = ShardRegistry(world.config.redis.url, world.config.redis.key_prefix, trust.sealer)
         await registry.announce(ShardRecord("shard-0", shard.address, MODEL, shard.server.incarnation_id))
         core = RouterCore(core_config(world.config))

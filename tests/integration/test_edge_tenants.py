@@ -43,7 +43,7 @@ from tests.fakes.tenants import callers_of, change, identities_of
 
 CHAT = "/v1/chat/completions"
 ROUTES = ModelRoutes([RouteConfig(name="split", targets=["tiny", "secret"])])
-NARROW_KEY, USAGE_KEY, ADMIN_KEY = "kvl-narrow", "kvl-usage", "kvl-admin"
+NARROW_KEY, USAGE_KEY, ADMIN_KEY, OPERATOR_KEY = "kvl-narrow", "kvl-usage", "kvl-admin", "kvl-operator"
 TABLE = [
     *(ACME, OTHER, OTHER_APP),
     Tenant("acme/search", models=("tiny", "split")),
@@ -53,6 +53,7 @@ TABLE = [
     key_of(NARROW_KEY, "acme/search", models=("split",)),
     key_of(USAGE_KEY, "acme/search", scopes=("usage",)),
     key_of(ADMIN_KEY, "acme/search", scopes=("admin",)),
+    key_of(OPERATOR_KEY, "other/app", scopes=("admin",)),
     key_of(MAPS_KEY, "acme/maps"),
     key_of(OTHER_KEY, "other/app"),
 ]
@@ -77,7 +78,10 @@ async def world(tmp_path: Path) -> AsyncIterator[EdgeWorld]:
     )
     link.script = answer("Hi")
     async with edge_world(
-        link=link, callers=callers_of(tmp_path, TABLE), routes=ROUTES, more_models=[tiny_model("secret")]
+        link=link,
+        callers=callers_of(tmp_path, TABLE, operator_organisation="other"),
+        routes=ROUTES,
+        more_models=[tiny_model("secret")],
     ) as started:
         yield started
 
@@ -144,15 +148,16 @@ async def test_requests_say_whose_they_are(world: EdgeWorld) -> None:
     assert world.link.requests[-1].request.key_id == f"id-{SEARCH_KEY}"
 
 
-async def test_what_concerns_the_whole_fabric_needs_the_scope_admin(world: EdgeWorld) -> None:
-    """Metrics tell about all tenants."""
+async def test_what_concerns_the_whole_fabric_is_for_its_operator(world: EdgeWorld) -> None:
+    """Metrics tell about all tenants, and an administrator of one organisation administers nothing else."""
     for path in ("/metrics", "/metrics/targets"):
-        for key, status in ((SEARCH_KEY, 403), (ADMIN_KEY, 200)):
+        for key, status in ((SEARCH_KEY, 403), (ADMIN_KEY, 403), (OPERATOR_KEY, 200)):
             async with world.http.get(world.url + path, headers=bearer(key)) as response:
                 assert response.status == status
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert (await world.post(path, {}, headers=bearer(SEARCH_KEY)))[0] == 403
-        assert (await world.post(path, {}, headers=bearer(ADMIN_KEY)))[0] == 404  # it is not enabled here
+        assert (await world.post(path, {}, headers=bearer(ADMIN_KEY)))[0] == 403
+        assert (await world.post(path, {}, headers=bearer(OPERATOR_KEY)))[0] == 404  # it is not enabled here
     assert (await world.post(CHAT, chat_body(), headers=bearer(ADMIN_KEY)))[0] == 403
     async with world.http.get(world.url + "/health") as response:
         assert response.status == 200

@@ -162,7 +162,7 @@ async def test_models_that_a_key_may_not_use_are_refused_and_not_shown(tenants: 
     assert MODEL in frames[-1].step.finishes[0].error.message
 
 
-async def submitted(stub: RouterServiceStub, key: str, **fields: str) -> list[pb.RouterServiceConnectResponse]:
+async def submitted(stub: RouterServiceStub, key: str, **fields: Any) -> list[pb.RouterServiceConnectResponse]:
     """The frames of a stream with one request, to its end."""
     stream = stub.Connect(metadata=bearer(key))
     await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="test")))

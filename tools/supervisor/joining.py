@@ -113,7 +113,7 @@ def check_secret(config: KvloomConfig, own_secret: Path) -> None:
     )
 
 
-def _check_control(config: KvloomConfig, records: FleetRecords) -> None:
+def check_one_control(config: KvloomConfig, records: FleetRecords) -> None:
     """Two control services with a SQLite database each would know different tenants. Raises CommandError."""
     if "control" not in started_roles(config) or config.control.database_url.startswith("postgresql"):
         return
@@ -138,7 +138,7 @@ async def check_fleet(config: KvloomConfig, trust: FabricTrust, reporter: Report
                 "machine the same one with --secret-file (or, for another fleet on the same Redis, another "
                 "redis.key_prefix)"
             )
-        _check_control(config, records)
+        check_one_control(config, records)
         name = supervisor_name(config.fabric.name_prefix)
         holder = records.supervisors.get(name)
         if holder is None or holder.owner == name_owner(config.data_dir):

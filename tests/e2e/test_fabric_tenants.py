@@ -1,0 +1,75 @@
+"""Two teams on one fabric, from the commands that operators give: whose keys work, where, and until when."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
+
+PROMPT = "the same long question of two teams, word after word after word " * 8
+
+
+@pytest.fixture(scope="module", params=["processes", "colocated"])
+def fabric(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[RunningFabric]:
+    assert model_dir
+    more = ("--colocate", "--edges", "2") if request.param == "colocated" else ()
+    folder = tmp_path_factory.mktemp("tenants")
+    started = RunningFabric.start(folder, "--engine", "sim", "--shards", "1", "--control", *more)
+    yield started
+    started.stop()
+
+
+def key_of(fabric: RunningFabric, project: str, *options: str) -> tuple[str, str]:
+    """The id of a new key, and the key."""
+    command = ("keys", "create", "--project", project, "--create", "--json", *options)
+    done = run_kvloom(*command, env=fabric.env)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    made = json.loads(done.stdout)
+    return made["id"], made["secret"]
+
+
+def asked(fabric: RunningFabric, key: str) -> tuple[int, int]:
+    """(status, cached tokens)"""
+    body = {"model": "smollm2-135m-instruct", "prompt": PROMPT, "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{fabric.http_url}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            usage = json.load(answer)["usage"]
+            return answer.status, usage["prompt_tokens_details"]["cached_tokens"]
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code, 0
+
+
+def test_two_teams_and_a_revoked_key(fabric: RunningFabric) -> None:
+    """What the guide promises. A key works at once, everywhere, survives a restart of control, and ends when it is
+    revoked; teams share no cached prompt."""
+    search_id, search = key_of(fabric, "acme/search")
+    _, other = key_of(fabric, "other/app")
+    assert asked(fabric, "kvl-wrong")[0] == 401
+    eventually("the first key works", lambda: asked(fabric, search)[0] == 200)
+    eventually("the other key works", lambda: asked(fabric, other)[0] == 200)
+    _, fresh = key_of(fabric, "fresh/app")
+    eventually("the fresh key works", lambda: asked(fabric, fresh)[0] == 200)
+    assert asked(fabric, search)[1] > 0
+    chat = ("chat", "hello", "--max-tokens", "2", "--router-address", fabric.router_address)
+    for key, code in ((search, 0), ("kvl-wrong", 1)):
+        done = run_kvloom(*chat, env={**fabric.env, "KVLOOM_DATA_DIR": "/nonexistent", "KVLOOM_API_KEY": key})
+        assert done.returncode == code, done.stderr
+    restarted = run_kvloom("restart", "control", env=fabric.env)
+    assert restarted.returncode == 0, restarted.stderr
+    assert asked(fabric, search)[0] == 200
+    revoked = run_kvloom("keys", "revoke", search_id, env=fabric.env)
+    assert revoked.returncode == 0, revoked.stderr
+    eventually("the revoked key is refused", lambda: {asked(fabric, search)[0] for _ in range(4)} == {401})
+    assert asked(fabric, other)[0] == 200
