@@ -10,6 +10,7 @@ usage_witness.py  what was delivered, for a comparison with what was metered
 formatting/    what the response formats of all APIs have in common
 openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters
 anthropic/     Anthropic's request and response formats
+admin/         /admin/v1, for administrators of tenants
 openapi/       the description of the API as an OpenAPI document
 wire/          bytes on the connection: bodies, headers, JSON, server-sent events
 answers/       receives an answer's tokens and turns them into a response

@@ -15,7 +15,8 @@ config.py        the configuration file as one typed tree
 models/          the models of a fabric: their configuration, cards and catalogue
 plugins.py       parts of a fabric that other packages bring, as entry points
 private_file.py  files that only this user can read
-access/          who may use the fabric from outside: API keys, TLS for clients
+access/          who may use the fabric from outside: API keys, tenants, TLS for clients
+tenancy/         what is known of tenants, their keys, limits and prices
 limits/          bounds on what a process holds, and a share of it for each caller
 callers.py       who sends a request, and so who is isolated from whom
 router_link/     the client side of the data plane: requests multiplexed over one stream per router

@@ -753,6 +753,9 @@ class ControlConfig(Section):
     """The file with the secret with which notices are signed ("whsec_...", see standardwebhooks.com)."""
     witness: bool = False
     """Whether edges write down what they have delivered, for `kvloom usage reconcile`."""
+    operator_organisation: str = ""
+    """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
+    machines do. Empty: such keys administer their own organisations only."""
     issuers: Annotated[list[IssuerConfig], Meta(max_length=16)] = []
     """OIDC providers whose tokens are accepted like keys."""
     certificates: Annotated[list[CertificateConfig], Meta(max_length=1024)] = []

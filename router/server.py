@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from kvloom.access.cache_salts import CacheSalts
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
+from kvloom.access.tenant_metrics import observe
 from kvloom.callers import Callers, configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
@@ -133,7 +134,7 @@ class RouterServer:
         self._rollouts = RolloutFollower(config, trust.sealer, routes, self.shadows.follow_rollouts)
         callers = configured_callers(config, trust, router_id)
         if callers.identities is not None:
-            callers.identities.observe(metrics_registry)
+            observe(callers.identities.tenants, metrics_registry, "router")
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,

@@ -73,6 +73,8 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     config.control.database_url = _absolute_sqlite(config.control.database_url, base)
     config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
     config.callers.api_keys_file = _absolute(config.callers.api_keys_file, base)
+    for issuer in config.control.issuers:
+        issuer.jwks_file = _absolute(issuer.jwks_file, base)
     config.tls.certificate_file = _absolute(config.tls.certificate_file, base)
     config.tls.key_file = _absolute(config.tls.key_file, base)
     config.tls.client_ca_file = _absolute(config.tls.client_ca_file, base)

@@ -56,6 +56,25 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "starting_after": _parameter(
         "starting_after", "The number of the last event that the client has.", _EVENT_NUMBER, place="query"
     ),
+    "page_size": _parameter(
+        "page_size", "How many entries a page has; 100 if it is not given.",
+        {"type": "integer", "minimum": 0, "maximum": 1000}, place="query",
+    ),
+    "page_token": _parameter("page_token", "`next_page_token` of the page before.", {"type": "string"}, place="query"),
+    "organisation": _parameter("organisation", "Only what belongs to it.", {"type": "string"}, place="query"),
+    "project": _parameter("project", "Only what belongs to it.", {"type": "string"}, place="query"),
+    "model": _parameter("model", "Only prices of this model.", {"type": "string"}, place="query"),
+    "target": _parameter(
+        "target", "Only changes of this one, e.g. `key:ID` or `tenant:ORGANISATION/PROJECT`.", {"type": "string"},
+        place="query",
+    ),
+    "show_revoked": _parameter("show_revoked", "Revoked keys, too.", {"type": "boolean"}, place="query"),
+    "create_project": _parameter(
+        "create_project", "Add the project and its organisation, too.", {"type": "boolean"}, place="query"
+    ),
+    "create_organisation": _parameter(
+        "create_organisation", "Add the organisation, too.", {"type": "boolean"}, place="query"
+    ),
 }  # fmt: skip
 
 RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {

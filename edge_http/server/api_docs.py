@@ -18,10 +18,18 @@ from edge_http.server.operations import OPERATIONS
 async def openapi_json(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
     edge.check_docs()
     # The first request makes the document, which takes some hundredths of a second.
-    body = await asyncio.to_thread(document_bytes, needs_key=edge.callers.needs_key)
+    body = await asyncio.to_thread(
+        document_bytes, needs_key=edge.callers.needs_key, has_tenants=edge.callers.have_tenants
+    )
     return web.Response(body=body, content_type="application/json")
 
 
 @functools.cache
-def document_bytes(*, needs_key: bool) -> bytes:
-    return encode_json(openapi_document(OPERATIONS, VERSION, ErrorBody, needs_key=needs_key))
+def document_bytes(*, needs_key: bool, has_tenants: bool = False) -> bytes:
+    operations = OPERATIONS
+    if has_tenants:
+        # Only here, because a fabric without tenants needs nothing of it.
+        from edge_http.admin.operations import ADMIN_OPERATIONS
+
+        operations = (*OPERATIONS, *ADMIN_OPERATIONS)
+    return encode_json(openapi_document(operations, VERSION, ErrorBody, needs_key=needs_key))

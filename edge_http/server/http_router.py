@@ -9,6 +9,10 @@ from typing import Final
 import structlog
 from aiohttp import web
 
+from edge_http.admin.handler import administer
+from edge_http.admin.routes import BY_PATH as ADMIN_PATHS
+from edge_http.admin.routes import PREFIX as ADMIN_PREFIX
+from edge_http.admin.routes import template_of
 from edge_http.edge import Edge
 from edge_http.endpoints.embeddings import embeddings
 from edge_http.endpoints.generation import chat_completions, completions
@@ -84,6 +88,7 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/metrics/targets": {"GET": metrics_targets, "HEAD": metrics_targets},
     "/version": {"GET": version, "HEAD": version},
     "/openapi.json": {"GET": openapi_json, "HEAD": openapi_json},
+    **{path: dict.fromkeys(methods, administer) for path, methods in ADMIN_PATHS.items()},
     **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }
 
@@ -98,6 +103,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "/metrics": "admin",
     "/metrics/targets": "admin",
     "/v1/usage": "usage",
+    **dict.fromkeys(ADMIN_PATHS, "admin"),
 }
 """What a key of a tenant needs for a route; for all others it is "inference"."""
 
@@ -109,7 +115,7 @@ class HttpRouter:
         self._edge = edge
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
-        route = _route(request.path)
+        route = _route(request)
         record = RequestRecord(request, self._edge.callers, self._edge.cors)
         enter_request(record)
         try:
@@ -168,9 +174,12 @@ def _error_response(request: web.BaseRequest, error: KvloomError) -> web.Respons
     return response
 
 
-def _route(path: str) -> str:
+def _route(request: web.BaseRequest) -> str:
+    path = request.path
     if path in ROUTES:
         return path
+    if path.startswith(ADMIN_PREFIX):
+        return template_of(request.rel_url.raw_path) or UNKNOWN_ROUTE
     for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE, RESPONSE_ROUTE, MESSAGE_ROUTE):
         folder = route.removesuffix("{id}")
         if path.startswith(folder) and len(path) > len(folder):

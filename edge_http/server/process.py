@@ -21,6 +21,7 @@ from edge_http.usage_witness import UsageWitness
 from kvloom.access.control_client import ControlClient
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
+from kvloom.access.tenant_metrics import observe
 from kvloom.callers import Callers, configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
@@ -94,7 +95,7 @@ async def serve_edge(
     edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
     edge.run_folder = run_folder(Path(config.data_dir))
     if callers.identities is not None:
-        callers.identities.observe(edge.metrics.registry)
+        observe(callers.identities.tenants, edge.metrics.registry, "edge")
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     if callers.identities is not None:

@@ -35,6 +35,8 @@ REPLAYED: Final = "Idempotent-Replayed"
 """Tells a client that repeats its request with its key that it gets the answer of the first request."""
 RELAYED: Final = "x-kvloom-relayed"
 """A header with the tag of the edge that the request is intended for."""
+RELAYED_CERTIFICATE: Final = "x-kvloom-relayed-certificate"
+"""A header with the certificate of the client whose request is relayed, which only processes of the fabric can read."""
 LAST_EVENT_ID: Final = "Last-Event-ID"
 MAX_EVENT_NUMBER: Final = 2**53
 SESSION_ID: Final = "x-session-id"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import ssl
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+import grpc.aio
 from aiohttp import web
 
-from edge_http.wire.headers import RELAYED
+from edge_http.wire.headers import RELAYED, RELAYED_CERTIFICATE
 from kvloom.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
 from kvloom.access.caller_access import check_scope
 from kvloom.callers import Callers, bare_credential
 from kvloom.limits.client_address import client_address, networks_of
 from kvloom.tenancy.principal import Principal
 from kvloom.tenancy.scopes import Scope
+from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.trust.seal import SealError
 
 if TYPE_CHECKING:
     from kvloom.access.identities import Identities
@@ -64,7 +68,7 @@ class RequestCallers:
         identities = self._callers.identities
         if identities is not None:
             credential = credential_of(request)
-            principal = identities.at_once(credential, b"" if credential else _certificate(request))
+            principal = identities.at_once(credential, b"" if credential else _shown_certificate(request, identities))
             if principal is None:
                 return self._identify(request, identities, credential)
             _accept(request, principal)
@@ -89,6 +93,15 @@ class RequestCallers:
         """Who makes a request that was checked; None in a fabric without tenants."""
         return request[_PRINCIPAL_KEY] if self.have_tenants else None
 
+    @property
+    def control_channel(self) -> grpc.aio.Channel | None:
+        """To the control service; None while it is away, and in a fabric without tenants."""
+        return None if self._callers.identities is None else self._callers.identities.control_channel
+
+    def administered_by(self, principal: Principal) -> str | None:
+        """The organisation that the holder of a key with the scope admin administers; None: the whole fabric."""
+        return None if self._callers.identities is None else self._callers.identities.administered_by(principal)
+
     def key_id_of(self, request: web.BaseRequest) -> str:
         """The tenant's key with which a request was made; "" in a fabric without tenants."""
         return request[_PRINCIPAL_KEY].key_id if self.have_tenants else ""
@@ -112,6 +125,26 @@ def _certificate(request: web.BaseRequest) -> bytes:
     """In DER; b"" without one."""
     tls = request.get_extra_info("ssl_object") if RELAYED not in request.headers else None
     return (tls.getpeercert(binary_form=True) or b"") if tls is not None else b""
+
+
+def _shown_certificate(request: web.BaseRequest, identities: Identities) -> bytes:
+    """Also that of the client whose request another edge relays, if that edge says so."""
+    relayed = request.headers.get(RELAYED_CERTIFICATE)
+    if relayed is None or not identities.trust.has_secret:
+        return _certificate(request)
+    try:
+        return identities.trust.sealer.decrypted(RELAYED_CERTIFICATE, base64.b64decode(relayed, validate=True))
+    except (SealError, ValueError):
+        return b""
+
+
+def relayed_certificate(request: web.BaseRequest, trust: FabricTrust) -> Mapping[str, str]:
+    """The header by which another edge learns of the certificate that the client has shown to this one. It is
+    encrypted, so that no client can make one up."""
+    certificate = _certificate(request) if trust.has_secret and not credential_of(request) else b""
+    if not certificate:
+        return {}
+    return {RELAYED_CERTIFICATE: base64.b64encode(trust.sealer.encrypt(RELAYED_CERTIFICATE, certificate)).decode()}
 
 
 def _accept(request: web.BaseRequest, principal: Principal) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import CollectorRegistry, Gauge
+import grpc.aio
 
 from kvloom.access.api_keys import missing_key_error, wrong_key_error
 from kvloom.access.client_certificates import ClientCertificates
@@ -26,6 +26,8 @@ class Identities:
         control = config.control
         if control.certificates and not config.tls.client_ca_file:
             raise ConfigError("control.certificates needs tls.client_ca_file, by which certificates are verified")
+        self.trust = trust
+        self._operators = control.operator_organisation
         self._follower = TenantFollower(config, own_name, trust)
         self.tenants: Tenants = self._follower.tenants
         self._tokens = TokenVerifier(control.issuers) if control.issuers else None
@@ -39,6 +41,16 @@ class Identities:
     def control_addresses(self) -> list[str]:
         """Where the control service may be reached, best first."""
         return self._follower.control_addresses()
+
+    @property
+    def control_channel(self) -> grpc.aio.Channel | None:
+        """To the control service; None while it is away."""
+        return self._follower.channel
+
+    def administered_by(self, principal: Principal) -> str | None:
+        """The organisation that the holder of a key with the scope admin administers; None: the whole fabric."""
+        organisation = principal.tenant.partition("/")[0]
+        return None if organisation == self._operators else organisation
 
     def at_once(self, credential: str, certificate: bytes) -> Principal | None:
         """The caller who presents these; None if `later` must be asked. `certificate`: PEM or DER, verified by TLS; b""
@@ -59,21 +71,6 @@ class Identities:
         if self._tokens is None:
             raise wrong_key_error()
         return (await self._tokens.verify(credential)).principal(self.tenants)
-
-    def observe(self, registry: CollectorRegistry) -> None:
-        """Add gauges of the table of tenants to a registry of metrics."""
-        tenants = self.tenants
-        for name, about, value in (
-            ("version", "Version of the table of tenants that is in use.", lambda: tenants.table.version),
-            (
-                "age_seconds",
-                "How long it has not followed control's. Unit: seconds.",
-                lambda: tenants.age_seconds,
-            ),
-            ("connected", "Whether it follows control's.", lambda: float(tenants.connected)),
-            ("keys", "Keys in it. Unit: keys.", lambda: tenants.table.num_keys),
-        ):
-            Gauge(f"kvloom_tenant_table_{name}", about, registry=registry).set_function(value)
 
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as tasks:

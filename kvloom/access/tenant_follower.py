@@ -69,6 +69,8 @@ class TenantFollower:
         self._finder = control_finder(config, own_name, trust)
         folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
         self._file = TenantFile(folder / "tenants" / f"{own_name}.table")
+        self.channel: grpc.aio.Channel | None = None
+        """To `control`, while it is followed."""
         self._stub: control_service_pb2_grpc.ControlServiceStub | None = None
         """While there is a connection."""
         self._pending: list[FollowResponse] = []
@@ -125,7 +127,7 @@ class TenantFollower:
             log.exception("control sent something unexpected", address=address)
         finally:
             self.tenants.set_connected(False)
-            self._stub = None
+            self._stub = self.channel = None
             self._pending.clear()
             self._arriving = None
             self._file.drop_snapshot()
@@ -136,6 +138,7 @@ class TenantFollower:
         if not (self._starts_again or self._file.is_bloated):
             wanted = FollowRequest(table_id=self.tenants.table.table_id, version=self.tenants.table.version)
         self._starts_again = False
+        self.channel = channel
         self._stub = control_service_pb2_grpc.ControlServiceStub(channel)
         call = self._stub.Follow(wanted)
         async with asyncio.timeout(CONNECT_SECONDS):

@@ -165,7 +165,7 @@ def _key(entry: pb.KeyEntry, models: tuple[str, ...], scopes: tuple[str, ...]) -
         scopes,
         models,
         entry.expires_at,
-        _limits(entry.limits),
+        _limits(entry.limits) if entry.HasField("limits") else NO_LIMITS,
         entry.user,
     )
 

@@ -5,6 +5,7 @@ grpc_settings.py    settings that gRPC reads from the environment when it is imp
 standard_services.py  health checks and reflection, beside a server's own service
 checked_server.py   answers malformed messages with INVALID_ARGUMENT
 grpc_errors.py      errors of the catalogue as gRPC statuses, and back
+plain_messages.py   messages as values of JSON, and back
 frame_writer.py     writes the pending messages of a stream, merged into one
 local_stream.py     a stream over a Unix socket, with the interface of a gRPC stream
 local_frames.py     its wire format

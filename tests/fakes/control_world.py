@@ -32,6 +32,7 @@ class ControlWorld:
     def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel) -> None:
         self.database = database
         self.versions = versions
+        self.channel = channel
         self.control = control_service_pb2_grpc.ControlServiceStub(channel)
         self._directory: Any = directory_service_pb2_grpc.DirectoryServiceStub(channel)
         self.now = 1_000_000.0

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import AsyncIterator
 
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
+from kvloom.callers import Callers
 from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
 from kvloom.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -27,14 +28,19 @@ def join(world: EdgeWorld, redis: RedisConfig) -> EdgeMembership:
 
 @contextlib.asynccontextmanager
 async def edges(
-    redis_url: str, count: int = 2, *, output: ParserSpec | None = None, **resume: float
+    redis_url: str,
+    count: int = 2,
+    *,
+    output: ParserSpec | None = None,
+    callers: Callers | None = None,
+    **resume: float,
 ) -> AsyncIterator[list[tuple[EdgeWorld, EdgeMembership]]]:
     redis = RedisConfig(url=redis_url, key_prefix=f"edge-resume-{next(_prefixes)}")
     async with contextlib.AsyncExitStack() as stack:
         started: list[tuple[EdgeWorld, EdgeMembership]] = []
         for _ in range(count):
             config = EdgeConfig(resume=EdgeResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
-            world = await stack.enter_async_context(edge_world(config, output=output))
+            world = await stack.enter_async_context(edge_world(config, output=output, callers=callers))
             peers = join(world, redis)
             stack.push_async_callback(peers.close)
             started.append((world, peers))

@@ -10,9 +10,12 @@ from typing import Any, Final, cast
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from control.service.metrics import CALLS, FOLLOWERS, SNAPSHOTS
 from edge_http.answers.answer import Answer
 from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
+from kvloom.access.tenant_metrics import observe
+from kvloom.access.tenants import Tenants
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -69,6 +72,7 @@ def all_families() -> dict[str, list[Family]]:
         "router": families(_router().collect()),
         "shard": families(_shard().collect()),
         "safety": families(_safety()),
+        "control": families(_control()),
     }
 
 
@@ -87,6 +91,7 @@ def _edge() -> Any:
     answer = types.SimpleNamespace(error=error, started_at=0.0, first_token_at=1.0, num_output_tokens=2, num_choices=1)
     metrics.on_answer("chat", MODEL, cast(Answer, answer), num_prompt_tokens=3, num_events=4)
     metrics.on_discarded("chat", MODEL, "refusal", 3)
+    observe(Tenants(max_stale_seconds=1.0), metrics.registry, "edge")
     return metrics.registry
 
 
@@ -110,6 +115,7 @@ def _router() -> CollectorRegistry:
     shadow.generated("stop", 2, 2)
     shadow.skipped("busy")
     shadow.failed("internal")
+    observe(Tenants(max_stale_seconds=1.0), registry, "router")
     return registry
 
 
@@ -130,6 +136,13 @@ def _safety() -> list[Metric]:
     BLOCKS.labels("prompt", "rule").inc(0)
     assert all((ANSWERS, PROMPTS, STREAMS))
     return [metric for metric in REGISTRY.collect() if metric.name.startswith("kvloom_safety_")]
+
+
+def _control() -> list[Metric]:
+    """Likewise."""
+    CALLS.labels("ListKeys", "").inc(0)
+    assert all((FOLLOWERS, SNAPSHOTS))
+    return [metric for metric in REGISTRY.collect() if metric.name.startswith("kvloom_control_")]
 
 
 def router_of_many(count: int) -> CollectorRegistry:

@@ -19,7 +19,7 @@ from kvloom.tenancy.table import (
     organisation_to_proto,
     tenant_to_proto,
 )
-from kvloom.trust.fabric_trust import NO_SECRET
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.control_service_pb2 import FollowResponse
 
 Entry = Organisation | Tenant | Key
@@ -54,12 +54,12 @@ def _add(response: FollowResponse, entries: Iterable[Entry]) -> None:
             response.keys.append(key_to_proto(entry))
 
 
-def identities_of(folder: Path, entries: Iterable[Entry], **control: Any) -> Identities:
+def identities_of(folder: Path, entries: Iterable[Entry], trust: FabricTrust = NO_SECRET, **control: Any) -> Identities:
     """They follow nothing, and count as connected."""
     config = KvloomConfig(data_dir=str(folder), control=ControlConfig(enabled=True, **control))
     if config.control.certificates:
         config.tls = TlsConfig(certificate_file="unused", key_file="unused", client_ca_file="unused")
-    identities = Identities(config, "edge-0", NO_SECRET)
+    identities = Identities(config, "edge-0", trust)
     identities.tenants.use(table_of(entries), time.time())
     identities.tenants.set_connected(True)
     return identities

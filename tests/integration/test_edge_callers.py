@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,9 +12,11 @@ from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from tests.fakes.edge_peers import edges
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_control import key_of, two_organisations
 from tests.fakes.fake_router_link import answer
 from tests.fakes.resume_world import CHAT, client
 from tests.fakes.scripted_answer import begin_live, kill, kinds
+from tests.fakes.tenants import callers_of
 
 BEARER = {"Authorization": "Bearer one"}
 
@@ -106,3 +109,20 @@ async def test_answer_that_is_taken_over_keeps_its_caller(redis_url: str) -> Non
         script.play(rest, 4)
         await back
         assert rest.request.tenant == request.request.tenant == Callers().name("secret", "")
+
+
+async def test_answer_that_is_taken_over_keeps_its_key(redis_url: str, tmp_path: Path) -> None:
+    """The rest of it is charged to whom its beginning was charged to."""
+    path, body, script = kinds()["chat"]
+    callers = callers_of(tmp_path, [*two_organisations(), key_of("secret", "acme/search")])
+    async with edges(redis_url, callers=callers) as ((first, one), (second, _)):
+        streamed, request, reading = await begin_live(first, path, body, script, 4)
+        await kill(first, one, reading)
+        again = client(second, path)
+        again.response_id = streamed.response_id
+        back = asyncio.create_task(again.resume())
+        rest = await second.link.next_request()
+        script.play(rest, 4)
+        await back
+        for found in (rest.request, request.request):
+            assert (found.tenant, found.key_id) == ("acme/search", "id-secret")

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from edge_http.admin.operations import ADMIN_OPERATIONS
 from edge_http.openai import requests
 from edge_http.openai.response_objects import (
     ChatCompletion,
@@ -29,7 +30,7 @@ from kvloom.parsers.spec import ParserSpec
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 
-DOCUMENT = json.loads(document_bytes(needs_key=False))
+DOCUMENT = json.loads(document_bytes(needs_key=False, has_tenants=True))
 FUNCTION = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 
 
@@ -46,10 +47,19 @@ def every(node: Any) -> Iterator[dict[str, Any]]:
 def test_every_route_is_described_and_nothing_else() -> None:
     """A route without an entry, or an entry without its route, fails here. HEAD is what GET says, without a body."""
     served = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
-    assert {(operation.path, operation.method) for operation in OPERATIONS} == served
+    assert {(operation.path, operation.method) for operation in (*OPERATIONS, *ADMIN_OPERATIONS)} == served
     described = {(path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods}
     assert described == served
     assert {operation.path for operation in OPERATIONS if operation.is_open} == OPEN_ROUTES
+
+
+def test_administration_is_described_where_there_are_tenants() -> None:
+    """Paths that a fabric does not serve would mislead its users."""
+    plain = json.loads(document_bytes(needs_key=False))
+    assert not any(path.startswith("/admin/") for path in plain["paths"])
+    key = DOCUMENT["components"]["schemas"]["ApiKey"]["properties"]
+    assert key["scopes"] == {"type": "array", "items": {"type": "string"}}
+    assert key["limits"] == {"$ref": "#/components/schemas/Limits"}
 
 
 def test_the_document_is_well_formed() -> None:

@@ -3,69 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvloom.access.api_keys import digest_of
 from kvloom.client.client import Client
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
 from kvloom.errors import KvloomError
-from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
-from router.core.core import RouterCore
-from router.core_config import core_config
-from router.server import RouterServer
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
-from tests.fakes.served_models import catalogue_of
-from tests.fakes.shard_world import shard_world
+from tests.fakes.trusted_router import MODEL, SECRET, served_router
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
-MODEL = "model"
-SECRET = FabricSecret.draw()
 ALICE = (("authorization", "Bearer alice"),)
 BOB = (("authorization", "Bearer bob"),)
 PROMPT = list(range(1, 65))
-
-
-@contextlib.asynccontextmanager
-async def served_router(world: RouterWorld) -> AsyncIterator[tuple[RouterServer, str]]:
-    """A router and a real shard of a fabric with a secret."""
-    trust = SharedSecret(SECRET, ("router",), "router-0")
-    world.config.model.name = MODEL
-    shard_trust = SharedSecret(SECRET, ("shard",), "shard-0")
-    async with shard_world(shard_id="shard-0", trust=shard_trust) as shard:
-        registry = ShardRegistry(world.config.redis.url, world.config.redis.key_prefix, trust.sealer)
-        await registry.announce(ShardRecord("shard-0", shard.address, MODEL, shard.server.incarnation_id))
-        core = RouterCore(core_config(world.config))
-        server = RouterServer(
-            world.config,
-            core,
-            catalogue_of(world.config, world.tokenizer),
-            "router-0",
-            CollectorRegistry(),
-            trust=trust,
-        )
-        address = await server.start("127.0.0.1", 0)
-        stop = asyncio.Event()
-        serving = asyncio.create_task(server.serve(stop))
-        try:
-            yield server, address
-        finally:
-            stop.set()
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                await serving
-            await registry.close()
 
 
 @pytest.fixture

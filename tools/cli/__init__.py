@@ -1,4 +1,4 @@
-"""The `kvloom` command, with one file per command. tenants/ has those about tenants.
+"""The `kvloom` command, with one file per command.
 
 entry_point.py    the entry point of the script
 commands.py       the command and its subcommands
@@ -18,6 +18,7 @@ rollouts.py       `kvloom models rollout`, `rollback` and `history`
 compare.py        `kvloom models compare`
 secret.py         secret
 keys.py           keys, and those in a file
+tenants/          orgs, projects, users, limits and prices, and keys of tenants
 running.py        finds the fabric that a command is about
 router_client.py  finds the router for chat and explain
 """

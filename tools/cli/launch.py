@@ -334,8 +334,10 @@ def _check_access(config: KvloomConfig) -> None:
         raise CommandError("--tls-certificate and --tls-key are needed together")
     if config.tls.client_ca_file and not config.tls.certificate_file:
         raise CommandError("--tls-client-ca needs --tls-certificate and --tls-key")
-    if risk := exposure_risk(config, config.edge.host, config.router.host, config.metrics.host):
+    if risk := exposure_risk(config, config.edge.host, config.router.host):
         raise CommandError(risk)
+    if risk := exposure_risk(config, config.metrics.host, is_for_scrapers=True):
+        raise CommandError(f"metrics.host: {risk}")
     try:
         listener_tls(config.tls)
         keys = configured_callers(config).api_keys

@@ -37,6 +37,7 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "safety.patience_seconds": ("router",),
     "control": ("router", "edge"),
     "control.enabled": _NONE,
+    "control.operator_organisation": ("edge",),
     "control.host": _NONE,
     "control.port": _NONE,
     "control.database_url": ("control",),

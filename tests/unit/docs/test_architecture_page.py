@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-PACKAGES = ("kvloom", "edge_http", "router", "shard_server", "safety_svc", "tools")
-PATH = re.compile(r"`((?:kvloom|edge_http|router|shard_server|safety_svc|tools|fabric|tests|docs)/[\w./-]*)`")
+PACKAGES = ("kvloom", "edge_http", "router", "shard_server", "safety_svc", "control", "tools")
+PATH = re.compile(r"`((?:kvloom|edge_http|router|shard_server|safety_svc|control|tools|fabric|tests|docs)/[\w./-]*)`")
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvloom.access.exposure import exposure_risk
-from kvloom.config import CallersConfig, KvloomConfig, TlsConfig
+from kvloom.config import CallersConfig, ControlConfig, KvloomConfig, TlsConfig
 
 TLS = TlsConfig(certificate_file="c", key_file="k")
 KEYS = CallersConfig(api_keys_file="f")
@@ -20,6 +20,15 @@ def test_what_is_missing_is_named(host: str) -> None:
     assert "--api-keys" not in exposure_risk(KvloomConfig(callers=KEYS), host)
     assert not exposure_risk(KvloomConfig(tls=TLS, callers=KEYS), host)
     assert not exposure_risk(KvloomConfig(callers=CallersConfig(allow_insecure=True)), host)
+
+
+def test_tenants_protect_the_api_and_not_the_metrics() -> None:
+    """Keys of tenants are no keys for the metrics of all of them, so these need keys of their own."""
+    config = KvloomConfig(tls=TLS, control=ControlConfig(enabled=True))
+    assert not exposure_risk(config, "0.0.0.0")
+    assert "reads the metrics" in exposure_risk(config, "0.0.0.0", is_for_scrapers=True)
+    config.callers = KEYS
+    assert not exposure_risk(config, "0.0.0.0", is_for_scrapers=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1", "[::1]"])

@@ -7,24 +7,11 @@ from typing import Any
 
 import click
 import msgspec
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from kvloom.transport.plain_messages import as_plain
+
 Columns = Mapping[str, Callable[[Any], str]]
-
-
-def as_plain(message: Message) -> dict[str, Any]:
-    """All fields of a message, also those with their defaults, as JSON has them. (protobuf's own JSON makes strings of
-    large integers.)"""
-    found: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        is_message = field.type == FieldDescriptor.TYPE_MESSAGE
-        if field.is_repeated:
-            found[field.name] = [as_plain(one) if is_message else one for one in value]
-        else:
-            found[field.name] = as_plain(value) if is_message else value
-    return found
 
 
 def show_list(messages: Iterable[Message], columns: Columns, *, as_json: bool, empty: str) -> None:

@@ -112,8 +112,12 @@ def limit_options(scope: str) -> Any:
     """Flags of all limits, given to the command as arguments with the names of the message's fields."""
 
     def add(function: F) -> F:
-        function = option(
-            "--shadow/--no-shadow", scope=scope, default=None, help="Refuse nothing; count what would be refused."
+        function = click.option(
+            "--shadow/--no-shadow",
+            envvar=f"KVLOOM_{scope.upper()}_SHADOW",
+            show_envvar=True,
+            default=None,
+            help="Refuse nothing; count what would be refused.",
         )(function)
         for flag, name, kind, text in reversed(_FLAGS):
             function = option(flag, name, scope=scope, type=kind, help=f"{text} 0: no limit.")(function)

@@ -1,0 +1,12 @@
+"""/admin/v1: administers organisations, projects, users, keys, limits and prices, in a fabric with tenants. Each path
+is a method of DirectoryService, which `control` serves.
+
+routes.py      which path is which method. Pure
+handler.py     answers administrators
+
+Only a fabric with tenants loads the others:
+
+requests.py    a path, a query and a body as the request of a method. Pure
+calls.py       calls the method
+operations.py  what the OpenAPI document says
+"""

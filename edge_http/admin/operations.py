@@ -1,0 +1,54 @@
+"""What the OpenAPI document says about the paths of administrators: the types are those of the messages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import msgspec
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from edge_http.admin.routes import ADMIN_ROUTES, AdminRoute
+from edge_http.openapi.operation import Answer, Operation
+from edge_http.wire.headers import REQUEST_ID
+from kvloom.v1 import directory_service_pb2
+
+_SCALARS: Final[dict[int, Any]] = {
+    FieldDescriptor.TYPE_STRING: str,
+    FieldDescriptor.TYPE_BOOL: bool,
+    FieldDescriptor.TYPE_DOUBLE: float,
+}
+
+
+@functools.cache
+def type_of(message: Descriptor) -> Any:
+    """A type with the fields of a message, none of which is required."""
+    fields: list[tuple[str, Any, Any]] = []
+    for field in message.fields:
+        is_message = field.type == FieldDescriptor.TYPE_MESSAGE
+        kind = type_of(field.message_type) if is_message else _SCALARS.get(field.type, int)
+        fields.append((field.name, list[kind] if field.is_repeated else kind, msgspec.UNSET))
+    return msgspec.defstruct(message.name, fields, module=__name__, forbid_unknown_fields=True)
+
+
+def _operation(route: AdminRoute) -> Operation:
+    request = directory_service_pb2.DESCRIPTOR.message_types_by_name[f"{route.method}Request"]
+    response = directory_service_pb2.DESCRIPTOR.message_types_by_name[f"{route.method}Response"]
+    body = None
+    if route.body is not None:
+        body = type_of(request.fields_by_name[route.body].message_type if route.body else request)
+    return Operation(
+        path=route.path,
+        method=route.http_method,
+        id=route.method[0].lower() + route.method[1:],
+        tag="Administration",
+        summary=route.summary,
+        description="Needs a key with the scope admin, in a fabric with tenants.",
+        parameters=(*route.query, REQUEST_ID),
+        body=body,
+        answers=(Answer("What control has answered.", type_of(response)),),
+        errors=(400, 403, 404, 409, 503),
+    )
+
+
+ADMIN_OPERATIONS: Final[tuple[Operation, ...]] = tuple(_operation(route) for route in ADMIN_ROUTES)
