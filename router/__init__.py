@@ -22,6 +22,7 @@ convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
 rpc/                  what stands in front of every RPC: API keys, limits, access log
 tenancy/              leases of shared limits, from Redis and the control service
+metering/             usage records of tenants, until the control service has them
 shadow/               a share of a model's answers, compared with a candidate
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
