@@ -5,6 +5,7 @@ Edges and routers follow its table (`ControlService.Follow`) and serve without i
 database/      the SQL database: connections, tables, migrations
 directory/     organisations, projects, users, keys, limits and prices: what administrators see and change
 replication/   the table that edges and routers follow
+usage/         what was used, and what may still be used
 service/       the gRPC services and the process
 __main__.py    the command
 """

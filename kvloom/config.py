@@ -768,9 +768,6 @@ class ControlConfig(Section):
     """"postgresql://USER@HOST/NAME", or "sqlite:///PATH". Empty: a SQLite file in the data directory."""
     max_stale_seconds: PositiveFloat = 86_400.0
     """How long edges and routers serve with the table of tenants that they have while the service cannot be reached."""
-    operator_organisation: str = ""
-    """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
-    machines do. Empty: such keys administer their own organisations only."""
     usage_record_days: Annotated[int, Meta(ge=0, le=36_500)] = 400
     """How long the record of each request is kept; sums by day, model and key stay. 0: for ever."""
     budget_alert_percents: Annotated[list[Annotated[int, Meta(ge=1, le=1000)]], Meta(max_length=16)] = msgspec.field(
@@ -783,6 +780,9 @@ class ControlConfig(Section):
     """The file with the secret with which notices are signed ("whsec_...", see standardwebhooks.com)."""
     witness: bool = False
     """Whether edges write down what they have delivered, for `kvloom usage reconcile`."""
+    operator_organisation: str = ""
+    """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
+    machines do. Empty: such keys administer their own organisations only."""
     issuers: Annotated[list[IssuerConfig], Meta(max_length=16)] = []
     """OIDC providers whose tokens are accepted like keys."""
     certificates: Annotated[list[CertificateConfig], Meta(max_length=1024)] = []

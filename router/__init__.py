@@ -26,6 +26,7 @@ fingerprints.py       what all shards of a model compute with
 receipts/             signed receipts of answers, with which they can be computed again
 result_cache/         answers to deterministic requests, kept for the tenant that has got them
 tenancy/              leases of shared limits, from Redis and the control service
+metering/             usage records of tenants, until the control service has them
 shadow/               a share of a model's answers, compared with a candidate
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file

@@ -342,6 +342,41 @@ class Cancelled(Object):
     cancelled: bool
 
 
+class UsageSums(Object, kw_only=True):
+    """Over requests. Fields by which is not grouped are missing; costs are decimal numbers in units of the currency."""
+
+    day: str | msgspec.UnsetType = msgspec.UNSET
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    key: str | msgspec.UnsetType = msgspec.UNSET
+    tier: str | msgspec.UnsetType = msgspec.UNSET
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_reasoning_tokens: int
+    block_seconds: float
+    cost: str
+
+
+class BudgetOfAccount(Object):
+    """A hard budget in its current period. Amounts of the currency are decimal numbers."""
+
+    account: str
+    unit: Literal["currency", "tokens"]
+    period: str
+    limit: int | str
+    spent: int | str
+    remaining: int | str
+
+
+class TenantUsage(Object):
+    object: Literal["usage"]
+    tenant: str
+    data: list[UsageSums]
+    has_more: bool
+    budgets: list[BudgetOfAccount]
+
+
 class Status(Object):
     status: Literal["ok", "ready", "not_ready"]
     reason: str | msgspec.UnsetType = msgspec.UNSET

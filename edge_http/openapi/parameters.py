@@ -60,6 +60,12 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "starting_after": _parameter(
         "starting_after", "The number of the last event that the client has.", _EVENT_NUMBER, place="query"
     ),
+    "first_day": _parameter("first_day", "The first day, of UTC: 2026-11-25.", {"type": "string"}, place="query"),
+    "last_day": _parameter("last_day", "The last day.", {"type": "string"}, place="query"),
+    "by": _parameter(
+        "by", "What to group by, separated by commas: day, model, key, tier.", {"type": "string"}, place="query"
+    ),
+    "format": _parameter("format", "json or csv.", {"type": "string", "enum": ["json", "csv"]}, place="query"),
     "page_size": _parameter(
         "page_size", "How many entries a page has; 100 if it is not given.",
         {"type": "integer", "minimum": 0, "maximum": 1000}, place="query",

@@ -167,6 +167,11 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/v1/models/{id}", "GET", "getModel", "Models", "Describe a model",
         Answer("The model.", objects.ModelObject), errors=(404,),
     ),
+    _operation(
+        "/v1/usage", "GET", "getUsage", "Usage", "What the own tenant has used",
+        Answer("Sums, and budgets.", objects.TenantUsage), errors=(404, 503),
+        parameters=("first_day", "last_day", "by", "format"),
+    ),
     *(
         _operation(path, "GET", name, "Operation", summary, Answer("Yes.", objects.Status), is_open=True)
         for path, name, summary in (

@@ -38,6 +38,10 @@ class Identities:
         """Set once there is a table, or `control` could not be reached."""
         return self._follower.tried
 
+    def control_addresses(self) -> list[str]:
+        """Where the control service may be reached, best first."""
+        return self._follower.control_addresses()
+
     @property
     def control_channel(self) -> grpc.aio.Channel | None:
         """To the control service; None while it is away."""
@@ -47,10 +51,6 @@ class Identities:
         """The organisation that the holder of a key with the scope admin administers; None: the whole fabric."""
         organisation = principal.tenant.partition("/")[0]
         return None if organisation == self._operators else organisation
-
-    def control_addresses(self) -> list[str]:
-        """Where the control service may be reached, best first."""
-        return self._follower.control_addresses()
 
     def at_once(self, credential: str, certificate: bytes) -> Principal | None:
         """The caller who presents these; None if `later` must be asked. `certificate`: PEM or DER, verified by TLS; b""

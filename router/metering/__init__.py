@@ -3,6 +3,7 @@
 meter.py      makes the records of ended and of running requests, with their cost
 segment.py    records as bytes of a file, of which the end may be torn
 spool.py      the files of one producer: appended, fsync'd, bounded
+recent.py     the latest records, in memory that outlives the process
 writer.py     brings records into the spool, off the event loop, and keeps them in memory while the disk is full
 forwarder.py  brings the records of one producer to the control service, by a stream in Redis
 orphans.py    finishes the spools of routers that have died

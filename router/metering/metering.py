@@ -101,6 +101,7 @@ class Metering:
         """Take the spool. If that fails, records stay in memory until it succeeds."""
         try:
             await self._in_thread(self._spool.open)
+            self._writer.recent.open(self._spool.folder)
         except OSError as error:
             log.warning("the spool of usage records cannot be opened", cause=str(error))
 
@@ -121,6 +122,7 @@ class Metering:
                 await self._forwarder.exchange()
         with contextlib.suppress(OSError):
             await self._in_thread(self._spool.remove_progress)
+        self._writer.recent.close()
         await self._in_thread(self._spool.close)
         await self._client.aclose()
         self._thread.shutdown()

@@ -20,6 +20,7 @@ import structlog
 from kvloom.tenancy.usage_record import OUTCOME_VOID, UsageRecord
 from kvloom.tenancy.usage_stream import UsageStream
 from router.metering.forwarder import Forwarder
+from router.metering.recent import read_recent
 from router.metering.spool import Numbered, Spool, SpoolInUseError
 
 log = structlog.get_logger()
@@ -114,6 +115,12 @@ def finish(spool: Spool, stored_number: int) -> int:
     after_number, running = spool.read_progress()
     last_number = max(stored_number, after_number)
     ended: set[tuple[str, str]] = set()
+    spooled = 0
+    for number, _ in spool.records():
+        spooled = max(spooled, number)
+    # What was not in the spool yet when the process was killed.
+    recent = {number: payload for number, payload in read_recent(spool.folder) if number > max(spooled, stored_number)}
+    spool.append(sorted(recent.items()))
     for number, payload in spool.records():
         last_number = max(last_number, number)
         if number > after_number:

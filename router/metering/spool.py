@@ -1,6 +1,7 @@
 """The files in which one producer keeps its usage records until the control service has them.
 
 A folder DATA_DIR/usage/ROUTER/INCARNATION has
+    recent          the latest records (router/metering/recent.py)
     lock            held by the process that writes or finishes the spool
     NUMBER.seg      records from that number on, only ever appended
     progress        the records that there would be of the requests that were running when it was written

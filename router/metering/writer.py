@@ -16,6 +16,7 @@ from typing import Final
 import structlog
 
 from router.metering.metrics import MeteringMetrics
+from router.metering.recent import RecentRecords
 from router.metering.spool import Numbered, Spool
 
 log = structlog.get_logger()
@@ -53,6 +54,7 @@ class RecordWriter:
         self._num_waiting_bytes = 0
         self._is_failing = False
         self._wake = asyncio.Event()
+        self.recent = RecentRecords()
         self.last_number = 0
         """The number of the latest record."""
         self.durable_number = 0
@@ -65,6 +67,7 @@ class RecordWriter:
     def put(self, record: bytes) -> None:
         """The JSON of the record `last_number` + 1. There must be room."""
         self.last_number += 1
+        self.recent.put(self.last_number, record, self.durable_number)
         self._waiting.append((self.last_number, record))
         self._num_waiting_bytes += len(record)
         self._wake.set()

@@ -16,10 +16,16 @@ from control.database.url import with_driver
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
+from control.usage.servicer import UsageServicer
 from kvloom.tenancy.table import TenantTable
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.grpc_errors import error_from_peer
-from kvloom.v1 import control_service_pb2_grpc, directory_service_pb2, directory_service_pb2_grpc
+from kvloom.v1 import (
+    control_service_pb2_grpc,
+    directory_service_pb2,
+    directory_service_pb2_grpc,
+    usage_service_pb2_grpc,
+)
 from kvloom.v1.control_service_pb2 import FollowRequest
 
 Pb = directory_service_pb2
@@ -34,6 +40,7 @@ class ControlWorld:
         self.versions = versions
         self.channel = channel
         self.control = control_service_pb2_grpc.ControlServiceStub(channel)
+        self.usage = usage_service_pb2_grpc.UsageServiceStub(channel)
         self._directory: Any = directory_service_pb2_grpc.DirectoryServiceStub(channel)
         self.now = 1_000_000.0
 
@@ -74,6 +81,7 @@ async def control_world(database_url: str) -> AsyncIterator[ControlWorld]:
         directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(
             DirectoryServicer(database, versions, clock), checked
         )
+        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

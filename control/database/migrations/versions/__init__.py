@@ -1,4 +1,5 @@
 """The steps, in their order.
 
 r0001_directory.py   organisations, projects, users, keys, limits, prices, audit, and the log of changes
+r0002_usage.py       usage records and their sums, spending, leases and alerts of budgets
 """

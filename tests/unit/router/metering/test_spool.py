@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvloom.tenancy.usage_record import UsageRecord
 from router.metering import segment
 from router.metering.orphans import finish, without_gaps
+from router.metering.recent import HALF_BYTES, RecentRecords, read_recent
 from router.metering.spool import Spool, SpoolInUseError
 
 
@@ -173,3 +174,42 @@ def test_numbers_whose_records_are_lost_are_reported_as_such() -> None:
     assert [msgspec.json.decode(payload, type=UsageRecord).outcome for _, payload in found] == [
         "stop", "void", "stop", "void",
     ]  # fmt: skip
+
+
+def test_records_that_were_not_in_the_spool_yet_survive_a_kill(tmp_path: Path) -> None:
+    """The client has its answer already when the record is still on its way to the disk."""
+    spool = Spool(tmp_path / "r" / "1")
+    spool.open()
+    recent = RecentRecords()
+    recent.open(spool.folder)
+    for number in range(1, 8):
+        recent.put(number, record(number), durable_number=0)
+    spool.append(numbered(1, 2, 3))
+    spool.write_progress(3, [record(0, "req-6"), record(0, "running")])
+    spool.close()
+    again = Spool(tmp_path / "r" / "1")
+    again.open()
+    assert finish(again, 0) == 8
+    found = [msgspec.json.decode(payload, type=UsageRecord) for _, payload in again.read(1, 100)]
+    assert [one.number for one in found] == list(range(1, 9))
+    assert found[-1].request_id == "running", "what has ended is not taken for running"
+
+
+@given(sizes=st.lists(st.integers(min_value=0, max_value=300_000), max_size=30), lag=st.integers(0, 4))
+def test_what_is_not_in_the_spool_is_never_overwritten(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], lag: int
+) -> None:
+    """The memory is small, and used again and again; a record may be left out, but none be replaced too early."""
+    folder = tmp_path_factory.mktemp("recent")
+    recent = RecentRecords()
+    recent.open(folder)
+    was_room = True
+    for number, size in enumerate(sizes, 1):
+        recent.put(number, b"x" * size, durable_number=max(0, number - lag - 1))
+        was_room = was_room and sum(sizes[max(0, number - lag - 1) : number]) < HALF_BYTES // 2
+    found = dict(read_recent(folder))
+    recent.close()
+    for number in range(max(1, len(sizes) - lag), len(sizes) + 1):
+        if was_room:
+            assert found[number] == b"x" * sizes[number - 1]
+    shutil.rmtree(folder)
