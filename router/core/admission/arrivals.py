@@ -96,8 +96,8 @@ class Arrivals:
         limit = request.max_tokens or math.inf
         if live.charge is not None and live.charge.max_tokens is not None:
             limit = min(limit, live.charge.max_tokens)
-        finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit]
-        needs_shard = len(finished) < len(live.choices)
+        finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit and not choice.is_done]
+        needs_shard = len(finished) < live.num_open_choices
         open_shards = self._placer.open_shards(live) if needs_shard else []
         is_parked = (
             request.tier is not Tier.INTERACTIVE and needs_shard and (not open_shards or self._queue.must_park(live))
