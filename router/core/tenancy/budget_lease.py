@@ -51,6 +51,11 @@ class BudgetLease:
         self._used_at = -math.inf
         self._last_need = 0
 
+    @property
+    def is_low(self) -> bool:
+        """Whether it is time to look whether more is to be leased."""
+        return self.free < self._last_need
+
     def verdict(self, need: int, now: float) -> Verdict:
         if self.free >= need:
             return READY

@@ -34,6 +34,11 @@ class SlotLease:
         self._told_at = -math.inf
         self._ask_at = -math.inf
 
+    @property
+    def is_low(self) -> bool:
+        """Whether it is time to look whether more is to be leased."""
+        return self.used >= self.held or self.is_local
+
     def verdict(self, need: int, now: float) -> Verdict:
         if self._local_share is not None:
             return READY if self.used + need <= self._local_share else refused(ADVICE_SECONDS)
