@@ -218,4 +218,6 @@ class RateLease:
         if seconds >= SPARE_SECONDS:
             self._demand = self._num_taken / seconds if seconds < math.inf else 0.0
             self._num_taken, self._demand_at = 0, now
-        return min(math.ceil(self._demand * SPARE_SECONDS), self.limit // MAX_SPARE_SHARE)
+        # A burst doubles its lease with each answer, so that few of its requests wait for one.
+        expected = max(math.ceil(self._demand * SPARE_SECONDS), self._num_taken)
+        return min(expected, self.limit // MAX_SPARE_SHARE)
