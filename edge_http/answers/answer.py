@@ -42,6 +42,7 @@ class Answer(abc.ABC):
         "error",
         "finishes",
         "first_token_at",
+        "limited_by",
         "num_choices",
         "num_open",
         "num_output_tokens",
@@ -58,6 +59,8 @@ class Answer(abc.ABC):
         self.num_open = self.num_choices
         """The number of choices that have not finished; cancelling affects only these."""
         self.num_output_tokens = 0
+        self.limited_by = ""
+        """The caller's limit that cut a choice short; "": none did."""
         self.starts: dict[int, SequenceStart] = {}
         self.finishes: dict[int, SequenceFinish] = {}
         self.started_at = time.monotonic()
@@ -93,6 +96,8 @@ class Answer(abc.ABC):
             return
         self.finishes[index] = finish
         self.num_open -= 1
+        if finish.limited_by:
+            self.limited_by = finish.limited_by
         try:
             error = self._error_of(finish)
             if error is not None:
@@ -151,16 +156,10 @@ class Answer(abc.ABC):
                 return message.limits
         return None
 
-    @property
-    def limited_by(self) -> str:
-        """The caller's limit that cut a choice short; "": none did."""
-        return next((finish.limited_by for finish in self.finishes.values() if finish.limited_by), "")
-
     def details(self) -> dict[str, Any]:
         """Returns what `x-kvloom-details` asks for, taken from the first choice."""
         start = self.starts.get(0)
-        limited_by = self.limited_by
-        return ({"limited_by": limited_by} if limited_by else {}) | {
+        return ({"limited_by": self.limited_by} if self.limited_by else {}) | {
             "shard_id": start.shard_id if start else "",
             "num_cached_tokens": self.finishes[0].num_cached_tokens if 0 in self.finishes else 0,
             "queue_time_seconds": round(start.queue_time_seconds, 6) if start else 0.0,
