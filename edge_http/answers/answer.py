@@ -45,6 +45,7 @@ class Answer(abc.ABC):
         "error",
         "finishes",
         "first_token_at",
+        "limited_by",
         "num_choices",
         "num_open",
         "num_output_tokens",
@@ -61,6 +62,8 @@ class Answer(abc.ABC):
         self.num_open = self.num_choices
         """The number of choices that have not finished; cancelling affects only these."""
         self.num_output_tokens = 0
+        self.limited_by = ""
+        """The caller's limit that cut a choice short; "": none did."""
         self.starts: dict[int, SequenceStart] = {}
         self.finishes: dict[int, SequenceFinish] = {}
         self.started_at = time.monotonic()
@@ -98,6 +101,8 @@ class Answer(abc.ABC):
             return
         self.finishes[index] = finish
         self.num_open -= 1
+        if finish.limited_by:
+            self.limited_by = finish.limited_by
         try:
             error = self._error_of(finish)
             if error is not None:
@@ -156,11 +161,6 @@ class Answer(abc.ABC):
                 return message.limits
         return None
 
-    @property
-    def limited_by(self) -> str:
-        """The caller's limit that cut a choice short; "": none did."""
-        return next((finish.limited_by for finish in self.finishes.values() if finish.limited_by), "")
-
     def details(self, *, wanted: bool) -> dict[str, Any] | None:
         """Returns what `x-kvloom-details` asks for (`wanted`), taken from the first choice, and what is told in any
         case: the receipts of the answer, and the limit that cut it short. None if there is nothing."""
@@ -168,9 +168,8 @@ class Answer(abc.ABC):
         receipts = [msgspec.Raw(finish.receipt) for finish in self.finishes.values() if finish.receipt]
         if receipts:
             found["receipts"] = receipts
-        limited_by = self.limited_by
-        if limited_by:
-            found["limited_by"] = limited_by
+        if self.limited_by:
+            found["limited_by"] = self.limited_by
         if wanted:
             start = self.starts.get(0)
             found.update(self.bill_details())

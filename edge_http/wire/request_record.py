@@ -32,6 +32,7 @@ class AnswerFigures(Protocol):
     error: KvloomError | None
     num_output_tokens: int
     request_context: RequestContext | None
+    limited_by: str
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -41,9 +42,6 @@ class AnswerFigures(Protocol):
 
     @property
     def limits(self) -> LimitsState | None: ...
-
-    @property
-    def limited_by(self) -> str: ...
 
 
 class RequestRecord:

@@ -1,20 +1,23 @@
-"""What a caller is told about its limits per minute: those of its accounts that leave least."""
+"""What a caller is told about its limits per minute: those of its accounts that leave least.
+
+The SDK uses this, so it imports none of the libraries of the services.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from typing import NamedTuple
 
 from kvloom.v1 import error_reason_pb2 as pb
 
 
-class RateState(msgspec.Struct, frozen=True):
+class RateState(NamedTuple):
     limit: int
     remaining: int
     reset_seconds: float
     """The time until all of the limit is there again."""
 
 
-class LimitsState(msgspec.Struct, frozen=True):
+class LimitsState(NamedTuple):
     """None: there is no such limit."""
 
     requests: RateState | None = None

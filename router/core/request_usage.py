@@ -23,6 +23,8 @@ class RequestUsage(msgspec.Struct, frozen=True):
     and half of the blocks of the output, since these were taken one after another."""
     charges: tuple[Charge, ...] = ()
     """What it has used of hard budgets."""
+    limits: str = ""
+    """The limits that applied, for explanations."""
 
 
 class UsageMeter:

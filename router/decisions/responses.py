@@ -116,6 +116,7 @@ def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> Req
         queue_time_seconds=ended.queue_time_seconds,
         ttft_seconds=ended.ttft_seconds,
         e2e_latency_seconds=ended.e2e_latency_seconds,
+        limits="" if ended.usage is None else ended.usage.limits,
     )
     first = attempts[0]
     if first.attempt_id == 1:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest, Sink
 from kvloom.v1 import generation_pb2
-from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, ModerateRequest, ModerateResponse
 from tests.fakes.fake_safety import CATEGORIES, classify
@@ -43,6 +43,7 @@ class FakeRequest:
         num_cached_tokens: int = 0,
         queue_time_seconds: float = 0.0,
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        limits: LimitsState | None = None,
     ) -> None:
         self._num_cached_tokens = num_cached_tokens
         if not self.cancelled.is_set():
@@ -51,6 +52,7 @@ class FakeRequest:
                 num_cached_tokens=num_cached_tokens,
                 queue_time_seconds=queue_time_seconds,
                 prompt_logprobs=prompt_logprobs,
+                limits=limits,
             )
             self._sink.on_start(index, start)
 
@@ -74,6 +76,7 @@ class FakeRequest:
         error: KvloomError | None = None,
         stop_string: str = "",
         embedding: bytes = b"",
+        limited_by: str = "",
         **counts: int,
     ) -> None:
         if not self.cancelled.is_set() and index in self._open:
@@ -86,6 +89,7 @@ class FakeRequest:
                 error=error.to_proto() if error else None,
                 stop_string=stop_string,
                 embedding=embedding,
+                limited_by=limited_by,
                 **counts,
             )
             self._sink.on_finish(index, finish)

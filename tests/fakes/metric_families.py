@@ -17,19 +17,23 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
 from kvloom.access.tenant_metrics import observe
 from kvloom.access.tenants import Tenants
-from kvloom.config import ResultCacheConfig
+from kvloom.config import KvloomConfig, ResultCacheConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
+from kvloom.tenancy.table import TenantTable
+from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
-from router.core.actions import RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
+from router.core.actions import LimitsCounted, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.shard_health import HealthState
 from router.metering.metrics import MeteringMetrics
+from router.core.tenancy.limiter import Limiter
 from router.metrics import GAUGES, RouterMetrics
 from router.result_cache.cache import ResultCache
 from router.result_cache.metrics import ResultCacheMetrics
 from router.shadow.metrics import PairMetrics, ShadowMetrics
+from router.tenancy.lease_desk import LeaseDesk
 from router.usage_records import Credit
 from safety_svc.metrics import ANSWERS, BLOCKS, POLICY_LOADS, PROMPTS, STREAMS
 from shard_server.engines.base import AdaptersState, EngineLoad
@@ -115,6 +119,7 @@ def _router() -> CollectorRegistry:
     metrics.requests_moved(RequestsMoved("shard-0", 1))
     metrics.sequences_preempted(SequencesPreempted("shard-0", "t", [1]))
     metrics.watch(lambda: dict.fromkeys(GAUGES, 0.0))
+    _limits(registry)
     MeteringMetrics(registry)
     ResumeMetrics(registry).watch(lambda: 0.0, lambda: 0.0, lambda: 0.0)
     shadow = PairMetrics(ShadowMetrics(registry), MODEL, "candidate")
@@ -125,6 +130,14 @@ def _router() -> CollectorRegistry:
     observe(Tenants(max_stale_seconds=1.0), registry, "router")
     ResultCacheMetrics(ResultCache(ResultCacheConfig(), b"", lambda _request, _choice: None), registry)
     return registry
+
+
+def _limits(registry: CollectorRegistry) -> None:
+    config = KvloomConfig()
+    config.redis.url = "redis://127.0.0.1:1"
+    limiter = Limiter(TenantTable, lambda now: now)
+    desk = LeaseDesk(config, limiter, "router-0/1", list, NO_SECRET, lambda _: None, registry)
+    desk.limits_counted(LimitsCounted([("requests_per_minute", "refused")]))
 
 
 def _shard() -> CollectorRegistry:

@@ -224,6 +224,8 @@ def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
         f"{outcome.num_output_tokens} tokens, {outcome.num_cached_tokens} of {outcome.num_prompt_tokens} prompt tokens "
         f"cached, {1000 * outcome.queue_time_seconds:.1f} ms in the router's queue",
     )
+    if outcome.limits:
+        _print(console, f"limits: {outcome.limits}")
     predicted = f"{1000 * outcome.predicted_ttft_seconds:.1f} ms" if outcome.HasField("predicted_ttft_seconds") else ""
     if not outcome.HasField("ttft_seconds"):
         _print(console, f"TTFT: no token came{f', predicted {predicted}' if predicted else ''}")

@@ -107,8 +107,8 @@ class Arrivals:
             return
         if live.cached:  # a limit allows less than it has
             live.cached, live.result_cache = (), RESULT_CACHE_USE_MISS
-        finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit]
-        needs_shard = len(finished) < len(live.choices)
+        finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit and not choice.is_done]
+        needs_shard = len(finished) < live.num_open_choices
         open_shards = self._placer.open_shards(live) if needs_shard else []
         is_parked = (
             request.tier is not Tier.INTERACTIVE and needs_shard and (not open_shards or self._queue.must_park(live))

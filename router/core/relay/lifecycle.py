@@ -402,7 +402,8 @@ def _usage(live: LiveRequest, meter: UsageMeter, num_output_tokens: int, now: fl
     has_answer = _has_answer(live, num_output_tokens)
     num_whole = num_output_tokens + charge.num_resumed_tokens
     charges = charge.charges(live.num_cached_tokens, num_whole, has_answer=has_answer)
-    return meter.usage(live.request, num_output_tokens, now, charges)
+    usage = meter.usage(live.request, num_output_tokens, now, charges)
+    return msgspec.structs.replace(usage, limits=charge.describe())
 
 
 def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:

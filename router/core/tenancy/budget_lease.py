@@ -14,7 +14,8 @@ IDLE_SECONDS: Final = 2.0
 """What was not reserved for so long is returned, for other routers."""
 MAX_SPARE_SHARE: Final = 16
 """At most so small a share of what is left is leased beyond what waiting requests need."""
-NUM_SPARE_REQUESTS: Final = 4
+NUM_SPARE_REQUESTS: Final = 16
+"""As many requests like the last one are meant to find a lease."""
 
 
 class BudgetLease:
@@ -50,6 +51,11 @@ class BudgetLease:
         self._failed_at = -math.inf
         self._used_at = -math.inf
         self._last_need = 0
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it is time to look whether more is to be leased."""
+        return self.free < self._last_need
 
     def verdict(self, need: int, now: float) -> Verdict:
         if self.free >= need:

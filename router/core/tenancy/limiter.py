@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from datetime import date
 from typing import Final
 
 from kvloom.errors import KvloomError
@@ -34,6 +34,7 @@ HOLD_SECONDS: Final = 1.0
 """How long a request waits for a lease. Then the router decides with what it has."""
 SWEEP_SECONDS: Final = 0.5
 """How often unused leases are given back, and those in use are renewed."""
+EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()
 _OUTPUT_LIMIT: Final = "max_output_tokens"
 
 
@@ -51,6 +52,8 @@ class Limiter:
         self._sweep_at = math.inf
         self._counts: list[tuple[str, str]] = []
         self._num_routers = 1
+        self._day = (-1, "")
+        """The last day that was asked for: its number since 1970, and its name."""
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -88,7 +91,6 @@ class Limiter:
         must_wait = False
         for need in charge.rates:
             verdict = need.lease.verdict(need.units, now)
-            self._touch(need.lease)
             if verdict.is_wanted and is_last_try:
                 need.lease.on_failure(self._num_routers, now)
                 verdict = need.lease.verdict(need.units, now)
@@ -101,7 +103,6 @@ class Limiter:
         num_tokens, scarce, is_unknown = charge.most_tokens, None, False
         for need in charge.budgets:
             verdict = need.lease.verdict(need.cost.units(charge.most_tokens), now)
-            self._touch(need.lease)
             if verdict.is_ready or need.limits.shadow:
                 continue
             if verdict.is_wanted and not is_last_try:
@@ -152,7 +153,6 @@ class Limiter:
         is_free = not was_dispatched or (failed and not has_answer)
         num_new_tokens = num_output_tokens - charge.num_resumed_tokens
         for need, taken in charge.taken:
-            self._touch(need.lease)
             if need.kind is LeaseKind.SLOTS or is_free:
                 need.lease.give_back(taken)
             elif need.kind is LeaseKind.TOKENS:
@@ -162,7 +162,6 @@ class Limiter:
                 need.lease.give_back(taken - used)
         used_of = {(used.account, used.period): used.own for used in charge.settled}
         for need, reserved in charge.reserved:
-            self._touch(need.lease)
             need.lease.settle(reserved, used_of[need.lease.name.account, need.lease.name.period])
         if has_answer and request.max_tokens != 0 and not charge.is_continued:
             self._expected.learn(request.key_id, request.model, num_new_tokens / len(request.choices))
@@ -283,16 +282,22 @@ class Limiter:
             num_output = min(expected, charge.most_tokens - charge.num_resumed_tokens)
             units = limits.weighted_tokens(num_prompt, 0, num_output, 0)
             charge.rates.append(RateNeed(account.tokens, units, is_forced, limits))
-        today = datetime.fromtimestamp(self._seconds_since_1970(now), UTC)
         if limits.tokens_per_day:
-            lease = account.budget(LeaseKind.DAY_TOKENS, limits.tokens_per_day, f"{today:%Y-%m-%d}")
+            lease = account.budget(LeaseKind.DAY_TOKENS, limits.tokens_per_day, self._today(now))
             charge.budgets.append(BudgetNeed(lease, token_cost(limits, num_prompt_tokens), limits))
         if limits.monthly_budget_nanos:
-            lease = account.budget(LeaseKind.MONTH_NANOS, limits.monthly_budget_nanos, f"{today:%Y-%m}")
+            lease = account.budget(LeaseKind.MONTH_NANOS, limits.monthly_budget_nanos, self._today(now)[:7])
             is_batch = request.tier is Tier.BATCH
             cost = money_cost(charge.price, num_prompt_tokens, is_batch=is_batch)
             charge.budgets.append(BudgetNeed(lease, cost, limits))
         return None
+
+    def _today(self, now: float) -> str:
+        """The day in UTC, e.g. "2026-11-25"."""
+        number = int(self._seconds_since_1970(now) // 86_400)
+        if number != self._day[0]:
+            self._day = number, date.fromordinal(EPOCH_ORDINAL + number).isoformat()
+        return self._day[1]
 
     def _hold(self, charge: RequestCharge, now: float) -> None:
         if not charge.held_until:
@@ -318,12 +323,16 @@ class Limiter:
                 self._count(need.kind.value, "would_refuse")
             elif need.units:
                 charge.taken.append((need, need.lease.take(need.units)))
+                if need.lease.is_low:
+                    self._touch(need.lease)
         if scarce is not None:
             num_tokens = self._cap(charge, max(num_tokens, 0), scarce)
         for need in charge.budgets:
             units = need.cost.units(num_tokens)
             if need.lease.free >= units:
                 charge.reserved.append((need, need.lease.take(units, now)))
+                if need.lease.is_low:
+                    self._touch(need.lease)
             elif need.limits.shadow and not need.lease.verdict(units, now).is_wanted:
                 self._count(need.kind.value, "would_refuse")
 
@@ -374,7 +383,9 @@ def _priced_model(request: Request) -> str:
 
 
 def _least(leases: Iterable[RateLease | None], now: float) -> RateState | None:
-    states = [
-        RateState(lease.limit, lease.remaining(now), lease.reset_seconds(now)) for lease in leases if lease is not None
-    ]
-    return min(states, key=lambda state: state.remaining, default=None)
+    """The state of the lease that leaves least."""
+    found, least = None, math.inf
+    for lease in leases:
+        if lease is not None and (remaining := lease.remaining(now)) < least:
+            found, least = lease, remaining
+    return None if found is None else RateState(found.limit, int(least), found.reset_seconds(now))

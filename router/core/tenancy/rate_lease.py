@@ -43,6 +43,7 @@ class RateLease:
         "_num_taken",
         "_returned",
         "_told_debt",
+        "_wanted_spare",
         "expires_at",
         "limit",
         "local_at",
@@ -75,6 +76,13 @@ class RateLease:
         self._demand = 0.0
         """Units a second, of late."""
         self._demand_at = -math.inf
+        self._wanted_spare: float = math.inf
+        """What the lease was meant to have beyond what waits, when that was last looked at."""
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it is time to look whether more is to be leased."""
+        return self.units < self._wanted_spare or self.local_at is not None
 
     @property
     def per_second(self) -> float:
@@ -121,7 +129,7 @@ class RateLease:
         if now < self._ask_at:
             return None
         self._expire(now)
-        spare = self._spare(now)
+        self._wanted_spare = spare = self._spare(now)
         wanted = 0
         if self.local_at is not None:
             wanted = max(1, self.waiting)
@@ -210,4 +218,6 @@ class RateLease:
         if seconds >= SPARE_SECONDS:
             self._demand = self._num_taken / seconds if seconds < math.inf else 0.0
             self._num_taken, self._demand_at = 0, now
-        return min(math.ceil(self._demand * SPARE_SECONDS), self.limit // MAX_SPARE_SHARE)
+        # A burst doubles its lease with each answer, so that few of its requests wait for one.
+        expected = max(math.ceil(self._demand * SPARE_SECONDS), self._num_taken)
+        return min(expected, self.limit // MAX_SPARE_SHARE)

@@ -13,6 +13,8 @@ RENEW_SECONDS: Final = 10.0
 """Redis counts the slots of a router for three times as long after it has last heard of them."""
 ADVICE_SECONDS: Final = 1.0
 """When to retry, if all slots are in use: nobody knows when one will be free."""
+SPARE_PART: Final = 4
+"""A quarter more than what is in use is leased, so that not every request waits for a slot."""
 SPARE_SECONDS: Final = 1.0
 """How long free slots are kept."""
 
@@ -33,6 +35,11 @@ class SlotLease:
         self._num_left = limit
         self._told_at = -math.inf
         self._ask_at = -math.inf
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it is time to look whether more is to be leased."""
+        return self.used >= self.held or self.is_local
 
     def verdict(self, need: int, now: float) -> Verdict:
         if self._local_share is not None:
@@ -63,7 +70,10 @@ class SlotLease:
         if not is_local:
             self.held = min(self.held, self.used + self.waiting)
         held = max(self.held, self.used)
-        return LeaseWant(self.name, self.limit, max(0, self.used + self.waiting - held), held=held, asked_at=now)
+        wanted = max(0, self.used + self.waiting - held)
+        if wanted:
+            wanted += self.used // SPARE_PART
+        return LeaseWant(self.name, self.limit, wanted, held=held, asked_at=now)
 
     def on_grant(self, grant: LeaseGrant, now: float) -> None:
         self._local_share = None

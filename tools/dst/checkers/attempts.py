@@ -10,6 +10,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import (
     Action,
     CancelOnShard,
+    LeasesWanted,
+    LimitsCounted,
     PlacementDecided,
     RequestEnded,
     ShardHealthChanged,
@@ -73,7 +75,8 @@ class Fence(Checker):
             return shard is not None and not any(
                 shard.open.get(slot) for slot in action.slots
             )  # a probe that is cancelled
-        return isinstance(action, SubmitAttempt | PlacementDecided | VariantChanged)
+        # Leases are asked for as time passes.
+        return isinstance(action, SubmitAttempt | PlacementDecided | VariantChanged | LeasesWanted | LimitsCounted)
 
     def _is_overdue(self, action: Action) -> bool:
         """Whether a request ended because of its deadline or of a long outage (see OutagePatience)."""

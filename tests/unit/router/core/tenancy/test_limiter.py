@@ -7,7 +7,7 @@ import pytest
 from kvloom.tenancy.limits import Limits
 from kvloom.tenancy.prices import Price
 from router.core.actions import LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
-from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, Tick
+from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, SlotsCancelled, Tick
 from router.core.lease_messages import LeaseKind
 from tests.fakes.core_rig import has, only, sent
 from tests.fakes.limited_rig import LimitedRig, error_of, tenant_table
@@ -243,6 +243,17 @@ def test_a_held_request_ends_exactly_once(how: str):
         log += world.answer(log, 3)
     assert sum(isinstance(action, RequestEnded) for action in log) == 1
     assert world.rig.core.is_idle
+
+
+def test_a_choice_that_was_cancelled_while_its_request_was_held_stays_ended():
+    """The other choices are answered. (Found by dst: the cancelled one was ended once more.)"""
+    choices = [ChoiceSpec(1, 0, [7] * 4), ChoiceSpec(2, 1)]
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=10, tokens_per_day=100)))
+    log = world.submit(grants=False, choices=choices, max_tokens=4)
+    log += world.rig.handle(SlotsCancelled("c", [1]))
+    log += world.grant()
+    attempt = only(log, SubmitAttempt)
+    assert [choice.index for choice in attempt.choices] == [1]
 
 
 def test_while_redis_is_away_each_router_has_its_share():
