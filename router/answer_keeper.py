@@ -47,6 +47,10 @@ class AnswerKeeper:
     def fleet_changed(self, shards: Iterable[ShardDescription]) -> None:
         self._fingerprints = fingerprints(shards)
 
+    def clear(self, tenant: str | None) -> int:
+        """Forget cached answers of one tenant, or all (None). Returns how many there were."""
+        return 0 if self._cache is None else self._cache.clear(tenant)
+
     def arrived(self, request: Request) -> RequestArrived:
         if not (request.is_cacheable or request.wants_receipt):
             return RequestArrived(request)

@@ -196,6 +196,7 @@ class RouterServer:
                 CallerScopes(callers, trusts_all=trusts_all),
                 self._moderation,
                 metrics_registry,
+                self._clear_result_cache,
             )
             return RouterListener(servicer, ModelCardServicer(catalogue.card), options, [*interceptors, *checks])
 
@@ -371,6 +372,9 @@ class RouterServer:
         )
         ResultCacheMetrics(cache, registry)
         return cache
+
+    def _clear_result_cache(self, tenant: str | None) -> int:
+        return 0 if self._keeper is None else self._keeper.clear(tenant)
 
     def _new_receipt_writer(self) -> ReceiptWriter | None:
         """Raises StartError."""

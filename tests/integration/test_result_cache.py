@@ -13,7 +13,7 @@ import pytest
 from kvloom.config import KvloomConfig
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse
+from kvloom.v1.router_service_pb2 import ClearResultCacheRequest, GenerateRequest, GenerateResponse
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 
@@ -191,3 +191,13 @@ async def test_metrics_count_what_clients_were_told(world: EmbeddingWorld) -> No
     assert metric("kvloom_router_result_cache_requests_total", outcome="miss") == 1
     assert metric("kvloom_router_result_cache_answers") == 1
     assert metric("kvloom_router_result_cache_bytes") > 100
+
+
+async def test_clearing(world: EmbeddingWorld) -> None:
+    """What a tenant must not get any more goes at once, and only that."""
+    stub = await world.fabric.stub()
+    await ask(world, "/v1/chat/completions", CHAT)
+    assert (await stub.ClearResultCache(ClearResultCacheRequest(tenant="someone else"))).num_answers == 0
+    assert (await ask(world, "/v1/chat/completions", CHAT))[0] == "hit"
+    assert (await stub.ClearResultCache(ClearResultCacheRequest())).num_answers == 1
+    assert (await ask(world, "/v1/chat/completions", CHAT))[0] == "miss"

@@ -16,6 +16,7 @@ models.py         models
 rollouts.py       `kvloom models rollout`, `rollback` and `history`
 compare.py        `kvloom models compare`
 secret.py         secret
+cache.py     the result caches of the routers
 keys.py           keys
 running.py        finds the fabric that a command is about
 router_client.py  finds the router for chat and explain

@@ -93,6 +93,7 @@ class LazyGroup(click.Group):
         "models": "tools.cli.models:models",
         "secret": "tools.cli.secret:secret",
         "keys": "tools.cli.keys:keys",
+        "cache": "tools.cli.cache:cache",
         "receipts": "tools.receipts.command:receipts",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
