@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -79,7 +79,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         scopes: CallerScopes | None = None,
         moderation: Moderation | None = None,
         metrics_registry: CollectorRegistry = REGISTRY,
-        clear_result_cache: Callable[[str | None], int] = lambda _tenant: 0,
+        clear_result_cache: Callable[[str | None], Awaitable[int]] | None = None,
     ) -> None:
         """`link_address` is where only this router serves those who use this servicer."""
         self._metrics_registry = metrics_registry
@@ -212,7 +212,11 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             message = "Only processes of the fabric may clear its caches."
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
         tenant = request.tenant if request.HasField("tenant") else None
-        return ClearResultCacheResponse(num_answers=self._clear_result_cache(tenant))
+        try:
+            num_answers = 0 if self._clear_result_cache is None else await self._clear_result_cache(tenant)
+        except Exception:  # Redis cannot be reached
+            await _abort_internal(context, "ClearResultCache")
+        return ClearResultCacheResponse(num_answers=num_answers)
 
     def end_streams(self) -> None:
         """Closes every client's stream cleanly because the router stops."""
