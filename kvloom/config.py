@@ -394,6 +394,10 @@ class ResultCacheConfig(Section):
     max_answer_tokens: Annotated[int, Meta(ge=1, le=32_768)] = 1024
     """Longer answers (of all choices together) are not kept. A cached answer is sent at once, and a longer one could
     exceed `edge.max_buffered_bytes`."""
+    shared: bool = False
+    """Whether routers also use one another's answers, through Redis (encrypted). A request that a router cannot answer
+    itself then waits for Redis, at most `shared_timeout_seconds`."""
+    shared_timeout_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.01
 
 
 class ReceiptsConfig(Section):

@@ -3,6 +3,7 @@ ask for a receipt. Without either there is none."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -12,7 +13,7 @@ from router.core.actions import AnswerCompleted
 from router.core.events import Request, RequestArrived, ShardDescription
 from router.fingerprints import NO_FINGERPRINTS, ModelFingerprint, fingerprints
 from router.receipts.writer import ReceiptWriter
-from router.result_cache.cache import ResultCache
+from router.result_cache.cache import ResultCache, SharedResults
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -24,6 +25,10 @@ class Ticket(msgspec.Struct, frozen=True):
     """In the result cache; b"": it is not for the cache."""
     clearing: int
     """How often the cache had been cleared."""
+
+
+def _pass_on_nothing(_event: RequestArrived) -> None:
+    pass
 
 
 class AnswerKeeper:
@@ -43,11 +48,26 @@ class AnswerKeeper:
         self._policy_revision = policy_revision
         self._now = now
         self._fingerprints = NO_FINGERPRINTS
+        self._shared: SharedResults | None = None
+        self._pass_on: Callable[[RequestArrived], None] = _pass_on_nothing
+        self._held: dict[int, tuple[Request, Ticket]] = {}
+        """Requests for which the shared answers are asked, in their order."""
+        self._num_held = 0
+
+    def share(self, shared: SharedResults, pass_on: Callable[[RequestArrived], None]) -> None:
+        """Also use what other routers have answered. `pass_on` takes requests for which `arrived` returned None."""
+        self._shared, self._pass_on = shared, pass_on
+        if self._cache is not None:
+            self._cache.shared = shared
 
     def fleet_changed(self, shards: Iterable[ShardDescription]) -> None:
         self._fingerprints = fingerprints(shards)
 
-    def arrived(self, request: Request) -> RequestArrived:
+    def clear(self, tenant: str | None) -> int:
+        """Forget cached answers of one tenant, or all (None). Returns how many there were."""
+        return 0 if self._cache is None else self._cache.clear(tenant)
+
+    def arrived(self, request: Request) -> RequestArrived | None:
         if not (request.is_cacheable or request.wants_receipt):
             return RequestArrived(request)
         fingerprint, revision = self._fingerprints.get(request.model), self._policy_revision()
@@ -58,7 +78,32 @@ class AnswerKeeper:
             return RequestArrived(request, Ticket(fingerprint, revision, b"", 0))
         key = cache.key(request, fingerprint, revision)
         ticket = Ticket(fingerprint, revision, key, cache.num_clearings)
-        cached = cache.find(key, request, self._now())
+        if self._shared is not None and self._shared.is_asked and not cache.has(key, self._now()):
+            self._hold(self._shared, request, ticket)
+            return None
+        return self._looked_up(cache, request, ticket)
+
+    def release(self) -> None:
+        """Pass on the requests that are held, as they are: one of them may be cancelled, or its client gone."""
+        for number in list(self._held):
+            self._on_found(number, None)
+
+    def _hold(self, shared: SharedResults, request: Request, ticket: Ticket) -> None:
+        self._num_held = number = self._num_held + 1
+        self._held[number] = request, ticket
+        shared.look_up(ticket.key, request.tenant, functools.partial(self._on_found, number))
+
+    def _on_found(self, number: int, answer: bytes | None) -> None:
+        held = self._held.pop(number, None)
+        if held is None or self._cache is None:
+            return
+        request, ticket = held
+        if answer is not None and ticket.clearing == self._cache.num_clearings:
+            self._cache.take(ticket.key, answer, request.tenant, self._now())
+        self._pass_on(self._looked_up(self._cache, request, ticket))
+
+    def _looked_up(self, cache: ResultCache, request: Request, ticket: Ticket) -> RequestArrived:
+        cached = cache.find(ticket.key, request, self._now())
         use = RESULT_CACHE_USE_HIT if cached else RESULT_CACHE_USE_MISS
         return RequestArrived(request, ticket, use, cached)
 

@@ -33,7 +33,16 @@ from router.core.actions import (
     VariantChanged,
     WantKvSnapshot,
 )
-from router.core.events import Event, Request, RequestArrived, Tick
+from router.core.events import (
+    ClientGone,
+    DrainEnded,
+    Event,
+    Request,
+    RequestArrived,
+    RequestCancelled,
+    SlotsCancelled,
+    Tick,
+)
 from router.core.frames import Step
 from router.usage_records import Credit
 
@@ -148,8 +157,13 @@ class Tap(Protocol):
 class Keeper(Protocol):
     """Knows some answers, and is told whole ones. Its methods never block and never raise."""
 
-    def arrived(self, request: Request) -> RequestArrived:
-        """Called with every request. Returns the event for the core."""
+    def arrived(self, request: Request) -> RequestArrived | None:
+        """Called with every request. Returns the event for the core; None: it is passed to `CoreDriver.pass_on`
+        soon."""
+        ...
+
+    def release(self) -> None:
+        """Pass on what is held back: something has happened that may concern it."""
         ...
 
     def completed(self, completed: AnswerCompleted) -> None:
@@ -197,8 +211,14 @@ class CoreDriver:
         self._carry_out = carry_out
         self._report_end = observer.request_ended
         self._tap: Tap | None = None
-        self.keeper: Keeper | None = None
-        """Set before the first request, if there is one."""
+        self._keeper: Keeper | None = None
+        self._intercepted: frozenset[type] = frozenset({RequestArrived})
+        """The events that do not go straight to the core."""
+
+    def set_keeper(self, keeper: Keeper) -> None:
+        """To be called before the first request. Without a keeper, a request costs one look whether there is one."""
+        self._keeper = keeper
+        self._intercepted |= {SlotsCancelled, RequestCancelled, ClientGone, DrainEnded}
 
     def set_tap(self, tap: Tap | None) -> None:
         """Without a tap, a request costs one look whether there is one, and a step nothing."""
@@ -250,13 +270,19 @@ class CoreDriver:
         A nested call (a sink that reacts to an action) is queued behind the current event. Raises what the core raised:
         the caller owns the peer that the event came from, and ends that peer's connection.
         """
-        if type(event) is RequestArrived:
-            self._num_live_requests += 1
-            self._idle.clear()
-            if self._tap is not None:
-                event = RequestArrived(self._tap.arrived(event.request))
-            if self.keeper is not None:
-                event = self.keeper.arrived(event.request)
+        if type(event) in self._intercepted:
+            if type(event) is RequestArrived:
+                self._num_live_requests += 1
+                self._idle.clear()
+                if self._tap is not None:
+                    event = RequestArrived(self._tap.arrived(event.request))
+                if self._keeper is not None:
+                    passed = self._keeper.arrived(event.request)
+                    if passed is None:
+                        return
+                    event = passed
+            elif self._keeper is not None:
+                self._keeper.release()
         if self._dispatching:
             self._pending.append(event)
             return
@@ -280,6 +306,12 @@ class CoreDriver:
                 self._arm_timer()
         if fault is not None:
             raise fault
+
+    def pass_on(self, event: RequestArrived) -> None:
+        """Handle a request that the keeper has held. Raises as `dispatch` does."""
+        self._pending.append(event)
+        if not self._dispatching:
+            self.dispatch(Tick())  # and then what is pending
 
     @property
     def num_live_requests(self) -> int:
@@ -341,8 +373,8 @@ class CoreDriver:
         self._report_end(action)
 
     def _on_completed(self, action: AnswerCompleted) -> None:
-        if self.keeper is not None:
-            self.keeper.completed(action)
+        if self._keeper is not None:
+            self._keeper.completed(action)
 
     def _report_tapped_end(self, action: RequestEnded) -> None:
         if self._tap is None or not self._tap.ended(action):

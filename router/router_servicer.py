@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -22,6 +22,8 @@ from kvloom.v1.router_service_pb2 import (
     CANCEL_OUTCOME_NOT_FOUND,
     CancelRequest,
     CancelResponse,
+    ClearResultCacheRequest,
+    ClearResultCacheResponse,
     ExplainRequest,
     ExplainResponse,
     GenerateRequest,
@@ -77,9 +79,11 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         scopes: CallerScopes | None = None,
         moderation: Moderation | None = None,
         metrics_registry: CollectorRegistry = REGISTRY,
+        clear_result_cache: Callable[[str | None], Awaitable[int]] | None = None,
     ) -> None:
         """`link_address` is where only this router serves those who use this servicer."""
         self._metrics_registry = metrics_registry
+        self._clear_result_cache = clear_result_cache
         self._link_address = link_address
         self._scopes = scopes or CallerScopes(Callers(), trusts_all=True)
         self._moderation = moderation or Moderation(None)
@@ -208,6 +212,17 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             await abort(context, invalid_argument(f"names may have at most {MAX_METRICS} entries.", "names"))
         text = await asyncio.to_thread(exposition_of, self._metrics_registry, frozenset(request.names))
         return GetMetricsResponse(text=text, incarnation_id=self._incarnation_id)
+
+    async def ClearResultCache(self, request: ClearResultCacheRequest, context: Context) -> ClearResultCacheResponse:
+        if self._scopes.of(context).caller is not None:
+            message = "Only processes of the fabric may clear its caches."
+            await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
+        tenant = request.tenant if request.HasField("tenant") else None
+        try:
+            num_answers = 0 if self._clear_result_cache is None else await self._clear_result_cache(tenant)
+        except Exception:  # Redis cannot be reached
+            await _abort_internal(context, "ClearResultCache")
+        return ClearResultCacheResponse(num_answers=num_answers)
 
     def end_streams(self) -> None:
         """Closes every client's stream cleanly because the router stops."""

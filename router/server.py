@@ -79,6 +79,7 @@ from router.result_cache.cache import ResultCache
 from router.result_cache.metrics import ResultCacheMetrics
 from router.result_cache.pieces import pieces_of
 from router.result_cache.request_key import KEY_BYTES
+from router.result_cache.shared import SharedResultCache
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
@@ -161,7 +162,10 @@ class RouterServer:
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices
         """What requests cost; without tenants nothing."""
         self._keeper = self._new_keeper(metrics_registry)
-        self._driver.keeper = self._keeper
+        self._shared_results: SharedResultCache | None = None
+        if self._keeper is not None:
+            self._driver.set_keeper(self._keeper)
+            self._shared_results = self._share_results(self._keeper)
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
@@ -233,6 +237,7 @@ class RouterServer:
                 CallerScopes(callers, trusts_all=trusts_all),
                 self._moderation,
                 metrics_registry,
+                self._clear_result_cache,
             )
             return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
 
@@ -300,7 +305,8 @@ class RouterServer:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
-            watched = filter(None, (self._memory, self._sweep, self._tls, self.callers.watched, self._rollouts))
+            files = self._memory, self._sweep, self._tls, self.callers.watched
+            watched = filter(None, (*files, self._rollouts, self._shared_results))
             async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),
@@ -335,6 +341,8 @@ class RouterServer:
             if self._metering is not None:
                 await self._metering.close()
             await self._registry.close()
+            if self._shared_results is not None:
+                await self._shared_results.close()
 
     def _card(self, model: str) -> PackedCard | None:
         """Raises KvloomError (PERMISSION_DENIED) if the RPC's caller may not use the model."""
@@ -422,19 +430,34 @@ class RouterServer:
             return None
         return AnswerKeeper(cache, receipts, lambda: "" if link is None else link.policy_revision, time.time)
 
+    def _share_results(self, keeper: AnswerKeeper) -> SharedResultCache | None:
+        settings, redis = self._config.router.result_cache, self._config.redis
+        if not (settings.enabled and settings.shared and redis.url):
+            return None
+        shared = SharedResultCache(redis.url, redis.key_prefix, self._trust.sealer, settings.shared_timeout_seconds)
+        keeper.share(shared, self._driver.pass_on)
+        return shared
+
     def _new_result_cache(self, registry: CollectorRegistry) -> ResultCache | None:
         settings, models = self._config.router.result_cache, self._catalogue.by_name
         if not settings.enabled:
             return None
         cache = ResultCache(
             settings,
-            self._trust.caller_key or secrets.token_bytes(KEY_BYTES),
+            self._trust.caller_key or (b"shared" if settings.shared else secrets.token_bytes(KEY_BYTES)),
             lambda request, choice: pieces_of(
                 models[request.model].tokenizer if request.model in models else None, request, choice
             ),
         )
         ResultCacheMetrics(cache, registry)
         return cache
+
+    async def _clear_result_cache(self, tenant: str | None) -> int:
+        """Raises RedisError, OSError if the shared answers cannot be cleared."""
+        num_answers = 0 if self._keeper is None else self._keeper.clear(tenant)
+        if self._shared_results is not None:
+            await self._shared_results.clear(tenant)
+        return num_answers
 
     def _new_receipt_writer(self) -> ReceiptWriter | None:
         """Raises StartError."""

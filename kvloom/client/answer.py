@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvloom.client.generation import Delta, ToolCallDelta
 from kvloom.enums import FinishReason
 from kvloom.text.chat_message import ChatMessage, ToolCall
-from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +49,10 @@ class Answer:
     """How many of the prompt's tokens were in the cache."""
     num_output_tokens: int
     """Of all choices together."""
+    is_result_cache_hit: bool = False
+    """Whether the router's result cache had it."""
+    receipt: bytes = b""
+    """The signed receipt as JSON, if the request asked for one and its router could give one."""
 
     @property
     def text(self) -> str:
@@ -96,6 +100,8 @@ class AnswerBuilder:
             num_prompt_tokens=first.num_prompt_tokens if first else 0,
             num_cached_tokens=first.num_cached_tokens if first else 0,
             num_output_tokens=sum(finish.num_output_tokens for finish in finishes if finish),
+            is_result_cache_hit=any(finish.result_cache == RESULT_CACHE_USE_HIT for finish in finishes if finish),
+            receipt=next((finish.receipt for finish in finishes if finish and finish.receipt), b""),
         )
 
 

@@ -92,6 +92,10 @@ class GenerateOptions(TypedDict, total=False):
     """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
     tier: Tier | Literal["interactive", "batch"]
     """batch: the request can wait, and is rejected before others under overload. The default is interactive."""
+    no_result_cache: bool
+    """Neither take the answer from the router's result cache nor keep it there (docs/result-cache.md)."""
+    receipt: bool
+    """Ask for a signed receipt (docs/receipts.md), which is `Answer.receipt`."""
     resumable: bool
     """Whether the answer outlives its connection (docs/grpc-api.md). The default is False."""
 
@@ -112,7 +116,7 @@ _SAMPLING = (
     "shown_special_token_ids",
 )
 _STOP = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
-_TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable")
+_TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable", "no_result_cache", "receipt")
 _TIERS = {"interactive": router_service_pb2.TIER_INTERACTIVE, "batch": router_service_pb2.TIER_BATCH}
 _INPUTS = ("messages", "text", "token_ids")
 

@@ -24,6 +24,15 @@ from router.result_cache.stored_answer import StoredChoice, decode_answer, encod
 class SharedResults(Protocol):
     """Answers that routers share. Its methods never block and never raise."""
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a look-up makes sense now."""
+        ...
+
+    def look_up(self, key: bytes, tenant: str, on_found: Callable[[bytes | None], None]) -> None:
+        """Calls `on_found` within a short time, with the answer or None."""
+        ...
+
     def store(self, key: bytes, answer: bytes, tenant: str, seconds: float) -> None: ...
 
 
@@ -67,6 +76,14 @@ class ResultCache:
         else:
             self.num_misses += 1
         return cached
+
+    def has(self, key: bytes, now: float) -> bool:
+        """Whether this router itself has an answer."""
+        return self.memory.get(key, now) is not None
+
+    def take(self, key: bytes, answer: bytes, tenant: str, now: float) -> None:
+        """Keep what another router has shared; it may become twice as old as the others."""
+        self.memory.put(key, answer, tenant, now + self._config.ttl_seconds)
 
     def keep(self, key: bytes, completed: AnswerCompleted, now: float) -> None:
         """Keep a complete answer, if the same request may get it again."""

@@ -13,9 +13,9 @@ import pytest
 from kvloom.config import KvloomConfig
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse
+from kvloom.v1.router_service_pb2 import ClearResultCacheRequest, GenerateRequest, GenerateResponse
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
-from tests.fakes.failover_world import MODEL
+from tests.fakes.failover_world import MODEL, Collected
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -191,3 +191,37 @@ async def test_metrics_count_what_clients_were_told(world: EmbeddingWorld) -> No
     assert metric("kvloom_router_result_cache_requests_total", outcome="miss") == 1
     assert metric("kvloom_router_result_cache_answers") == 1
     assert metric("kvloom_router_result_cache_bytes") > 100
+
+
+async def test_clearing(world: EmbeddingWorld) -> None:
+    """What a tenant must not get any more goes at once, and only that."""
+    stub = await world.fabric.stub()
+    await ask(world, "/v1/chat/completions", CHAT)
+    assert (await stub.ClearResultCache(ClearResultCacheRequest(tenant="someone else"))).num_answers == 0
+    assert (await ask(world, "/v1/chat/completions", CHAT))[0] == "hit"
+    assert (await stub.ClearResultCache(ClearResultCacheRequest())).num_answers == 1
+    assert (await ask(world, "/v1/chat/completions", CHAT))[0] == "miss"
+
+
+async def test_what_another_router_has_answered(router_redis_url: str, tokenizer: ModelTokenizer) -> None:
+    """The request waits for Redis and not for a shard; and a client that leaves meanwhile leaves nothing behind."""
+
+    def configure(config: KvloomConfig) -> None:
+        _enable(config)
+        config.router.result_cache.shared = True
+        config.router.result_cache.shared_timeout_seconds = 1.0
+
+    async with embedding_world(router_redis_url, tokenizer, sim_engine(), configure=configure) as world:
+        keeper = world.fabric.server._keeper
+        assert keeper is not None
+        assert (await ask(world, "/v1/chat/completions", CHAT))[0] == "miss"
+        before = num_dispatched(world)
+        for _ in range(100):  # until the answer is in Redis
+            keeper.clear(None)  # as if this router had not been the one that answered
+            if (await ask(world, "/v1/chat/completions", CHAT))[0] == "hit":
+                break
+        assert num_dispatched(world) - before < 100
+        handle = world.fabric.submit([5, 6], 4, Collected(1), sampling=SamplingParams(temperature=0))
+        world.fabric.link.cancel(handle)
+        await world.fabric.server._driver.wait_idle()
+        assert (await ask(world, "/v1/chat/completions", CHAT))[0] == "hit"

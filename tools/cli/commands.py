@@ -32,6 +32,7 @@ from tools.cli.lazy_group import LazyGroup
         "users": "tools.cli.tenants.users:users",
         "limits": "tools.cli.tenants.limits:limits",
         "prices": "tools.cli.tenants.prices:prices",
+        "cache": "tools.cli.cache:cache",
         "receipts": "tools.receipts.command:receipts",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",

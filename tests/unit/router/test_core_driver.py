@@ -10,6 +10,7 @@ import pytest
 from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
+    AnswerCompleted,
     FleetChanged,
     PlacementDecided,
     RequestEnded,
@@ -19,7 +20,18 @@ from router.core.actions import (
     ShardHealthChanged,
     VariantChanged,
 )
-from router.core.events import ClientGone, DrainStarted, Event, ShardDown, Tick
+from router.core.events import (
+    ClientGone,
+    DrainEnded,
+    DrainStarted,
+    Event,
+    Request,
+    RequestArrived,
+    RequestCancelled,
+    ShardDown,
+    SlotsCancelled,
+    Tick,
+)
 from router.core.frames import Step
 from router.core_driver import CoreDriver
 from router.usage_records import Credit
@@ -140,4 +152,37 @@ async def test_it_ticks_once_the_deadline_has_come() -> None:
     async with asyncio.timeout(5):
         await core.ticked.wait()
     assert sum(isinstance(event, Tick) for event in core.events) <= 3, "it must not spin"
+    driver.close()
+
+
+class HoldingKeeper:
+    """Holds every request until something else happens."""
+
+    def __init__(self, driver: CoreDriver) -> None:
+        self._driver = driver
+        self._held: list[Request] = []
+
+    def arrived(self, request: Request) -> RequestArrived | None:
+        self._held.append(request)
+        return None
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for request in held:
+            self._driver.pass_on(RequestArrived(request))
+
+    def completed(self, completed: AnswerCompleted) -> None: ...
+
+
+@pytest.mark.parametrize("later", [SlotsCancelled("c", [1]), RequestCancelled("r"), ClientGone("c"), DrainEnded()])
+async def test_what_ends_a_request_does_not_overtake_it(later: Event) -> None:
+    """The core ignores a cancellation of what it does not know: the request would then run for nobody."""
+    core = ScriptedCore()
+    driver = CoreDriver(core, Silent())
+    driver.set_keeper(HoldingKeeper(driver))
+    driver.dispatch(RequestArrived(Request("r", "c", "m", [1], "", [])))
+    assert (core.events, driver.num_live_requests) == ([], 1)
+    driver.dispatch(later)
+    kinds = [type(event) for event in core.events if not isinstance(event, Tick)]
+    assert kinds == [RequestArrived, type(later)]
     driver.close()

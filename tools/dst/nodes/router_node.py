@@ -238,7 +238,7 @@ class RouterNode:
             case SafetyDown():
                 self.policy_revision = None
             case RequestArrived():
-                return keeper.arrived(event.request)
+                return keeper.arrived(event.request) or event
             case _:
                 pass
         return event

@@ -13,7 +13,7 @@ from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams, StopConditions
 from router.answer_keeper import AnswerKeeper
 from router.core.actions import AnswerCompleted, CompletedChoice
-from router.core.events import ChoiceSpec, Request, ShardDescription
+from router.core.events import ChoiceSpec, Request, RequestArrived, ShardDescription
 from router.core.frames import Finish
 from router.fingerprints import fingerprints
 from router.result_cache.cache import ResultCache
@@ -39,14 +39,19 @@ class World:
         self.keeper = AnswerKeeper(self.cache, None, lambda: self.revision, lambda: self.now)
         self.keeper.fleet_changed([SHARD])
 
+    def arrived(self, request: Request) -> RequestArrived:
+        event = self.keeper.arrived(request)
+        assert event is not None
+        return event
+
     def ticket(self, request: Request = REQUEST) -> Any:
-        return self.keeper.arrived(request).ticket
+        return self.arrived(request).ticket
 
     def keep(self, request: Request = REQUEST, ticket: Any = None, **changes: Any) -> None:
         self.keeper.completed(completed(request, ticket or self.ticket(request), **changes))
 
     def finds(self, request: Request = REQUEST) -> bool:
-        return bool(self.keeper.arrived(request).cached)
+        return bool(self.arrived(request).cached)
 
 
 def completed(request: Request, ticket: Any, **changes: Any) -> AnswerCompleted:
@@ -77,7 +82,7 @@ def test_the_same_request_gets_the_same_tokens_and_text() -> None:
     again = replaced(
         request_id="r2", client_id="c2", choices=[ChoiceSpec(7, 0)], sampling=SamplingParams(temperature=0, seed=12)
     )
-    (choice,) = world.keeper.arrived(again).cached
+    (choice,) = world.arrived(again).cached
     assert "".join(choice.deltas) == TEXT
     assert list(choice.token_ids) == list(TOKENIZER.encode_now(TEXT))
     assert len(choice.deltas) == len(choice.token_ids)
@@ -200,3 +205,64 @@ def test_a_tokenizer_that_reads_the_tokens_differently_makes_a_miss() -> None:
     world.keep(choices=[CompletedChoice(0, list(TOKENIZER.encode_now(TEXT)), 5, Finish(0, FINISH_REASON_LENGTH))])
     assert not world.finds()
     assert world.cache.num_hits == 0
+
+
+class Shared:
+    """SharedResults whose answers the test gives."""
+
+    is_asked = True
+
+    def __init__(self) -> None:
+        self.stored: dict[bytes, bytes] = {}
+        self.asked: list[tuple[bytes, Any]] = []
+
+    def look_up(self, key: bytes, tenant: str, on_found: Any) -> None:
+        assert tenant
+        self.asked.append((key, on_found))
+
+    def store(self, key: bytes, answer: bytes, tenant: str, seconds: float) -> None:
+        assert tenant
+        assert seconds > 0
+        self.stored[key] = answer
+
+
+def shared_world() -> tuple[World, Shared, list[RequestArrived]]:
+    world, shared, passed = World(), Shared(), []
+    world.keeper.share(shared, passed.append)
+    return world, shared, passed
+
+
+def test_another_routers_answer_is_used() -> None:
+    """Clients reach any of the routers, so what one of them knows should serve all."""
+    first, shared, passed = shared_world()
+    assert first.keeper.arrived(REQUEST) is None
+    key, on_found = shared.asked.pop()
+    on_found(None)
+    (event,) = passed
+    first.keeper.completed(completed(REQUEST, event.ticket))
+    second, others, passed = shared_world()
+    assert second.keeper.arrived(REQUEST) is None
+    assert others.asked[0][0] == key
+    others.asked.pop()[1](shared.stored[key])
+    assert "".join(passed[0].cached[0].deltas) == TEXT
+    assert second.arrived(REQUEST).cached, "the next time it is in this router's own memory"
+
+
+def test_a_held_request_is_passed_on_once_and_before_its_cancellation() -> None:
+    """A cancellation that overtook its request would leave it running for nobody."""
+    world, shared, passed = shared_world()
+    world.keeper.arrived(REQUEST)
+    world.keeper.release()
+    assert [event.request for event in passed] == [REQUEST]
+    key, on_found = shared.asked.pop()
+    on_found(b"late")
+    assert len(passed) == 1
+    assert not world.cache.has(key, world.now)
+
+
+def test_an_unusable_shared_answer_is_a_miss() -> None:
+    """What is in Redis may be of another version, or garbage."""
+    world, shared, passed = shared_world()
+    world.keeper.arrived(REQUEST)
+    shared.asked.pop()[1](b"garbage")
+    assert not passed[0].cached

@@ -1,0 +1,73 @@
+"""`kvloom cache`: the result caches of a running fabric's routers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+import click
+import grpc
+import redis.exceptions
+
+from kvloom.config import ConfigError, KvloomConfig, load_config
+from kvloom.discovery.registry import RouterRegistry
+from kvloom.v1.router_service_pb2 import ClearResultCacheRequest
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from tools.cli.running import running_folder
+from tools.fabric_trust import trust_of
+from tools.failures import CommandError
+from tools.options import config_option, data_dir_option, option
+
+TIMEOUT_SECONDS: Final = 10.0
+
+
+@click.group()
+def cache() -> None:
+    """The result caches of the routers (docs/result-cache.md)."""
+
+
+@cache.command()
+@option("--tenant", scope="cache", metavar="ORGANISATION/PROJECT", help="Only the answers of this tenant.")
+@data_dir_option
+@config_option
+def clear(tenant: str | None, data_dir: Path | None, config_file: Path | None) -> None:
+    """Forget the answers that the routers of the fleet keep, and those that are being generated now.
+
+    A change of a model, an adapter or the safety policy needs no clearing. Exits with 1 if a router could not be
+    reached.
+    """
+    folder = running_folder(data_dir, config_file)
+    try:
+        config = load_config(folder.config_path)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    cleared, failed = asyncio.run(_clear(config, tenant))
+    print(f"forgot {sum(cleared.values())} answers in {len(cleared)} routers")
+    if failed:
+        raise CommandError(f"these routers could not be reached: {', '.join(sorted(failed))}")
+
+
+async def _clear(config: KvloomConfig, tenant: str | None) -> tuple[dict[str, int], list[str]]:
+    """(answers by router, routers that could not be reached). Raises CommandError."""
+    trust = trust_of(config)
+    registry = RouterRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
+    try:
+        routers = await registry.list_routers()
+    except (redis.exceptions.RedisError, OSError) as error:
+        raise CommandError(f"the registry cannot be read: {error}") from error
+    finally:
+        await registry.close()
+    request = ClearResultCacheRequest()
+    if tenant is not None:
+        request.tenant = tenant
+    cleared: dict[str, int] = {}
+    failed: list[str] = []
+    for address, record in routers.items():
+        async with trust.open_channel(address, "router") as channel:
+            try:
+                response = await RouterServiceStub(channel).ClearResultCache(request, timeout=TIMEOUT_SECONDS)
+                cleared[record.router_id] = response.num_answers
+            except grpc.aio.AioRpcError:
+                failed.append(record.router_id)
+    return cleared, failed
