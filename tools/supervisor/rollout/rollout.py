@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
@@ -155,12 +154,13 @@ class Rollout:
 
     async def _hold(self) -> None:
         """One step. Raises _RolledBackError."""
-        began = read_at = time.monotonic()
+        clock = asyncio.get_running_loop()
+        began = read_at = clock.time()
         earlier: Mapping[Series, float] = dict(self._metering.increments.total)
         looks, verdict = Looks(), Verdict(Decision.WAIT)
         while True:
             await self._pause()
-            now = time.monotonic()
+            now = clock.time()
             if await self._metering.read():
                 read_at = now
             elif now - read_at > BLIND_SECONDS:
