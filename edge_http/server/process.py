@@ -26,6 +26,7 @@ from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_regis
 from kvloom.models.catalogue import Catalogue, CatalogueFollower
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.models.rollout_follower import RolloutFollower
+from kvloom.models.succession import SuccessionFollower
 from kvloom.process.access_log import AccessLog
 from kvloom.process.control_socket import run_folder
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
@@ -87,7 +88,8 @@ async def serve_edge(
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     rollouts = RolloutFollower(config, trust.sealer, routes)
-    watchers = (None if group is None else CatalogueFollower(catalogue, group), callers.watched, rollouts)
+    succession = SuccessionFollower(catalogue, routes, link)
+    watchers = (None if group is None else CatalogueFollower(catalogue, group), callers.watched, rollouts, succession)
     async with following(*filter(None, watchers)):
         await _serve(edge, config, listen_options, stop, on_ready, trust, name)
 

@@ -53,25 +53,33 @@ class RolloutAnnouncement:
         self._record = record
         self._renewing: asyncio.Task[None] | None = None
         self._renewed_at = 0.0
+        """When the latest announcement was sent that has arrived."""
 
     async def announce(self, share: float) -> None:
         self._record = msgspec.structs.replace(self._record, share=share)
+        sent_at = asyncio.get_running_loop().time()
         try:
             await self._registry.announce(self._record)
         except NameTakenError as error:
             raise CommandError(f"{self._record.name} is being rolled out by {error.holder.address}") from error
         except (redis.exceptions.RedisError, OSError) as error:
             raise CommandError(f"the registry cannot be reached: {error or type(error).__name__}") from error
-        self._renewed_at = asyncio.get_running_loop().time()
-        if self._renewing is None:
+        self._renewed_at = sent_at
+        if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew(), name=f"rollout of {self._record.new}")
 
     async def _renew(self) -> None:
+        """Until the announcement is lost, for example because this process was suspended. Edges and routers have gone
+        back to the old version then, and their sessions must not come and go."""
+        clock = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            if self.is_lost:
+                return
+            sent_at = clock.time()
             with contextlib.suppress(redis.exceptions.RedisError, OSError, NameTakenError):
                 await self._registry.announce(self._record)
-                self._renewed_at = asyncio.get_running_loop().time()
+                self._renewed_at = sent_at
 
     @property
     def is_lost(self) -> bool:

@@ -109,6 +109,7 @@ class Rollout:
                 await self._serve()
                 state.phase = "finishing"
                 await asyncio.sleep(self._settle_seconds)
+                self._check_followed()
                 await self._versions.unload_old(self._on_step)
                 state.phase, holds_on = "done", True
             except (_RolledBackError, CommandError) as error:
@@ -165,8 +166,7 @@ class Rollout:
                 read_at = now
             elif now - read_at > BLIND_SECONDS:
                 raise _RolledBackError(f"no router has answered for {BLIND_SECONDS:g} s")
-            if self._shares.is_lost:
-                raise _RolledBackError("the registry cannot be reached, so that no edge follows the rollout any more")
+            self._check_followed()
             old, new = self._counts(earlier)
             is_over = now - began >= self._plan.hold_seconds
             gap = gap_of(self._metering.increments.total, self.state.old, self.state.new)
@@ -183,6 +183,11 @@ class Rollout:
             if now - began >= MAX_HOLDS * self._plan.hold_seconds and is_over:
                 self._report(old, new, gap, verdict)
                 raise _RolledBackError(f"it had only {verdict.reason} in {now - began:.0f} s (--min-requests)")
+
+    def _check_followed(self) -> None:
+        """Raises _RolledBackError."""
+        if self._shares.is_lost:
+            raise _RolledBackError("the registry cannot be reached, so that no edge follows the rollout any more")
 
     async def _pause(self) -> None:
         """Raises _RolledBackError."""
