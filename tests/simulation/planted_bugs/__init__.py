@@ -11,6 +11,7 @@ from tests.simulation.planted_bugs import (
     models,
     overload,
     registry_records,
+    rollouts,
     shard_health,
     surroundings,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "models",
     "overload",
     "registry_records",
+    "rollouts",
     "shard_health",
     "surroundings",
 ]

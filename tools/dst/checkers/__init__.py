@@ -12,6 +12,7 @@ models.py      shards of several models, and models that are loaded and unloaded
 overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
 registry.py    shards are found by their records, and no other process is used
+rollouts.py    which version requests get while a new one is rolled out, and that nobody suffers
 quiescence.py  the state of the routers when nothing is in flight
 safety.py      unsafe text is not delivered
 """
@@ -42,6 +43,13 @@ from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJus
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
 from tools.dst.checkers.quiescence import IndexExact, LoadExact
 from tools.dst.checkers.registry import RecordsFollowed, ShardsFound
+from tools.dst.checkers.rollouts import (
+    RolloutsEnd,
+    RolloutsHarmless,
+    SessionsMoveOnce,
+    SharesConverge,
+    VersionsKept,
+)
 from tools.dst.checkers.safety import SafetyKept
 
 CHECKERS: Final[tuple[type[Checker], ...]] = (
@@ -70,6 +78,11 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     ModelsKeptApart,
     WithdrawalsKept,
     UnloadsHarmless,
+    VersionsKept,
+    SessionsMoveOnce,
+    SharesConverge,
+    RolloutsHarmless,
+    RolloutsEnd,
     ShardsFound,
     RecordsFollowed,
     HungShardsAbandoned,

@@ -49,10 +49,13 @@ class RouterNode:
         shards: Sequence[SimShard],
         safety: SimSafety,
         fleet: FleetReader | None,
+        on_report: Callable[[str, FleetChanged | RequestEnded], None],
     ) -> None:
-        """Without `fleet`, the router knows all shards from the beginning."""
+        """Without `fleet`, the router knows all shards from the beginning. `on_report` is called with what edges and
+        the supervisor learn from it."""
         self._env = env
         self._fleet = fleet
+        self._on_report = on_report
         self._shards = shards
         self._safety_service = safety
         self.number = number
@@ -231,15 +234,9 @@ class RouterNode:
             case CheckPrompt() | ScreenAnswers():
                 if self.safety is not None:
                     self.safety.send(action)
-            case (
-                RequestEnded()
-                | FleetChanged()
-                | PlacementDecided()
-                | ShardHealthChanged()
-                | RequestsMoved()
-                | SequencesPreempted()
-                | VariantChanged()
-            ):
+            case RequestEnded() | FleetChanged():
+                self._on_report(self.name, action)
+            case PlacementDecided() | ShardHealthChanged() | RequestsMoved() | SequencesPreempted() | VariantChanged():
                 pass
 
     def _arm_timer(self) -> None:
