@@ -309,6 +309,7 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
             )
             for adapter in model.adapters
         ],
+        withdrawn=model.is_withdrawn,
     )
 
 

@@ -138,7 +138,7 @@ class RouterServer:
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust, catalogue)
         self._catalogue = catalogue
-        routes = ModelRoutes(config.routes)
+        routes = self._routes = ModelRoutes(config.routes)
         self.shadows = ShadowTraffic(self._driver, core, catalogue.by_name, metrics_registry)
         """What is compared with candidates. It may be changed while the router runs."""
         self.shadows.configure(config.shadows)
@@ -511,6 +511,8 @@ class RouterServer:
         self._catalogue.set_adapters(
             {model.name: {one.name: one.checksum for one in model.adapters} for model in self._core.fleet.models}
         )
+        withdrawn = {model.name for model in self._core.fleet.models if model.is_withdrawn}
+        self._routes.follow_successors(self._catalogue.successors(withdrawn))
         self._decisions.fleet_changed()
         if self._keeper is not None:
             self._keeper.fleet_changed(shard.description for shard in self._core.shards)

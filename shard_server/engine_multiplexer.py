@@ -212,6 +212,11 @@ class EngineMultiplexer:
         """The load as a reader without sequences of its own receives it."""
         return self._load.report()
 
+    @property
+    def num_submitted(self) -> int:
+        """The sequences that the engine has accepted."""
+        return self._load.num_submitted
+
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

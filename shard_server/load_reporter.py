@@ -55,6 +55,11 @@ class LoadReporter:
         self._in_flight.append((request.origin, request.num_expected_prefill_tokens))
         self._reported_all_submits = False
 
+    @property
+    def num_submitted(self) -> int:
+        """The sequences that the engine has accepted."""
+        return self._num_submitted
+
     def on_step(self, load: EngineLoad, now: float) -> bool:
         """Store the load of a step. Returns True if reports are due: LOAD_REPORT_SECONDS have passed since the previous
         ones, or the engine has become busy or idle."""

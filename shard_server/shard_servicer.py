@@ -106,13 +106,11 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             await self._set_draining(request.draining, _deadline_seconds(request))
         except KvloomError as refusal:
             error = refusal.to_proto()
-        load = self._multiplexer.load_report()
-        return DrainResponse(num_running=load.num_running, num_waiting=load.num_waiting, error=error)
+        return DrainResponse(**self._work(), error=error)
 
     async def Withdraw(self, request: WithdrawRequest, context: Any) -> WithdrawResponse:
         self._multiplexer.set_withdrawn(request.withdrawn)
-        load = self._multiplexer.load_report()
-        return WithdrawResponse(num_running=load.num_running, num_waiting=load.num_waiting)
+        return WithdrawResponse(**self._work())
 
     async def Sleep(self, request: SleepRequest, context: Any) -> SleepResponse:
         error = None
@@ -123,8 +121,12 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
                 await self._sleep()
         except KvloomError as refusal:
             error = refusal.to_proto()
-        load = self._multiplexer.load_report()
-        return SleepResponse(num_running=load.num_running, num_waiting=load.num_waiting, error=error)
+        return SleepResponse(**self._work(), error=error)
+
+    def _work(self) -> dict[str, int]:
+        """What those who wait for the shard's answers to end want to know."""
+        load, num_submitted = self._multiplexer.load_report(), self._multiplexer.num_submitted
+        return {"num_running": load.num_running, "num_waiting": load.num_waiting, "num_submitted": num_submitted}
 
     async def Wake(self, request: WakeRequest, context: Any) -> WakeResponse:
         try:

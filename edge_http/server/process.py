@@ -31,6 +31,7 @@ from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_regis
 from kvloom.models.catalogue import Catalogue, CatalogueFollower
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.models.rollout_follower import RolloutFollower
+from kvloom.models.succession import SuccessionFollower
 from kvloom.process.access_log import AccessLog
 from kvloom.process.control_socket import run_folder
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
@@ -108,7 +109,8 @@ async def serve_edge(
             edge.witness = UsageWitness(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
     rollouts = RolloutFollower(config, trust.sealer, routes)
     catalogue_follower = None if group is None else CatalogueFollower(catalogue, group)
-    watchers = (catalogue_follower, followed, rollouts, edge.usage, edge.witness)
+    succession = SuccessionFollower(catalogue, routes, link)
+    watchers = (catalogue_follower, followed, rollouts, succession, edge.usage, edge.witness)
     async with following(*filter(None, watchers)):
         await _serve(edge, callers, config, listen_options, stop, on_ready, trust, name)
 

@@ -7,6 +7,7 @@ adapters.py          LoRA adapters of models, and by which names they can be req
 served_model.py      a model whose requests this process can take
 catalogue.py         those models by name, which come and go while the process runs
 model_routes.py      which model takes a request: by route, rules, shares, fallbacks and rollouts
+succession.py        a model that is being unloaded leaves its names to its successor
 rollout_follower.py  keeps routes in step with the rollouts in the registry
 cascade.py           when the answer of a smaller model is discarded, so that a larger one answers
 refusals.py          whether an answer begins as a refusal

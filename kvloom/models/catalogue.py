@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from typing import Final, Protocol
 
 import grpc.aio
@@ -87,6 +87,16 @@ class Catalogue:
             if model in self._models and name not in self.by_name:
                 checksum = self._adapters[model][adapter]
                 self.by_name[name] = self._models[model].with_adapter(Adapter(adapter, checksum))
+
+    def successors(self, withdrawn: Container[str]) -> dict[str, str]:
+        """By name and alias of the withdrawn models, the models that succeed them."""
+        return {
+            alias: model.name
+            for model in self._models.values()
+            if model.succeeds in withdrawn and model.name not in withdrawn
+            for alias in model.aliases
+            if (holder := self.by_name.get(alias)) is not None and holder.name == model.succeeds
+        }
 
     def card(self, name: str) -> PackedCard | None:
         model = self.by_name.get(name)

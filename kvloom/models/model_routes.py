@@ -114,7 +114,7 @@ class ChosenRoute:
 
 
 class ModelRoutes:
-    """The configured routes of a fabric, and its rollouts, which come and go while the process runs."""
+    """The configured routes of a fabric, and its rollouts and unloads, which come and go while the process runs."""
 
     def __init__(self, routes: Sequence[RouteConfig] = ()) -> None:
         """Raises ConfigError if two routes have one name."""
@@ -122,8 +122,10 @@ class ModelRoutes:
         self._shares: Mapping[str, RouteConfig] = {}
         """How the requests for a model that is being replaced are shared, by each of its names."""
         self._new_versions: frozenset[str] = frozenset()
+        self._successors: Mapping[str, RouteConfig] = {}
+        """The models that take the requests for those that are being unloaded, by each of their names."""
         self.by_name: Mapping[str, RouteConfig] = self._configured
-        """Both. A configured route leads to models, to whose shares its requests then come as well."""
+        """All of them. A configured route leads to models, to whose shares its requests then come as well."""
         if len(self._configured) != len(routes):
             twice = next(name for name in self._configured if sum(route.name == name for route in routes) > 1)
             raise ConfigError(f"routes: two have the name {twice!r}")
@@ -141,13 +143,24 @@ class ModelRoutes:
             new_versions.add(rollout.new)
             shares.update(dict.fromkeys(rollout.names, _shares_of(rollout)))
         self._shares, self._new_versions = shares, frozenset(new_versions)
-        self.by_name = {**shares, **self._configured}
+        self._index()
+
+    def follow_successors(self, successors: Mapping[str, str]) -> None:
+        """From now on these names of models that are being unloaded stand for the models that succeed them, unless a
+        rollout says how their requests are shared."""
+        found = {name: RouteConfig(name=name, targets=[model]) for name, model in successors.items()}
+        if found != self._successors:
+            self._successors = found
+            self._index()
+
+    def _index(self) -> None:
+        self.by_name = {**self._successors, **self._shares, **self._configured}
 
     def is_needed(
         self, name: str, more: Sequence[str] | None, served: Container[str], *, is_answer: bool = True
     ) -> bool:
         """Whether `name` is a route, or there are fallbacks. `is_answer`: see RouteFacts."""
-        routes = self.by_name if is_answer else self._configured
+        routes = self.by_name if is_answer else {**self._successors, **self._configured}
         return bool(more) or name in routes or self.is_any(name, served)
 
     def check_comparable(
@@ -216,7 +229,8 @@ class ModelRoutes:
     def _versions(self, model: str, facts: RouteFacts) -> Sequence[str]:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one
         never gets."""
-        route = self._shares.get(model) if facts.is_answer else None
+        shares = self._shares if facts.is_answer else {}
+        route = shares.get(model) or self._successors.get(model)
         if route is None:
             return (model,)
         return (_drawn(route.name, [_target(target) for target in route.targets], facts.share_key), *route.fallback)
@@ -233,10 +247,10 @@ def models_of(route: RouteConfig) -> Sequence[str]:
 
 def _shares_of(rollout: RolloutRecord) -> RouteConfig:
     """The new version is the last target, so that while its share grows, keys only move to it. Its requests may fall
-    back to the old one until it has all."""
+    back to the old one, also when it has all of them: those of a process that hears late of a rollback."""
     old = [RouteTarget(model=rollout.old, weight=1 - rollout.share)] if rollout.share < 1 else []
     new = [RouteTarget(model=rollout.new, weight=rollout.share)] if rollout.share > 0 else []
-    return RouteConfig(name=rollout.name, targets=[*old, *new], fallback=[rollout.old] if old else [])
+    return RouteConfig(name=rollout.name, targets=[*old, *new], fallback=[rollout.old])
 
 
 def _check_targets(route: RouteConfig, routes: Mapping[str, RouteConfig]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import Any, Protocol
 
 import redis.exceptions
 import structlog
@@ -18,6 +18,15 @@ from kvloom.trust.seal import Sealer
 log = structlog.get_logger()
 
 
+class RolloutSource(Protocol):
+    """Where the rollouts are read. All methods raise RedisError or OSError while it cannot be reached; see
+    kvloom.discovery.registry.Registry."""
+
+    def watch(self) -> AsyncIterator[None]: ...
+
+    async def list_records(self) -> Mapping[str, RolloutRecord]: ...
+
+
 class RolloutFollower:
     """See kvloom.process.watched_files.following. Without Redis there are no rollouts."""
 
@@ -27,42 +36,50 @@ class RolloutFollower:
         sealer: Sealer,
         routes: ModelRoutes,
         on_change: Callable[[Collection[RolloutRecord]], None] = lambda _: None,
+        report: Callable[..., Any] = log.info,
     ) -> None:
+        """`report` is called with an event for the log and its fields."""
         self._config = config
         self._on_change = on_change
+        self._report = report
         self._sealer = sealer
         self._routes = routes
-        self._rollouts: dict[str, RolloutRecord] = {}
+        self._rollouts: Mapping[str, RolloutRecord] = {}
 
     async def watch(self) -> None:
-        """Follow changes until cancelled. While Redis cannot be reached, what was read last holds for as long as its
-        records would: after that nobody is served by a new version that may not be watched any more."""
+        """Follow changes until cancelled."""
         if not self._config.redis.url:
             return
         registry = RolloutRegistry(self._config.redis.url, self._config.redis.key_prefix, self._sealer)
-        last_read = time.monotonic()
         try:
-            while True:
-                try:
-                    async for _ in registry.watch():
-                        self._follow(await registry.list_records())
-                        last_read = time.monotonic()
-                except (redis.exceptions.RedisError, OSError):
-                    if time.monotonic() - last_read >= TTL_SECONDS:
-                        self._follow({})
-                    await asyncio.sleep(HEARTBEAT_SECONDS)
+            await self.follow(registry)
         finally:
             await registry.close()
 
-    def _follow(self, rollouts: dict[str, RolloutRecord]) -> None:
+    async def follow(self, source: RolloutSource) -> None:
+        """Follow what this source has, until cancelled. While it cannot be reached, what was read last holds for as
+        long as its records would: after that nobody is served by a new version that may not be watched any more."""
+        clock = asyncio.get_running_loop()
+        last_read = clock.time()
+        while True:
+            try:
+                async for _ in source.watch():
+                    self._follow(await source.list_records())
+                    last_read = clock.time()
+            except (redis.exceptions.RedisError, OSError):
+                if clock.time() - last_read >= TTL_SECONDS:
+                    self._follow({})
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _follow(self, rollouts: Mapping[str, RolloutRecord]) -> None:
         if rollouts == self._rollouts:
             return
         for name in sorted(rollouts.keys() | self._rollouts.keys()):
             rollout = rollouts.get(name)
             if rollout is None:
-                log.info("rollout ended", model=name)
+                self._report("rollout ended", model=name)
             elif rollout != self._rollouts.get(name):
-                log.info("rollout", model=name, old=rollout.old, new=rollout.new, share=rollout.share)
+                self._report("rollout", model=name, old=rollout.old, new=rollout.new, share=rollout.share)
         self._rollouts = rollouts
         self._routes.follow_rollouts(rollouts.values())
         self._on_change(rollouts.values())

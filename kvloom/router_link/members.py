@@ -163,12 +163,18 @@ def ready_names(models: Iterable[ModelInfo]) -> frozenset[str]:
 
 def merged_fleet(fleets: Iterable[FleetState]) -> FleetState:
     """One state from those of several routers. All of them watch the same shards, so for each model the state of the
-    router with the most ready shards is taken."""
+    router with the most ready shards is taken. A model is withdrawn as soon as one of them knows it."""
     best: dict[str, ModelInfo] = {}
+    withdrawn: set[str] = set()
     draining = False
     for fleet in fleets:
         draining = fleet.draining
         for model in fleet.models:
+            if model.withdrawn:
+                withdrawn.add(model.name)
             if model.name not in best or model.num_ready_shards > best[model.name].num_ready_shards:
                 best[model.name] = model
-    return FleetState(models=best.values(), draining=draining)
+    merged = FleetState(models=best.values(), draining=draining)
+    for model in merged.models:
+        model.withdrawn = model.name in withdrawn
+    return merged

@@ -124,7 +124,9 @@ class ShardEventHandler:
             if shard.is_draining:
                 self._queue.requeue_all(shard, now)
             self._note_fleet_change()
-        shard.is_withdrawn = event.load.withdrawn
+        if shard.is_withdrawn != event.load.withdrawn:
+            shard.is_withdrawn = event.load.withdrawn
+            self._note_fleet_change()
         shard.is_asleep = event.load.asleep
         if shard.health is not None:
             shard.health.note_load(event.load)

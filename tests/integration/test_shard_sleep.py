@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.shard_service_pb2 import DrainRequest, GetInfoRequest, SleepRequest, WakeRequest
+from kvloom.v1.shard_service_pb2 import DrainRequest, GetInfoRequest, SleepRequest, WakeRequest, WithdrawRequest
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.sim_engine import SimEngine
 from tests.fakes.shard_world import EOS, VOCABULARY, shard_world, sim_config
@@ -64,6 +64,17 @@ async def test_an_announced_sleep_changes_nothing_yet() -> None:
         assert (await router.finish_of(1)).num_output_tokens == 2
         await world.stub.Wake(WakeRequest())
         await router.read_until(lambda: not router.load.asleep)
+
+
+async def test_those_who_wait_for_the_end_see_what_has_come_and_gone() -> None:
+    """Answers that are short, or prompts that are prefilled in chunks, run between two calls."""
+    async with shard_world(CONFIG, make_engine(), make_engine=make_engine) as world:
+        router = await world.router()
+        before = await world.stub.Withdraw(WithdrawRequest(withdrawn=True))
+        await router.submit(1, PROMPT, max_tokens=2)
+        await router.finish_of(1)
+        after = await world.stub.Withdraw(WithdrawRequest(withdrawn=True))
+        assert (before.num_submitted, after.num_submitted) == (0, 1)
 
 
 async def test_a_wake_that_fails_says_why_and_may_be_repeated() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
+from kvloom.discovery.records import RolloutRecord
 from router.core.actions import Action, RequestEnded, SendStep, SequencesPreempted, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event
 from router.core.frames import Finish, Step
 from tools.dst.observed import ObservedChoice, ObservedRequest
-from tools.dst.views import AnswerView, ClientStreamView, RouterView, ShardStreamView, ShardView, WorldView
+from tools.dst.told import Told
+from tools.dst.views import AnswerView, ClientStreamView, EdgeView, RouterView, ShardStreamView, ShardView, WorldView
 
 
 class Violation(AssertionError):  # noqa: N818  (it is a finding, not an error of this program)
@@ -75,6 +77,24 @@ class Hooks:
 
     def on_link_ended(self, node: RouterView, shard_id: str, world: WorldView) -> None:
         """A router gives up a shard, connected or not, because of what it has read. It still has the stream."""
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def on_version_told(self, edge: EdgeView, told: Told) -> None:
+        """An edge tells a request the version that it gets."""
+
+    def on_told_failed(self, edge: EdgeView, told: Told, answer: AnswerView, finish: Finish) -> None:
+        """The client of such a request gets an error, since no other model takes it."""
+
+    def on_announced(self, record: RolloutRecord, now: float, lapsed_seconds: float) -> None:
+        """The supervisor has announced the share of a rollout, for the first time or again. `lapsed_seconds`: how long
+        ago its last announcement has expired."""
+
+    def on_rollout_ended(self, name: str, standing: str, now: float) -> None:
+        """A rollout is over, one way or the other: this model stands for the name."""
+
+    def on_shard_stopped(self, shard: ShardView) -> None:
+        """The process of a shard of a version that is unloaded ends, for ever."""
 
     # -- shards and clients -------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from tools.dst.timeline import Timeline
 
 MAX_TRACE = 4000
 
-TraceEntry = tuple[float, str, Event, Sequence[Action]]
+TraceEntry = tuple[float, str, Event | str, Sequence[Action]]
+"""The time, the process, what it handled or reports, and what followed."""
 
 
 class Environment:
@@ -56,6 +57,10 @@ class Environment:
 
     def count_fault(self, kind: str) -> None:
         self.faults[kind] += 1
+
+    def record_note(self, process: str, text: str) -> None:
+        """For those who read the history of a failure."""
+        self.trace.append((self.timeline.now, process, text, ()))
 
     def record_event(self, router: str, event: Event) -> None:
         self.num_events += 1

@@ -11,11 +11,13 @@ from tools.dst.nodes.client import ClientStream
 from tools.dst.nodes.router_node import RouterNode
 from tools.dst.nodes.shard import SimShard
 from tools.dst.registry_faults import RegistryFaults
+from tools.dst.rollout_changes import RolloutChanges
 from tools.dst.scenario import (
     ADAPTER_CHANGES_PER_SECOND,
     FAULTS_PER_SECOND,
     MODEL_CHANGES_PER_SECOND,
     REGISTRY_FAULTS_PER_SECOND,
+    ROLLOUT_CHANGES_PER_SECOND,
 )
 from tools.dst.world import World
 
@@ -24,8 +26,8 @@ UNKNOWN_SLOT = 10**6
 
 class Faults:
     """Until the world is calm. `FAULTS_PER_SECOND` names the methods, `REGISTRY_FAULTS_PER_SECOND` those of
-    RegistryFaults, `MODEL_CHANGES_PER_SECOND` those of ModelChanges, and `ADAPTER_CHANGES_PER_SECOND` those of
-    AdapterChanges."""
+    RegistryFaults, and `MODEL_CHANGES_PER_SECOND`, `ADAPTER_CHANGES_PER_SECOND` and `ROLLOUT_CHANGES_PER_SECOND` those
+    of the classes named so."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -33,10 +35,11 @@ class Faults:
         self._registry = RegistryFaults(world)
         self._models = ModelChanges(world)
         self._adapters = AdapterChanges(world)
+        self._rollouts = RolloutChanges(world)
         self._rng = world.env.rng
 
     def start(self) -> None:
-        changes = (*MODEL_CHANGES_PER_SECOND, *ADAPTER_CHANGES_PER_SECOND)
+        changes = (*MODEL_CHANGES_PER_SECOND, *ADAPTER_CHANGES_PER_SECOND, *ROLLOUT_CHANGES_PER_SECOND)
         for kind in (*FAULTS_PER_SECOND, *REGISTRY_FAULTS_PER_SECOND, *changes):
             if kind in self._env.scenario.rates:
                 self._schedule(kind)
@@ -50,6 +53,8 @@ class Faults:
             return
         if kind in MODEL_CHANGES_PER_SECOND:
             getattr(self._models, kind)()
+        elif kind in ROLLOUT_CHANGES_PER_SECOND:
+            getattr(self._rollouts, kind)()
         elif kind in ADAPTER_CHANGES_PER_SECOND:
             self._env.count_fault(kind)
             getattr(self._adapters, kind)()

@@ -7,12 +7,11 @@ from typing import Final
 
 from tools.dst.nodes.shard import SimShard
 from tools.dst.scenario import MODELS, draw_loaded_shards
+from tools.dst.unloading import withdraw
 from tools.dst.world import World
+from tools.supervisor.models.idle_watch import POLL_SECONDS, IdleWatch
 
 MAX_SHARDS: Final = 8
-_POLL_SECONDS: Final = 0.1
-_NUM_IDLE_POLLS: Final = 3
-"""As in the supervisor."""
 
 
 class ModelChanges:
@@ -26,7 +25,7 @@ class ModelChanges:
     def model_loaded(self) -> None:
         """The shards of a further model join. It may have been there before, with other sizes."""
         loaded = {shard.shape.model for shard in self._world.shards}
-        others = [model for model in MODELS if model not in loaded]
+        others = [model for model in MODELS if model not in loaded and not self._is_rolled_out(model)]
         if not others or len(self._world.shards) + 2 > MAX_SHARDS:
             return
         model = self._rng.choice(others)
@@ -52,26 +51,27 @@ class ModelChanges:
         loaded = sorted({shard.shape.model for shard in self._world.shards} - self._world.unloading.keys())
         if len(loaded) < 2:
             return None
+        loaded = [model for model in loaded if not self._is_rolled_out(model)]
+        if not loaded:
+            return None
         model = self._rng.choice(loaded)
         unload = self._world.unloading[model] = object()
-        self._poll(model, unload, 0)
+        self._poll(model, unload, IdleWatch())
         return model
+
+    def _is_rolled_out(self, model: str) -> bool:
+        """The operator leaves models alone of which there is or was a rollout."""
+        return self._world.rollouts is not None and self._world.rollouts.has(model)
 
     def _shards(self, model: str) -> list[SimShard]:
         return [shard for shard in self._world.shards if shard.shape.model == model]
 
-    def _poll(self, model: str, unload: object, num_idle: int) -> None:
-        """Every shard is told again each time: it may have restarted. One that hangs does not answer."""
+    def _poll(self, model: str, unload: object, watch: IdleWatch) -> None:
         if self._world.unloading.get(model) is not unload:
             return
-        shards = [shard for shard in self._shards(model) if shard.is_up]
-        for shard in shards:
-            if not shard.is_hung:
-                shard.set_withdrawn(True)
-        is_idle = not any(shard.is_hung or shard.engine.sequences for shard in shards)
-        num_idle = num_idle + 1 if is_idle else 0
-        if num_idle < _NUM_IDLE_POLLS:
-            self._env.timeline.after(_POLL_SECONDS, self._poll, model, unload, num_idle)
+        watch.take(withdraw(self._shards(model)))
+        if not watch.is_over:
+            self._env.timeline.after(POLL_SECONDS, self._poll, model, unload, watch)
             return
         for shard in self._shards(model):
             shard.begin_to_end()

@@ -74,6 +74,8 @@ def run_seed(
         failure = _failure(world, violation.invariant, violation.detail, begin_seconds)
     except Exception:  # a broken core may send something that the simulation cannot handle
         failure = _failure(world, "simulation", traceback.format_exc(limit=-4), begin_seconds)
+    finally:
+        world.close()
     if history is not None:
         history += [*scenario_lines(world.env.scenario), *history_lines(world.env.trace, MAX_TRACE)]
     return SeedResult(

@@ -62,6 +62,21 @@ ADAPTER_CHANGES_PER_SECOND: Final[dict[str, float]] = {
 }
 """Likewise, in about a quarter of the seeds; in the others there are no adapters."""
 
+ROLLOUT_CHANGES_PER_SECOND: Final[dict[str, float]] = {
+    "rollout_begun": 2.0,
+    "rollout_taken_back": 0.1,
+    "new_version_fails": 0.2,
+    "old_version_slow": 0.3,
+    "supervisor_killed": 0.1,
+    "supervisor_hung": 0.2,
+    "registry_lost": 0.2,
+    "edge_cut_off": 0.4,
+}
+"""Rollouts of new versions, in about a fifth of the seeds, and what befalls them; each of these seeds has a part of
+it."""
+
+ROLLOUT_OUTCOMES: Final = ("rollout_done", "rollout_rolled_back", "rollout_failed")
+
 REGISTRY_FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "registry_garbage": 1.0,
     "registry_stale": 1.0,
@@ -92,11 +107,21 @@ FAULT_KINDS: Final = (
     *FAULTS_PER_SECOND,
     *MODEL_CHANGES_PER_SECOND,
     *ADAPTER_CHANGES_PER_SECOND,
+    *ROLLOUT_CHANGES_PER_SECOND,
+    *ROLLOUT_OUTCOMES,
     *REGISTRY_FAULTS_PER_SECOND,
     *FAULTS_PER_CHANCE,
 )
 
-HARMLESS_KINDS: Final = frozenset({*MODEL_CHANGES_PER_SECOND, "burst", "client_cancels_choice", "resumed_request"})
+HARMLESS_KINDS: Final = frozenset(
+    {
+        *MODEL_CHANGES_PER_SECOND,
+        *(ROLLOUT_CHANGES_PER_SECOND.keys() - {"new_version_fails", "supervisor_killed"}),
+        "burst",
+        "client_cancels_choice",
+        "resumed_request",
+    }
+)
 """Kinds that are no reason for an admitted request to end without an answer."""
 
 
@@ -147,6 +172,10 @@ class Scenario:
         return not ADAPTER_CHANGES_PER_SECOND.keys().isdisjoint(self.rates)
 
     @property
+    def has_rollouts(self) -> bool:
+        return "rollout_begun" in self.rates
+
+    @property
     def is_harmless(self) -> bool:
         """Whether nothing happens that breaks off an answer."""
         return self.rates.keys() <= HARMLESS_KINDS
@@ -192,7 +221,7 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         rates=rates,
         has_result_cache=random.Random(f"{seed} result cache").random() < 0.2,
     )
-    return _with_model_changes(model_rng, scenario)
+    return _with_rollouts(random.Random(f"{seed} rollouts"), _with_model_changes(model_rng, scenario))
 
 
 def _divide(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[ShardShape, ...]:
@@ -220,6 +249,23 @@ def _with_model_changes(rng: random.Random, scenario: Scenario) -> Scenario:
         rates = dict(scenario.rates)
     chaos_seconds = scenario.chaos_seconds + 1.5 / scenario.num_epochs
     return dataclasses.replace(scenario, rates={**rates, **changes}, chaos_seconds=chaos_seconds)
+
+
+def _with_rollouts(rng: random.Random, scenario: Scenario) -> Scenario:
+    """In some seeds versions are rolled out, and in some of these little else happens. A rollout takes a while, and so
+    does what follows its end."""
+    if rng.random() < 0.8:
+        return scenario
+    befalls = {kind: rate for kind, rate in ROLLOUT_CHANGES_PER_SECOND.items() if rng.random() < 0.35}
+    rates = {**scenario.rates, **befalls}
+    if rng.random() < 0.4:
+        rates = {kind: rate for kind, rate in rates.items() if kind in HARMLESS_KINDS}
+    return dataclasses.replace(
+        scenario,
+        rates={**rates, "rollout_begun": ROLLOUT_CHANGES_PER_SECOND["rollout_begun"]},
+        chaos_seconds=scenario.chaos_seconds + 6.0 / scenario.num_epochs,
+        requests_per_second=min(scenario.requests_per_second, 25.0),
+    )
 
 
 def draw_loaded_shards(rng: random.Random, scenario: Scenario, model: str) -> list[ShardShape]:

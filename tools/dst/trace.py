@@ -65,8 +65,10 @@ def history_lines(trace: Sequence[TraceEntry], num_lines: int) -> list[str]:
     ]
 
 
-def _event(event: Event) -> str:
+def _event(event: Event | str) -> str:
     match event:
+        case str():
+            return event
         case StepArrived():
             return f"step from {event.shard_id}: {_step(event.step)}"
         case RequestArrived():

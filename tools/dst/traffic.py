@@ -8,21 +8,25 @@ from collections import deque
 import msgspec
 
 from kvloom.models.adapters import Adapter
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.events import ChoiceSpec, Request, Tier
 from tools.dst import script
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import Answer, ClientStream
 from tools.dst.nodes.router_node import RouterNode
+from tools.dst.rollouts.sessions import Sessions
 from tools.dst.scenario import MODELS
 
 LONGEST_WINDOW = 96
 
 
 class Traffic:
-    def __init__(self, env: Environment, nodes: list[RouterNode]) -> None:
+    def __init__(self, env: Environment, nodes: list[RouterNode], sessions: Sessions | None) -> None:
+        """`sessions`: None where there are no rollouts; then a request names its version itself."""
         self._env = env
         self._nodes = nodes
         """The current incarnations; the list belongs to the world."""
+        self._sessions = sessions
         self._rng: random.Random = env.rng
         self._tier_rng = random.Random(f"{env.scenario.seed} tier of each")
         self._model_rng = random.Random(f"{env.scenario.seed} model of each")
@@ -45,11 +49,12 @@ class Traffic:
     def add_stream(self, router: int) -> ClientStream:
         self._num_streams += 1
         return ClientStream(
-            self._env, self._nodes[router], f"client-{self._num_streams}", self._reconnect, self._resume_elsewhere
+            self._env, self._nodes[router], f"client-{self._num_streams}", self._reconnect, self._note_end
         )
 
     def send_request(self, stream: ClientStream) -> None:
-        self._submit(stream, self._draw_request(stream))
+        request = self._draw_request(stream)
+        self._submit(stream, request if self._sessions is None else self._sessions.begin(request))
 
     def send_again(self, stream: ClientStream, request: Request, request_id: str) -> None:
         """Send the same request once more, under an id that is or was in use."""
@@ -73,6 +78,19 @@ class Traffic:
         for answers in by_request.values():
             if self._rng.random() < 0.7:
                 self._continue(again, answers)
+
+    def _note_end(self, answer: Answer) -> None:
+        error = None if answer.finish is None else answer.finish.error
+        if error is not None and error.reason == ErrorReason.ERROR_REASON_DRAINING:
+            self._resume_elsewhere(answer)
+        pending = None if self._sessions is None else self._sessions.note_end(answer)
+        if self._sessions is not None and pending is not None:
+            stream = self.any_stream()
+            specs = [ChoiceSpec(stream.take_slot(), spec.index) for spec in answer.request.choices]
+            again = msgspec.structs.replace(
+                answer.request, request_id=self._new_request_id(), client_id=stream.client_id, choices=specs
+            )
+            self._submit(stream, self._sessions.pass_on(pending, again))
 
     def _resume_elsewhere(self, answer: Answer) -> None:
         """The answer ended because its router drains. Another router is asked for the rest."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvloom.discovery.records import RolloutRecord
 from kvloom.models.adapters import Adapter
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, Event, Request
@@ -34,7 +35,9 @@ class WitnessView(Protocol):
 
     def waiting(self) -> list[ObservedRequest]: ...
 
-    def knows(self, model: str) -> bool: ...
+    def knows(self, model: str) -> bool:
+        """Whether routers report the model, and it has its card."""
+        ...
 
     def refuses(self, observed: ObservedRequest) -> bool: ...
 
@@ -131,6 +134,39 @@ class RouterView(Protocol):
     def stuck_shard_ids(self) -> set[str]: ...
 
 
+class EdgeView(Protocol):
+    """A process that tells requests their version."""
+
+    name: str
+    is_harmless: bool
+    rollouts: Mapping[str, RolloutRecord]
+    """What it knows, by each name that the requests may have."""
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def connected_since(self) -> float | None:
+        """Since when it has been able to reach the registry; None: it cannot."""
+        ...
+
+    def knows(self, model: str) -> bool: ...
+
+    def versions_of(self, name: str, key: str) -> Sequence[str]: ...
+
+
+class RolloutsView(Protocol):
+    """The rollouts of a world."""
+
+    @property
+    def edges(self) -> Sequence[EdgeView]: ...
+
+    @property
+    def standing(self) -> Mapping[str, str]:
+        """The model that stands for each name of which there was a rollout."""
+        ...
+
+
 class TrafficView(Protocol):
     prompts: dict[tuple[str, str, tuple[int, ...], Adapter | None], None]
     models: list[str]
@@ -154,6 +190,9 @@ class WorldView(Protocol):
     @property
     def traffic(self) -> TrafficView: ...
 
+    @property
+    def rollouts(self) -> RolloutsView | None: ...
+
     def is_announced(self, shard: ShardView) -> bool: ...
 
     def named_incarnations(self) -> dict[str, str]: ...
@@ -175,6 +214,7 @@ class RegistryReader(Protocol):
 class RouterProcess(Protocol):
     """A router as its streams to clients, shards and the safety service see it. The mappings hold these streams."""
 
+    name: str
     number: int
     is_alive: bool
     safety: Any
@@ -187,6 +227,9 @@ class RouterProcess(Protocol):
 
     @property
     def connecting(self) -> dict[str, Any]: ...
+
+    @property
+    def is_paused(self) -> bool: ...
 
     def post(self, callback: Callable[..., None], *args: Any) -> None: ...
 

@@ -11,6 +11,7 @@ from tools.dst.nodes.registry import SimRegistry
 from tools.dst.nodes.router_node import RouterNode
 from tools.dst.nodes.safety import SimSafety
 from tools.dst.nodes.shard import SimShard
+from tools.dst.rollouts.world import Rollouts
 from tools.dst.scenario import ShardShape
 from tools.dst.tenancy.sim_limits import SimLimits
 from tools.dst.traffic import Traffic
@@ -28,8 +29,9 @@ class World:
         self._incarnations: dict[str, int] = {}
         """The last incarnation of each shard id whose process was removed."""
         self.registry = SimRegistry(self.env, self.shards)
+        self.rollouts = self._rollouts() if scenario.has_rollouts else None
         self.nodes = [self._router(i, incarnation=1) for i in range(scenario.num_routers)]
-        self.traffic = Traffic(self.env, self.nodes)
+        self.traffic = Traffic(self.env, self.nodes, None if self.rollouts is None else self.rollouts.sessions)
 
     def start(self) -> None:
         for shard in self.shards:
@@ -72,6 +74,8 @@ class World:
         old = self.nodes[number]
         new = self.nodes[number] = self._router(number, old.incarnation + 1)
         old.stop()
+        if self.rollouts is not None:
+            self.rollouts.lose_router(old.name)
         new.start()
         self.traffic.add_stream(number)
 
@@ -117,6 +121,7 @@ class World:
         """Whether nothing is in flight and every process is up and connected."""
         return (
             not self.unloading
+            and not (self.rollouts is not None and self.rollouts.is_running)
             and all(shard.is_up and not shard.is_stuck and not shard.engine.sequences for shard in self.shards)
             and all(len(node.streams) == len(self.shards) and not node.is_paused for node in self.nodes)
             and all(node.core.is_idle and node.safety is not None for node in self.nodes)
@@ -133,10 +138,24 @@ class World:
         waiting = sum(len(stream.open) for node in self.nodes for stream in node.clients.values())
         return (
             f"{running} sequences are running, requests {live} are live, clients wait for {waiting} answers, "
-            f"{connected} streams are up, models {list(self.unloading)} are being unloaded, idle cores "
+            f"{connected} streams are up, models {list(self.unloading)} are being unloaded, rollouts run: "
+            f"{self.rollouts is not None and self.rollouts.is_running}, idle cores "
             f"{[node.core.is_idle for node in self.nodes]}"
         )
 
     def _router(self, number: int, incarnation: int) -> RouterNode:
         fleet = FleetReader(self.env, self.registry, self) if self.env.scenario.has_registry else None
-        return RouterNode(self.env, number, incarnation, self.shards, self.safety, fleet)
+        on_report = _ignore if self.rollouts is None else self.rollouts.take_report
+        return RouterNode(self.env, number, incarnation, self.shards, self.safety, fleet, on_report)
+
+    def _rollouts(self) -> Rollouts:
+        return Rollouts(self.env, self, lambda: self.nodes, self.registry)
+
+    def close(self) -> None:
+        """Leave no coroutine of the product behind."""
+        if self.rollouts is not None:
+            self.rollouts.close()
+
+
+def _ignore(_router: str, _report: object) -> None:
+    pass

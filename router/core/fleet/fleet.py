@@ -149,6 +149,8 @@ class ModelState(msgspec.Struct, frozen=True):
     """The dimensions of an embedding; 0: it gives none, or has no shard now."""
     adapters: Sequence[FleetAdapter] = ()
     """By name."""
+    is_withdrawn: bool = False
+    """Whether it takes no new requests, since all its shards are to end."""
 
 
 class _LastKnown(NamedTuple):
@@ -256,6 +258,7 @@ class Fleet:
                 adapters=known.adapters
                 if model in by_model
                 else [adapter._replace(num_ready_shards=0) for adapter in known.adapters],
+                is_withdrawn=self.is_withdrawn(model),
             )
             for model, known in sorted(self._models.items())
         ]

@@ -12,6 +12,7 @@ from tests.simulation.planted_bugs import (
     overload,
     registry_records,
     result_cache,
+    rollouts,
     shard_health,
     surroundings,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "overload",
     "registry_records",
     "result_cache",
+    "rollouts",
     "shard_health",
     "surroundings",
 ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+from kvloom.discovery.registry import HEARTBEAT_SECONDS
+from kvloom.models.model_routes import ModelRoutes
 from router.core.admission.arrivals import Arrivals
 from router.core.core import RouterCore
 from router.core.dispatch.dispatch_queue import DispatchQueue
@@ -12,7 +16,18 @@ from router.core.live import Attempt, LiveRequest
 from router.core.prefix_index.event_order import EventOrder
 from router.links.fleet_links import LinkTarget
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact, PlacementsFit, RecordsFollowed
+from tools.dst.checkers import (
+    DeadlinesKept,
+    EndsJustified,
+    IndexExact,
+    PlacementsFit,
+    RecordsFollowed,
+    RolloutsHarmless,
+    SessionsMoveOnce,
+    UnloadsHarmless,
+)
+from tools.supervisor.models.idle_watch import IdleWatch, ShardWork
+from tools.supervisor.rollout.announcement import RolloutAnnouncement
 
 
 @caught_by(None, "never_fails")
@@ -83,3 +98,35 @@ def drops_a_shard_that_restarted_while_redis_was_away(patch: Patch) -> None:
 def keeps_waiting_for_a_suspected_shard(patch: Patch) -> None:
     """A request that waits for a suspected shard, because there was no other, keeps waiting when there is one."""
     patch.setattr(DispatchQueue, "leave_suspected", lambda _self, _now: None)
+
+
+@caught_by(SessionsMoveOnce, first_seed=490)
+def brings_a_forgotten_rollout_back(patch: Patch) -> None:
+    """A supervisor that was suspended continues its rollout, although all edges have gone back to the old version."""
+
+    async def renew(self: RolloutAnnouncement) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await self._registry.announce(self._record)
+            self._renewed_at = asyncio.get_running_loop().time()
+
+    patch.setattr(RolloutAnnouncement, "_renew", renew)
+
+
+@caught_by(RolloutsHarmless, first_seed=580)
+def leaves_the_names_to_a_withdrawn_version(patch: Patch) -> None:
+    """An edge that has forgotten the rollout, as it cannot reach the registry, sends requests to the old version while
+    that is unloaded, and they are refused."""
+    patch.setattr(ModelRoutes, "follow_successors", lambda _self, _successors: None)
+
+
+@caught_by(UnloadsHarmless, first_seed=120)
+def overlooks_what_comes_and_goes_between_polls(patch: Patch) -> None:
+    """A model counts as idle if nothing runs at the moment of a poll. A prompt is prefilled in chunks, between which
+    nothing does."""
+    original = IdleWatch.take
+
+    def take(self: IdleWatch, works: Sequence[ShardWork | None]) -> None:
+        original(self, [None if work is None else work._replace(num_submitted=0) for work in works])
+
+    patch.setattr(IdleWatch, "take", take)

@@ -97,7 +97,7 @@ def lists_withdrawn_models_for_ever(patch: Patch) -> None:
     patch.setattr(Fleet, "knows", knows)
 
 
-@caught_by(EndsJustified, first_seed=40)
+@caught_by(EndsJustified, first_seed=120)
 def forgets_models_with_their_first_withdrawn_shard(patch: Patch) -> None:
     """The first withdrawn shard that leaves takes its model along, although others of it are left."""
     original = Fleet.remove
@@ -174,7 +174,7 @@ def breaks_off_answers_that_other_routers_began(patch: Patch) -> None:
     patch.setattr(refusals, "_is_continued", lambda _request: False)
 
 
-@caught_by(EndsJustified)
+@caught_by(EndsJustified, first_seed=60)
 def withdraws_models_with_their_first_shard(patch: Patch) -> None:
     """One withdrawn shard is enough for a model to take no new requests."""
 

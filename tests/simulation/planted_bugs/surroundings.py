@@ -61,7 +61,7 @@ def serves_while_safety_is_away(patch: Patch) -> None:
     patch.setattr(Verdicts, "can_admit", property(lambda _self: True))
 
 
-@caught_by(SafetyKept, first_seed=75)
+@caught_by(SafetyKept, first_seed=60)
 def shows_what_was_held_when_safety_returns(patch: Patch) -> None:
     """Text that was withheld while the safety service was away is shown as soon as it returns, and all text after
     it."""

@@ -14,6 +14,7 @@ overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
 registry.py    shards are found by their records, and no other process is used
 result_cache.py  answers from the result cache
+rollouts.py    which version requests get while a new one is rolled out, and that nobody suffers
 quiescence.py  the state of the routers when nothing is in flight
 safety.py      unsafe text is not delivered
 """
@@ -46,6 +47,13 @@ from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
 from tools.dst.checkers.quiescence import IndexExact, LoadExact
 from tools.dst.checkers.registry import RecordsFollowed, ShardsFound
 from tools.dst.checkers.result_cache import CachedAnswersOwn
+from tools.dst.checkers.rollouts import (
+    RolloutsEnd,
+    RolloutsHarmless,
+    SessionsMoveOnce,
+    SharesConverge,
+    VersionsKept,
+)
 from tools.dst.checkers.safety import SafetyKept
 
 CHECKERS: Final[tuple[type[Checker], ...]] = (
@@ -74,6 +82,11 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     ModelsKeptApart,
     WithdrawalsKept,
     UnloadsHarmless,
+    VersionsKept,
+    SessionsMoveOnce,
+    SharesConverge,
+    RolloutsHarmless,
+    RolloutsEnd,
     ShardsFound,
     RecordsFollowed,
     HungShardsAbandoned,

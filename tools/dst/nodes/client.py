@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.links.step_outbox import StepOutbox
@@ -39,8 +38,7 @@ class ClientStream:
     """Both ends of the stream between a client and a router. The router's end does what `ClientLink` does: frames that
     the client has not read collect in the real StepOutbox, and a stream whose outbox overflows is closed.
 
-    `on_lost` is called when the client loses the stream, `on_draining` for an answer that ended because its router
-    drains."""
+    `on_lost` is called when the client loses the stream, `on_end` for an answer that has ended, well or not."""
 
     def __init__(
         self,
@@ -48,13 +46,13 @@ class ClientStream:
         node: RouterProcess,
         name: str,
         on_lost: Callable[[ClientStream], None],
-        on_draining: Callable[[Answer], None],
+        on_end: Callable[[Answer], None],
     ) -> None:
         self._env = env
         self.node = node
         self.client_id = name
         self._on_lost = on_lost
-        self._on_draining = on_draining
+        self._on_end = on_end
         latency = env.scenario.latency_seconds
         self._to_router = Pipe(env.timeline, env.rng, self._arrive_at_router, latency)
         self._to_client = Pipe(env.timeline, env.rng, self._arrive_at_client, latency)
@@ -177,8 +175,7 @@ class ClientStream:
             del self.open[finish.slot]
             answer.finish = finish
             checks.on_client_finish(answer, finish)
-            if finish.error is not None and finish.error.reason == ErrorReason.ERROR_REASON_DRAINING:
-                self._on_draining(answer)
+            self._on_end(answer)
 
     def _answer(self, slot: int) -> Answer:
         answer = self.open.get(slot)

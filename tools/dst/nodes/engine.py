@@ -15,6 +15,7 @@ from tools.dst.nodes.block_cache import BlockCache, prompt_hashes
 from tools.dst.nodes.shard_stream import ShardStream
 from tools.dst.scenario import ShardShape
 from tools.dst.script import Sampling, text_shown
+from tools.stable_hash import stable_hash
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +37,8 @@ class Engine:
         self._env = env
         self._shape = shape
         self._cache = cache
+        self.failure_share = 0.0
+        """How many of its sequences fail, apart from those that fail by chance."""
         self.sequences: dict[tuple[ShardStream, int], Sequence] = {}
 
     def step(self) -> list[KvChange]:
@@ -111,9 +114,15 @@ class Engine:
         reason = FinishReason.FINISH_REASON_LENGTH if at_limit else FinishReason.FINISH_REASON_STOP
         stream.parts.finishes.append(Finish(slot, reason, num_output_tokens=len(sequence.tokens)))
 
+    def _is_to_fail(self, sequence: Sequence) -> bool:
+        """It depends on the request, so that the failures of one engine change nothing for others."""
+        if not self.failure_share or self._env.is_calm:
+            return False
+        return stable_hash(sequence.request.request_id, "fails") % 1000 < 1000 * self.failure_share
+
     def _run(self, stream: ShardStream, slot: int, num_tokens: int) -> list[KvChange]:
         sequence = self.sequences[stream, slot]
-        if self._env.chance("engine_failure"):
+        if self._env.chance("engine_failure") or self._is_to_fail(sequence):
             del self.sequences[stream, slot]
             error = KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "the engine failed")
             stream.parts.finishes.append(Finish(slot, FinishReason.FINISH_REASON_ERROR, error=error))

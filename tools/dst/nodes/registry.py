@@ -37,13 +37,25 @@ class SimRegistry:
         self.values: dict[str, Value] = {}
         self.readers: list[RegistryReader] = []
         """The routers that watch it."""
-        self.is_reachable = True
+        self._is_reachable = True
+        self.reachable_since = env.timeline.now
+        """While it is."""
         self._announced: dict[str, str] = {}
         """The incarnation that each shard announced last."""
 
     def start(self) -> None:
         for shard in self._shards.values():
             self._heartbeat(shard)
+
+    @property
+    def is_reachable(self) -> bool:
+        return self._is_reachable
+
+    @is_reachable.setter
+    def is_reachable(self, value: bool) -> None:
+        if value and not self._is_reachable:
+            self.reachable_since = self._env.timeline.now
+        self._is_reachable = value
 
     # -- shards -------------------------------------------------------------------------------------------------------
 

@@ -64,10 +64,13 @@ class RouterNode:
         shards: Sequence[SimShard],
         safety: SimSafety,
         fleet: FleetReader | None,
+        on_report: Callable[[str, FleetChanged | RequestEnded], None],
     ) -> None:
-        """Without `fleet`, the router knows all shards from the beginning."""
+        """Without `fleet`, the router knows all shards from the beginning. `on_report` is called with what edges and
+        the supervisor learn from it."""
         self._env = env
         self._fleet = fleet
+        self._on_report = on_report
         self._shards = shards
         self._safety_service = safety
         self.number = number
@@ -275,12 +278,14 @@ class RouterNode:
             case FleetChanged():
                 if self._keeper is not None:
                     self._keeper.fleet_changed(shard.description for shard in self.core.shards)
+                self._on_report(self.name, action)
             case CheckPrompt() | ScreenAnswers():
                 if self.safety is not None:
                     self.safety.send(action)
+            case RequestEnded():
+                self._on_report(self.name, action)
             case (
-                RequestEnded()
-                | PlacementDecided()
+                PlacementDecided()
                 | ShardHealthChanged()
                 | RequestsMoved()
                 | SequencesPreempted()

@@ -53,6 +53,9 @@ class SimShard:
         self.hands_over = False
         self.slowness = 1.0
         self.incarnation = incarnation
+        self._failure_share = 0.0
+        self.num_submitted = 0
+        """The sequences that this incarnation has accepted."""
         self.adapters: dict[str, str] = {}
         """The checksums of its adapters by name, which a restart keeps."""
         self._loaded_adapter = ""
@@ -75,6 +78,9 @@ class SimShard:
         self._loaded_adapter = ""
         self.cache = BlockCache(self.shape)
         self.engine = Engine(self._env, self.shape, self.cache)
+        if self._failure_share:
+            self.break_engine(self._failure_share)
+        self.num_submitted = 0
         self._kv_number = 0
         self._step_is_due = False
         self.on_start()
@@ -116,6 +122,11 @@ class SimShard:
 
     def wake_engine(self) -> None:
         self.has_hung_engine = False
+
+    def break_engine(self, failure_share: float) -> None:
+        """From now on, after restarts too, so many of its sequences fail."""
+        self._failure_share = failure_share
+        self.engine.failure_share = failure_share
 
     @property
     def is_stuck(self) -> bool:
@@ -254,6 +265,7 @@ class SimShard:
 
     def _add_sequence(self, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         request = attempt.request
+        self.num_submitted += 1
         if request.adapter is not None and request.adapter.name != self._loaded_adapter:
             self._loaded_adapter = request.adapter.name
             self._send_adapters()

@@ -21,14 +21,15 @@ from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.shard_service_pb2 import DrainRequest, SleepRequest, WakeRequest, WithdrawRequest
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
+from tools.supervisor.models.idle_watch import POLL_SECONDS, IdleWatch, ShardWork
 from tools.supervisor.process_specs import started_roles
 from tools.supervisor.readiness import models_of, reachable_address
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 from tools.supervisor.supervisor import Supervisor
 
-_POLL_SECONDS: Final = 0.1
-_NUM_IDLE_POLLS: Final = 3
-"""So often in a row the shards must have nothing to do: routers may be about to send what waited there."""
+_RESTART_SECONDS: Final = 10.0
+"""How long a shard that is being restarted is waited for, which has not been told that its model is to end. Routers
+would otherwise take the model for one that comes back."""
 _CALL_TIMEOUT_SECONDS: Final = 5.0
 _SLEEP_TIMEOUT_SECONDS: Final = 60.0
 _WAKE_TIMEOUT_SECONDS: Final = 600.0
@@ -38,7 +39,7 @@ Resolve = Callable[[ModelConfig, OnStep], ModelConfig]
 """Finds a model's files. Blocks. Raises CommandError."""
 
 Announce = Callable[[Any], Awaitable[Any]]
-"""Called with the stub of a shard. Returns an answer with `num_running` and `num_waiting`."""
+"""Called with the stub of a shard. Returns an answer with `num_running`, `num_waiting` and `num_submitted`."""
 
 
 async def _withdraw(stub: Any) -> Any:
@@ -198,21 +199,24 @@ class ModelChanges:
     async def _let_end(self, name: str, timeout_seconds: float, on_step: OnStep, announce: Announce) -> None:
         """Return when the model's shards have nothing to do any more, or after the timeout. `announce` tells a shard
         that is the only one to end."""
-        deadline = time.monotonic() + timeout_seconds
+        began, watch, is_announced = time.monotonic(), IdleWatch(), False
         drains = await self.is_served_elsewhere(name)
-        num_idle, is_announced = 0, False
-        while num_idle < _NUM_IDLE_POLLS:
-            counts = await asyncio.gather(
+        while not watch.is_over:
+            works: list[ShardWork | None] = await asyncio.gather(
                 *(self._announce(status, None if drains else announce) for status in self._running(name))
             )
             if not is_announced:
                 is_announced = True
                 on_step(f"{name} takes no new requests" + (" on this machine" if drains else ""))
-            num_idle = 0 if any(counts) else num_idle + 1
-            if time.monotonic() >= deadline:
-                on_step(f"{sum(counts)} answers did not end within {timeout_seconds:g} s and are broken off")
+            if time.monotonic() - began < _RESTART_SECONDS:
+                states = [status.state for status in self.statuses(name)]
+                works += [None] * (states.count(ProcessState.RESTARTING) + states.count(ProcessState.STARTING))
+            watch.take(works)
+            if time.monotonic() - began >= timeout_seconds:
+                num_left = sum(1 if work is None else work.num_sequences for work in works)
+                on_step(f"{num_left} answers did not end within {timeout_seconds:g} s and are broken off")
                 return
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         on_step(f"all answers of {name} have ended")
 
     async def is_served_elsewhere(self, name: str) -> bool:
@@ -223,9 +227,9 @@ class ModelChanges:
         num_ready = max((info.num_ready_shards for info in infos), default=0)
         return num_ready > len(self._running(name))
 
-    async def _announce(self, status: ProcessStatus, announce: Announce | None) -> int:
-        """Returns how many sequences the shard has. Without `announce` it drains, as others serve the model. Called
-        again and again: the process may have been restarted."""
+    async def _announce(self, status: ProcessStatus, announce: Announce | None) -> ShardWork | None:
+        """Returns what the shard has to do; None: it did not answer. Without `announce` it drains, as others serve the
+        model. Called again and again: the process may have been restarted."""
         async with self._stub(status) as stub:
             try:
                 if announce is None:
@@ -234,8 +238,8 @@ class ModelChanges:
                     load = await announce(stub)
             except grpc.aio.AioRpcError as error:
                 # One that is gone has taken its answers with it; one that is only slow still has them.
-                return 1 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else 0
-        return load.num_running + load.num_waiting
+                return None if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else ShardWork(0, 0)
+        return ShardWork(load.num_running + load.num_waiting, load.num_submitted)
 
     async def _take_back(self, name: str) -> None:
         for status in self._running(name):

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-import uuid
 from typing import Protocol
 
 import msgspec
 import redis.exceptions
 
-from kvloom.config import RedisConfig
 from kvloom.discovery.records import NameTakenError, RolloutRecord
-from kvloom.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS, RolloutRegistry
-from kvloom.trust.seal import Sealer
+from kvloom.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS
 from tools.failures import CommandError
 
 
@@ -35,49 +31,59 @@ class Shares(Protocol):
         ...
 
 
+class Announcements(Protocol):
+    """Where the record is announced. All methods raise RedisError or OSError while it cannot be reached; see
+    kvloom.discovery.registry.Registry."""
+
+    async def announce(self, record: RolloutRecord) -> None:
+        """Raises NameTakenError if another supervisor rolls out the model."""
+        ...
+
+    async def withdraw(self, key: str, incarnation_id: str = "") -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class RolloutAnnouncement:
     """The record in the registry, which is renewed until `end`."""
 
-    def __init__(
-        self,
-        redis_config: RedisConfig,
-        sealer: Sealer,
-        names: tuple[str, ...],
-        old: str,
-        new: str,
-        by: str,
-        owner: str,
-        *,
-        scored_share: float,
-    ) -> None:
-        """`names`: all that both versions have, first the one by which the rollout is known. `by`: the supervisor."""
-        self._registry = RolloutRegistry(redis_config.url, redis_config.key_prefix, sealer)
-        self._record = RolloutRecord(names[0], names, old, new, 0.0, by, uuid.uuid4().hex, owner, scored_share)
+    def __init__(self, registry: Announcements, record: RolloutRecord) -> None:
+        """`record`: the first one; its share is set by `announce`."""
+        self._registry = registry
+        self._record = record
         self._renewing: asyncio.Task[None] | None = None
         self._renewed_at = 0.0
+        """When the latest announcement was sent that has arrived."""
 
     async def announce(self, share: float) -> None:
         self._record = msgspec.structs.replace(self._record, share=share)
+        sent_at = asyncio.get_running_loop().time()
         try:
             await self._registry.announce(self._record)
         except NameTakenError as error:
             raise CommandError(f"{self._record.name} is being rolled out by {error.holder.address}") from error
         except (redis.exceptions.RedisError, OSError) as error:
             raise CommandError(f"the registry cannot be reached: {error or type(error).__name__}") from error
-        self._renewed_at = time.monotonic()
-        if self._renewing is None:
+        self._renewed_at = sent_at
+        if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew(), name=f"rollout of {self._record.new}")
 
     async def _renew(self) -> None:
+        """Until the announcement is lost, for example because this process was suspended. Edges and routers have gone
+        back to the old version then, and their sessions must not come and go."""
+        clock = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            if self.is_lost:
+                return
+            sent_at = clock.time()
             with contextlib.suppress(redis.exceptions.RedisError, OSError, NameTakenError):
                 await self._registry.announce(self._record)
-                self._renewed_at = time.monotonic()
+                self._renewed_at = sent_at
 
     @property
     def is_lost(self) -> bool:
-        return time.monotonic() - self._renewed_at > TTL_SECONDS
+        return asyncio.get_running_loop().time() - self._renewed_at > TTL_SECONDS
 
     async def end(self, *, at_once: bool) -> None:
         if self._renewing is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import uuid
 from collections.abc import Awaitable, Callable
 
 from kvloom.config import KvloomConfig, ModelConfig
+from kvloom.discovery.records import RolloutRecord
+from kvloom.discovery.registry import RolloutRegistry
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.models.changes import ModelChanges
@@ -57,6 +60,11 @@ class MachineRollouts:
 
     def _begin(self, plan: RolloutPlan, old: ModelConfig) -> RunningRollout:
         names = tuple(plan.successor_of(old).aliases)
+        incarnation_id = uuid.uuid4().hex
+        record = RolloutRecord(
+            plan.name, names, old.name, plan.version, 0.0, self.name, incarnation_id, self.owner, plan.scored_share
+        )
+        registry = RolloutRegistry(self.config.redis.url, self.config.redis.key_prefix, self.trust.sealer)
         state = RolloutState(old.name, plan.version, num_steps=len(plan.steps))
 
         def make(on_step: OnStep) -> Rollout:
@@ -68,10 +76,7 @@ class MachineRollouts:
                 plan,
                 state,
                 ModelVersions(plan, old, self.models, self.changing, self.wait_served, self.on_change),
-                RolloutAnnouncement(
-                    *(self.config.redis, self.trust.sealer, names, old.name, plan.version, self.name, self.owner),
-                    scored_share=plan.scored_share,
-                ),
+                RolloutAnnouncement(registry, record),
                 RouterMetering(self.config.redis, self.trust, (old.name, plan.version)),
                 report,
             )

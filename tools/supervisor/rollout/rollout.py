@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
@@ -110,6 +109,7 @@ class Rollout:
                 await self._serve()
                 state.phase = "finishing"
                 await asyncio.sleep(self._settle_seconds)
+                self._check_followed()
                 await self._versions.unload_old(self._on_step)
                 state.phase, holds_on = "done", True
             except (_RolledBackError, CommandError) as error:
@@ -155,18 +155,18 @@ class Rollout:
 
     async def _hold(self) -> None:
         """One step. Raises _RolledBackError."""
-        began = read_at = time.monotonic()
+        clock = asyncio.get_running_loop()
+        began = read_at = clock.time()
         earlier: Mapping[Series, float] = dict(self._metering.increments.total)
         looks, verdict = Looks(), Verdict(Decision.WAIT)
         while True:
             await self._pause()
-            now = time.monotonic()
+            now = clock.time()
             if await self._metering.read():
                 read_at = now
             elif now - read_at > BLIND_SECONDS:
                 raise _RolledBackError(f"no router has answered for {BLIND_SECONDS:g} s")
-            if self._shares.is_lost:
-                raise _RolledBackError("the registry cannot be reached, so that no edge follows the rollout any more")
+            self._check_followed()
             old, new = self._counts(earlier)
             is_over = now - began >= self._plan.hold_seconds
             gap = gap_of(self._metering.increments.total, self.state.old, self.state.new)
@@ -183,6 +183,11 @@ class Rollout:
             if now - began >= MAX_HOLDS * self._plan.hold_seconds and is_over:
                 self._report(old, new, gap, verdict)
                 raise _RolledBackError(f"it had only {verdict.reason} in {now - began:.0f} s (--min-requests)")
+
+    def _check_followed(self) -> None:
+        """Raises _RolledBackError."""
+        if self._shares.is_lost:
+            raise _RolledBackError("the registry cannot be reached, so that no edge follows the rollout any more")
 
     async def _pause(self) -> None:
         """Raises _RolledBackError."""

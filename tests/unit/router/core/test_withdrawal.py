@@ -76,3 +76,15 @@ def test_a_withdrawal_can_be_taken_back() -> None:
     assert refusal(rig.submit("refused")) == NOT_FOUND
     rig.handle(LoadReported("s0", ShardLoad()))
     assert has(rig.submit("taken"), SubmitAttempt)
+
+
+def test_clients_hear_of_a_withdrawal() -> None:
+    """Edges then send what is new to the model's successor, if there is one."""
+    rig = rig_with("s0", "s1")
+    withdraw(rig, "s0")
+    (model,) = rig.core.fleet.models
+    assert not model.is_withdrawn
+    (model,) = only(rig.handle(LoadReported("s1", ShardLoad(withdrawn=True))), FleetChanged).models
+    assert model.is_withdrawn
+    (model,) = only(rig.handle(LoadReported("s1", ShardLoad())), FleetChanged).models
+    assert not model.is_withdrawn

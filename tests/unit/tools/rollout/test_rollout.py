@@ -129,6 +129,19 @@ async def test_a_version_that_cannot_stay_is_taken_back(world: FakeWorld, reason
     assert "unload old" not in world.log
 
 
+async def test_a_rollout_that_is_forgotten_before_the_old_version_goes_is_taken_back() -> None:
+    """Edges have gone back to the old version, which must not be unloaded under them."""
+    world, state = FakeWorld(), RolloutState("m", "m@2")
+
+    def on_step(text: str) -> None:
+        world.is_lost |= world.share == 1.0 and "verdict: continue" in text
+
+    rollout = Rollout(PLAN, state, world, world, world, on_step, look_seconds=0.01, settle_seconds=0.0)
+    await asyncio.wait_for(rollout.run(), 10)
+    assert (state.phase, "registry cannot be reached" in state.reason) == ("rolled back", True)
+    assert "unload old" not in world.log
+
+
 async def test_a_version_that_would_answer_otherwise_is_taken_back() -> None:
     """It fails nothing and is as fast: only what it thinks of the old version's answers gives it away."""
     state = await roll_out(FakeWorld(gap=0.5), SCORED)

@@ -1,0 +1,75 @@
+"""The names of a model that is being unloaded lead to its successor, without a rollout that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable
+
+from kvloom.discovery.records import RolloutRecord
+from kvloom.models.catalogue import Catalogue
+from kvloom.models.model_routes import ModelRoutes, RouteFacts
+from kvloom.models.succession import SuccessionFollower
+from kvloom.process.watched_files import following
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from tests.fakes.router_world import eventually
+from tests.fakes.served_models import tiny_model
+
+FACTS = RouteFacts(1, frozenset(), is_batch=False, share_key="x")
+
+
+@dataclasses.dataclass
+class Routers:
+    fleet: FleetState = dataclasses.field(default_factory=FleetState)
+    changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    async def wait_fleet_change(self) -> None:
+        await self.changed.wait()
+
+    def report(self, withdrawn: Iterable[str]) -> None:
+        infos = [ModelInfo(name=name, withdrawn=name in withdrawn) for name in ("m", "m@2")]
+        self.fleet = FleetState(models=infos)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+def catalogue() -> Catalogue:
+    old = dataclasses.replace(tiny_model("m"), aliases=("chat",))
+    new = dataclasses.replace(tiny_model("m@2"), aliases=("m", "chat"), succeeds="m")
+    return Catalogue([old, new])
+
+
+async def test_the_successor_takes_over_when_the_old_version_is_withdrawn_and_only_then() -> None:
+    """An edge that cannot reach the registry has forgotten the rollout: its users got 404 until the last answer of the
+    old version had ended."""
+    routers, routes, models = Routers(), ModelRoutes(), catalogue()
+    async with following(SuccessionFollower(models, routes, routers)):
+        routers.report(())
+        assert not routes.by_name
+        routers.report({"m"})
+        await eventually(lambda: set(routes.by_name) == {"m", "chat"})
+        assert [list(routes.choose(name, (), FACTS, ()).models) for name in ("m", "chat", "m@2")] == [["m@2"]] * 3
+        assert routes.choose("m", (), FACTS, ()).how == "m;target=m@2"
+        routers.report({"m", "m@2"})  # the whole model goes
+        await eventually(lambda: not routes.by_name)
+    models.close()
+
+
+async def test_a_card_that_comes_late_is_noticed() -> None:
+    """An edge that has just started fetches the cards one after another."""
+    routers, routes, models = Routers(), ModelRoutes(), Catalogue([tiny_model("m")])
+    async with following(SuccessionFollower(models, routes, routers)):
+        routers.report({"m"})
+        models.add(dataclasses.replace(tiny_model("m@2"), aliases=("m",), succeeds="m"))
+        await eventually(lambda: set(routes.by_name) == {"m"})
+    models.close()
+
+
+def test_the_shares_of_a_rollout_have_precedence() -> None:
+    """A rollback withdraws the new version, which succeeds the old one."""
+    routes = ModelRoutes()
+    routes.follow_successors({"m": "m@2"})
+    routes.follow_rollouts([RolloutRecord("m", ("m",), "m", "m@2", 0.0, "a", "i")])
+    assert routes.choose("m", (), FACTS, ()).models[0] == "m"
+    routes.follow_rollouts([])
+    assert routes.choose("m", (), FACTS, ()).models[0] == "m@2"

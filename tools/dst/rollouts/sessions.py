@@ -1,0 +1,98 @@
+"""Which session and which edge each request has, and what the edge does when a version cannot take it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvloom.models.model_routes import FALLBACK_REASONS
+from router.core.events import Request
+from router.core.frames import Finish
+from tools.dst.environment import Environment
+from tools.dst.nodes.client import Answer
+from tools.dst.rollouts.edge import SimEdge
+from tools.dst.script import Sampling
+from tools.dst.told import Told
+
+NUM_SESSIONS: Final = 30
+
+
+@dataclasses.dataclass(slots=True)
+class Pending:
+    """A request that an edge has sent to a router."""
+
+    edge: SimEdge
+    told: Told
+    num_open: int
+    """Choices that have not ended."""
+    has_begun: bool = False
+    """Whether the client has something of an answer, so that no other model may take the request."""
+    failed: list[Answer] = dataclasses.field(default_factory=list)
+    first_error: Finish | None = None
+    """That of the first model, if it could not take the request: the client gets this one, if no other can."""
+
+
+class Sessions:
+    """Its random numbers are its own."""
+
+    def __init__(self, env: Environment, edges: Sequence[SimEdge]) -> None:
+        self._env = env
+        self._edges = edges
+        self._rng = random.Random(f"{env.scenario.seed} sessions")
+        self._sessions = [f"session-{self._rng.randrange(10**6)}" for _ in range(NUM_SESSIONS)]
+        self._pending: dict[tuple[str, int], Pending] = {}
+        """By client and its first slot."""
+
+    def begin(self, request: Request) -> Request:
+        """The request as an edge sends it to a router: in a session, and with the version that the edge tells it. One
+        for an adapter names a model for which there are no shares."""
+        edge = self._rng.choice(self._edges)
+        session = self._draw_session() if self._rng.random() < 0.8 else ""
+        request = msgspec.structs.replace(request, session_key=session)
+        return request if request.adapter is not None else self._send(edge, edge.tell(request), request, None)
+
+    def _draw_session(self) -> str:
+        """Some have many requests."""
+        return self._sessions[int(NUM_SESSIONS * self._rng.random() ** 2)]
+
+    def _send(self, edge: SimEdge, told: Told, request: Request, first_error: Finish | None) -> Request:
+        self._env.checks.on_version_told(edge, told)
+        key = (request.client_id, request.choices[0].slot)
+        self._pending[key] = Pending(edge, told, len(request.choices), first_error=first_error)
+        return msgspec.structs.replace(request, model=told.models[0])
+
+    def note_end(self, answer: Answer) -> Pending | None:
+        """A choice has ended. Returns the request if it failed as a whole and another model may take it."""
+        key = (answer.request.client_id, answer.request.choices[0].slot)
+        pending, finish = self._pending.get(key), answer.finish
+        if pending is None or finish is None:
+            return None
+        pending.num_open -= 1
+        pending.has_begun |= finish.error is None or answer.num_tokens > 0
+        if finish.error is not None:
+            pending.failed.append(answer)
+        if pending.num_open:
+            return None
+        del self._pending[key]
+        may_pass = not pending.has_begun and finish.error is not None and finish.error.reason in FALLBACK_REASONS
+        if may_pass and len(pending.told.models) > 1:
+            pending.first_error = pending.first_error or finish
+            return pending
+        for one in pending.failed:
+            error = one.finish if pending.first_error is None or pending.has_begun else pending.first_error
+            if error is not None:
+                self._env.checks.on_told_failed(pending.edge, pending.told, one, error)
+        return None
+
+    def pass_on(self, pending: Pending, request: Request) -> Request:
+        """The request as the edge sends it to the next model. `request` has its own id and slots."""
+        assert isinstance(request.sampling, Sampling)
+        sampling = dataclasses.replace(request.sampling, script_key=request.request_id)
+        told = dataclasses.replace(
+            pending.told, script_key=request.request_id, models=pending.told.models[1:], is_chosen=False
+        )
+        return self._send(pending.edge, told, msgspec.structs.replace(request, sampling=sampling), pending.first_error)

@@ -1,0 +1,26 @@
+"""What an edge told a request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvloom.discovery.records import RolloutRecord
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    script_key: str
+    """Of the request's answer, which it keeps wherever it is continued."""
+    name: str
+    """By which the client asked for the model."""
+    session: str
+    """The session, or else the caller."""
+    models: tuple[str, ...]
+    """The first one gets the request, the others if it can not take it."""
+    rollout: RolloutRecord | None
+    """What the edge knew of a rollout of that name; None: of none."""
+    is_continued: bool
+    """Whether the request brings along the beginning of an answer."""
+    is_chosen: bool
+    """Whether there was a choice. Otherwise an answer is continued, the edge knows only one of the versions (it fetches
+    the card of the other one, or that has been unloaded), or a model before this one could not take the request."""
