@@ -27,8 +27,8 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import LimitsCounted, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.shard_health import HealthState
-from router.metering.metrics import MeteringMetrics
 from router.core.tenancy.limiter import Limiter
+from router.metering.metrics import MeteringMetrics
 from router.metrics import GAUGES, RouterMetrics
 from router.result_cache.cache import ResultCache
 from router.result_cache.metrics import ResultCacheMetrics
