@@ -35,7 +35,7 @@ def faults_of(bundle: Bundle) -> Iterator[Fault]:
     if not 0 <= receipt.num_cached_tokens <= receipt.num_prompt_tokens:
         yield Fault("counts", f"{receipt.num_cached_tokens} of {receipt.num_prompt_tokens} prompt tokens were cached")
     cost_nanos = cost_of(
-        receipt.price,
+        receipt.price.price,
         receipt.num_prompt_tokens,
         receipt.num_cached_tokens,
         receipt.num_output_tokens,

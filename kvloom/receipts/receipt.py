@@ -25,6 +25,31 @@ VERSION: Final = 1
 MAX_BUNDLE_BYTES: Final = 16 * 2**20
 
 
+class SignedPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As `Price` (kvloom/tenancy/prices.py), in whole numbers."""
+
+    id: str
+    model: str
+    effective_from_ms: int
+    """Milliseconds since 1970."""
+    prompt_nanos: int
+    cached_nanos: int
+    output_nanos: int
+    request_nanos: int
+    batch_percent: int
+    result_cache_percent: int
+
+    @classmethod
+    def of(cls, price: Price) -> SignedPrice:
+        fields = msgspec.structs.asdict(price)
+        return cls(effective_from_ms=int(fields.pop("effective_from") * 1000), **fields)
+
+    @property
+    def price(self) -> Price:
+        fields = msgspec.structs.asdict(self)
+        return Price(effective_from=fields.pop("effective_from_ms") / 1000, **fields)
+
+
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is signed. Checksums and digests are SHA-256 in hexadecimal."""
 
@@ -57,7 +82,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_output_tokens: int
     is_result_cache_hit: bool
     is_batch: bool
-    price: Price
+    price: SignedPrice
     cost_nanos: int
 
 

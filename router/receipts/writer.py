@@ -14,6 +14,7 @@ from kvloom.receipts.receipt import (
     Bundle,
     Output,
     Receipt,
+    SignedPrice,
     digest,
     encode_bundle,
     reason_name,
@@ -94,7 +95,7 @@ class ReceiptWriter:
             num_output_tokens=counts[2],
             is_result_cache_hit=completed.is_result_cache_hit,
             is_batch=is_batch,
-            price=price,
+            price=SignedPrice.of(price),
             cost_nanos=cost_of(price, *counts, is_batch=is_batch, is_result_cache_hit=completed.is_result_cache_hit),
         )
         signature, key_id = self._signer.sign(receipt), self._signer.public.key_id

@@ -133,7 +133,7 @@ async def test_a_real_models_answers_are_computed_again_bit_for_bit(
     assert receipt.weights_checksum == model_checksum(shallow_dir)
     assert receipt.card_checksum == "" or len(receipt.card_checksum) == 64
     assert len(receipt.chat_template_checksum) == 64
-    assert receipt.price == PRICE
+    assert receipt.price.price == PRICE
     assert receipt.cost_nanos == 500 + 10 * receipt.num_prompt_tokens + 30 * receipt.num_output_tokens
     use, again = await ask(torch_world, *REQUESTS["greedy"], stream=False)
     assert (use, again[0].receipt.is_result_cache_hit, again[0].receipt.cost_nanos) == ("hit", True, 0)
@@ -162,7 +162,7 @@ async def test_what_was_altered_is_named(torch_world: EmbeddingWorld, tmp_path: 
     receipt = bundle.receipt
     signer = made_or_read(tmp_path / KEY_FILE)
     other_prompt = msgspec.structs.replace(bundle.request, prompt_token_ids=[7, *bundle.request.prompt_token_ids[1:]])
-    dearer = msgspec.structs.replace(PRICE, output_nanos=31)
+    dearer = msgspec.structs.replace(receipt.price, output_nanos=31)
     cases: list[tuple[Bundle, set[str]]] = [
         (bundle, set()),
         (msgspec.structs.replace(bundle, output=with_another_token(bundle)), {"output"}),

