@@ -52,7 +52,6 @@ async def test_the_successor_takes_over_when_the_old_version_is_withdrawn_and_on
         assert routes.choose("m", (), FACTS, ()).how == "m;target=m@2"
         routers.report({"m", "m@2"})  # the whole model goes
         await eventually(lambda: not routes.by_name)
-    models.close()
 
 
 async def test_a_card_that_comes_late_is_noticed() -> None:
@@ -62,7 +61,6 @@ async def test_a_card_that_comes_late_is_noticed() -> None:
         routers.report({"m"})
         models.add(dataclasses.replace(tiny_model("m@2"), aliases=("m",), succeeds="m"))
         await eventually(lambda: set(routes.by_name) == {"m"})
-    models.close()
 
 
 def test_the_shares_of_a_rollout_have_precedence() -> None:
