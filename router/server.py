@@ -448,6 +448,7 @@ class RouterServer:
             lambda request, choice: pieces_of(
                 models[request.model].tokenizer if request.model in models else None, request, choice
             ),
+            lambda request: request.cache_salt,
         )
         ResultCacheMetrics(cache, registry)
         return cache

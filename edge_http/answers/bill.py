@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvloom.tenancy.prices import Prices, decimal
-from kvloom.v1.generation_pb2 import SequenceFinish
+from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, SequenceFinish
 
 
 class AnswerBill:
@@ -35,6 +35,7 @@ class AnswerBill:
                 cost += self._prices.cost(
                     self._model, self._arrived_at, size, num_cached, num_output,
                     has_answer=True, is_batch=self._is_batch,
+                    is_result_cache_hit=of_prompt[0].result_cache == RESULT_CACHE_USE_HIT,
                 )[1]  # fmt: skip
         return cost
 

@@ -96,6 +96,8 @@ class Arrivals:
         live.max_held_tokens = max(1, self._max_held_tokens // len(request.choices))
         limit = request.max_tokens or math.inf
         if live.charge is not None and live.charge.max_tokens is not None:
+            if live.charge.max_tokens < limit:
+                live.is_exact = False  # it is not the whole answer to this request: not to be kept, nor attested
             limit = min(limit, live.charge.max_tokens)
         if live.cached and max(len(choice.token_ids) for choice in live.cached) <= limit:
             # What it has was allowed by the policy in force: both are in its key.

@@ -286,3 +286,15 @@ def test_unused_leases_are_given_back():
     assert all(not slots.leased for slots in world.rates.slots.values())
     [budget] = world.budgets.budgets.values()
     assert budget.leased["r1"] == 20 * (10 + 4 + 500)  # what was used: 4 of 5 prompt tokens were cached
+
+
+def test_what_another_model_has_begun_is_not_charged_again():
+    """The text so far was metered as the answer of the model that has been lost: this one has only continued it."""
+    world = LimitedRig(tenant_table(tenant=Limits(monthly_budget_nanos=10_000), prices=[PRICE]), meters_usage=True)
+    begun = [ChoiceSpec(1, 0, output_token_ids=[7, 7], num_delivered_chars=2)]
+    actions = world.submit(choices=begun, num_foreign_tokens=2)
+    ended = only(world.answer(actions, 3), RequestEnded)
+    assert ended.num_output_tokens == 3
+    assert ended.usage is not None
+    assert ended.usage.num_resumed_tokens == 0
+    assert [charge.total for charge in ended.usage.charges] == [5 * 10 - 4 * 9 + 3 * 100]
