@@ -11,7 +11,6 @@ from typing import Final, TypeVar, cast
 
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import MAX_ADAPTERS
-from kvloom.text.block_hash import adapter_salt
 from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, SubmitAttempt
@@ -132,7 +131,7 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         sampling=_message(request.sampling, generation_pb2.SamplingParams),
         stop=_message(request.stop, generation_pb2.StopConditions),
         choices=[_choice_to_proto(choice) for choice in attempt.choices],
-        cache_salt=request.tenant,
+        cache_salt=request.cache_salt,
         traceparent=request.traceparent,
         client_request_id=request.client_request_id,
         num_expected_cached_tokens=attempt.num_expected_cached_tokens,
@@ -140,10 +139,11 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )
     submit.stop.max_tokens = attempt.max_tokens
+    if request.reads_cache_of is not None:
+        submit.discards_blocks = True
     adapter = request.adapter
     if adapter is not None:
         submit.adapter.name, submit.adapter.checksum = adapter
-        submit.cache_salt = adapter_salt(request.tenant, adapter.checksum)
     return submit
 
 

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvloom.models.adapters import Adapter
+from kvloom.text.block_hash import adapter_salt
 from router.core.frames import Step
 
 
@@ -74,6 +75,14 @@ class Request(msgspec.Struct, frozen=True):
     max_cached_tokens: int | None = None
     """How many prompt tokens' KV a shard may take from its cache: the others are computed for their log-probabilities.
     None: all."""
+    reads_cache_of: str | None = None
+    """The tenant whose cached blocks it may use, while none that it computes are kept. None: its own, and they are."""
+
+    @property
+    def cache_salt(self) -> str:
+        """What keeps its cached blocks apart from those of others; see ShardSubmit.cache_salt."""
+        salt = self.tenant if self.reads_cache_of is None else self.reads_cache_of
+        return salt if self.adapter is None else adapter_salt(salt, self.adapter.checksum)
 
 
 class AdapterState(msgspec.Struct, frozen=True):

@@ -247,7 +247,8 @@ class AttemptSender:
             is_arrival=not live.num_ready_tokens,
         )
         self._ledger.reserve(attempt.key, reservation)
-        self._index.place(shard.shard_id, hashes, now)
+        if live.request.reads_cache_of is None:
+            self._index.place(shard.shard_id, hashes, now)
         self._placer.note_placed(live, shard, hashes, now)
 
     def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:

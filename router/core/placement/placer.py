@@ -9,7 +9,7 @@ import xxhash
 
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import Adapter
-from kvloom.text.block_hash import adapter_salt, block_hashes, root_hash
+from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
@@ -172,8 +172,7 @@ class Placer:
         if hashes is None and live.request.block_hashes is not None:
             hashes = live.request.block_hashes.get(block_size)
         if hashes is None:
-            adapter, salt = live.request.adapter, live.request.tenant
-            root = root_hash(live.request.model, "", salt if adapter is None else adapter_salt(salt, adapter.checksum))
+            root = root_hash(live.request.model, "", live.request.cache_salt)
             hashes = block_hashes(live.request.prompt_token_ids, block_size, root)
             live.hashes[block_size] = hashes
         return hashes
