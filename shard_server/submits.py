@@ -94,6 +94,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             root_hash=root,
             guide=guide,
             adapter=submit.adapter.name,
+            discards_blocks=submit.discards_blocks,
             origin=origin,
         )
         for choice in submit.choices

@@ -89,6 +89,8 @@ class Request(msgspec.Struct, frozen=True):
     is_cacheable: bool = False
     """Whether its answer may come from the result cache and enter it, as far as the request itself says."""
     wants_receipt: bool = False
+    discards_blocks: bool = False
+    """Whether none of the blocks that it computes are kept; it uses those of its cache salt."""
 
     @property
     def num_earlier_tokens(self) -> int:

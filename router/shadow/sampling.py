@@ -71,6 +71,12 @@ def scoring_request(sample: Sample, candidate: str, number: int, slot: int) -> R
     )
 
 
+def reading_callers_cache(sample: Sample, request: Request) -> Request:
+    """The same request, which uses what the caller's own requests have left in the candidate's prefix cache. As it
+    leaves nothing there itself, they do not notice it."""
+    return msgspec.structs.replace(request, cache_salt=sample.request.cache_salt, discards_blocks=True)
+
+
 def generating_request(sample: Sample, candidate: str, max_tokens: int, number: int, slot: int) -> Request:
     """Asks for another answer to the same prompt, with the same seed."""
     request = sample.request

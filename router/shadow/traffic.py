@@ -24,6 +24,7 @@ from router.core.actions import FleetChanged, RequestEnded
 from router.core.events import SHADOW_CLIENT_ID, Request, RequestArrived, SlotsCancelled
 from router.core.fleet.slot_pool import SlotPool
 from router.core.frames import Finish, Step
+from router.core.placement.plan import PlacementPlan
 from router.core_driver import CoreDriver
 from router.shadow.metrics import ShadowMetrics
 from router.shadow.pair import GOOD_ENDS, Pair, Running, Skip, SpareRoom
@@ -32,6 +33,7 @@ from router.shadow.sampling import (
     check_shadows,
     generating_request,
     is_sampled,
+    reading_callers_cache,
     scoring_request,
     with_logprobs,
 )
@@ -53,6 +55,8 @@ class ShadowCore(SpareRoom, Protocol):
     def fleet(self) -> FleetChanged: ...
 
     def num_waiting(self, model: str) -> int: ...
+
+    def plan(self, request: Request, now: float) -> PlacementPlan: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -271,13 +275,26 @@ class ShadowTraffic:
         self._num_sent += 1
         candidate = pair.config.candidate
         if pair.scores:
-            request = scoring_request(sample, candidate, self._num_sent, slot)
+            request = self._scoring_request(sample, candidate, slot)
         else:
             most = min(pair.config.max_tokens, self._window(pair))
             request = generating_request(sample, candidate, most, self._num_sent, slot)
         self._running[slot] = Running(pair, sample, self._driver.now())
         pair.num_running += 1
         self._dispatch(RequestArrived(request))
+
+    def _scoring_request(self, sample: Sample, candidate: str, slot: int) -> Request:
+        """Earlier scores may have left blocks of the prompt at the candidate, and so may the caller's own requests if
+        the candidate serves them: the more are used."""
+        request = scoring_request(sample, candidate, self._num_sent, slot)
+        reading = reading_callers_cache(sample, request)
+        num_found = self._num_cached_tokens(reading)
+        return reading if num_found and num_found >= self._num_cached_tokens(request) else request
+
+    def _num_cached_tokens(self, request: Request) -> int:
+        """Of its prompt, at the shard that has the most."""
+        plan = self._core.plan(request, self._driver.now())
+        return max((shard.num_overlap_tokens for shard in plan.shards), default=0)
 
     def _on_own_step(self, step: Step) -> None:
         for start in step.starts:

@@ -218,6 +218,9 @@ class EngineRequest:
     adapter: str = ""
     """The name of the adapter that computes the sequence. The engine has it, and `root_hash` names it, too. "": the
     model itself. Set only for an engine with Capability.ADAPTERS."""
+    discards_blocks: bool = False
+    """Whether the blocks that it computes must not enter the prefix cache. It may use those that are there. Engines
+    without Capability.PROMPT_LOGPROBS need not honour it."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 

@@ -113,7 +113,7 @@ class SimSequence:
         self.num_computed_tokens += num_tokens
         size = self._block_size
         first, full = self.num_stored_blocks, self.num_computed_tokens // size
-        if first == full:
+        if first == full or self.request.discards_blocks:
             return []
         hashes = self._hashes
         while len(hashes) < full:

@@ -339,6 +339,24 @@ class EngineSuite(AdapterSuite):
             num_blocks = num_before // BLOCK_SIZE if Capability.PREFIX_CACHING in has else 0
             assert num_blocks * BLOCK_SIZE <= started.num_cached_tokens <= num_before
 
+    async def test_discarded_blocks_never_enter_the_cache(self, start: StartEngine) -> None:
+        """A router that scores a caller's answer may use the caller's cached blocks, and must not add to them."""
+        driver = await start()
+        if not {Capability.PROMPT_LOGPROBS, Capability.PREFIX_CACHING} <= driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        prompt = prompt_of(9, 64)
+        await driver.run(request_of("keeps", prompt[:40], 2))
+        cached = driver.cached()
+        (tokens,) = await driver.run(request_of("discards", prompt, 30, discards_blocks=True))
+        assert driver.starts["discards"].num_cached_tokens == 32
+        assert driver.cached() == cached
+        assert driver.load.num_available_blocks == driver.engine.info.num_blocks
+        (again,) = await driver.run(request_of("keeps all", prompt, 30))
+        assert driver.starts["keeps all"].num_cached_tokens == 32
+        assert len(driver.cached()) > len(cached)
+        if Capability.BATCH_INVARIANT in driver.engine.info.capabilities:
+            assert tokens == again
+
     async def test_a_prediction_changes_no_token(self, start: StartEngine) -> None:
         """Whether it is right, wrong or half right, and whether or not the engine makes use of it."""
         driver = await start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,52 @@ async def test_answers_are_scored_and_nobody_notices(shadowed: ShadowWorld) -> N
     assert shadowed.metric("kvloom_router_tokens_total", model=CANDIDATE, token_type="input") == 0
     assert shadowed.metric("kvloom_router_requests_live") == 0
     assert shadowed.metric("kvloom_router_clients_connected") == 1
+
+
+@pytest.fixture
+async def with_words(router_redis_url: str, model_dir: Path) -> AsyncIterator[ShadowWorld]:
+    """The tokenizer has the words of the simulated engine, so that its answers can be parts of prompts."""
+    async with shadow_world(router_redis_url, ModelTokenizer.load(model_dir)) as world:
+        yield world
+
+
+async def test_a_score_uses_cached_prompts_and_no_caller_notices(with_words: ShadowWorld) -> None:
+    """What the candidate has computed of a prompt is not computed again, whether that was for an earlier score or for
+    the caller. What is computed for a score is never found by the caller."""
+    world = with_words
+    await world.add_model(MODEL)
+    candidate = await world.add_model(CANDIDATE)
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 2)
+    world.shadow()
+    of_scores, of_caller = [5] * 40, [6] * 40
+
+    def num_hits() -> float:
+        samples = (sample for family in candidate.collect() for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
+
+    async def score(prompt: list[int], number: int) -> tuple[float, Answer]:
+        """Returns how many tokens were cached at the candidate, and the answer that was scored."""
+        before = num_hits()
+        answer = await world.ask(link, prompt, 40, model=MODEL, sampling=SamplingParams(seed=number))
+        await eventually(lambda: world.sums.num_answers == number, "the score")
+        return num_hits() - before, answer
+
+    async def num_found(prompt: list[int], answer: Answer) -> int:
+        """By a request of the caller to the candidate that continues the conversation."""
+        continued = await world.ask(link, [*prompt, *answer.token_ids[0], 7], 1, model=CANDIDATE)
+        assert continued.finish.reason == FINISH_REASON_LENGTH
+        return continued.finish.num_cached_tokens
+
+    assert (await score(of_scores, 1))[0] == 0
+    num_cached, answer = await score(of_scores, 2)
+    assert num_cached == 32
+    assert await num_found(of_scores, answer) == 0
+    await world.ask(link, of_caller, 1, model=CANDIDATE)
+    num_cached, answer = await score(of_caller, 3)
+    assert num_cached == 32
+    assert await num_found(of_caller, answer) == 32
 
 
 async def test_an_answer_over_grpc_is_the_same_too(shadowed: ShadowWorld) -> None:

@@ -252,7 +252,8 @@ class AttemptSender:
         self._ledger.reserve(attempt.key, reservation)
         if live.usage is not None:
             live.usage.hold(num_prompt_blocks, candidate.block_size, now)
-        self._index.place(shard.shard_id, hashes, now)
+        if not live.request.discards_blocks:
+            self._index.place(shard.shard_id, hashes, now)
         self._placer.note_placed(live, shard, hashes, now)
 
     def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:

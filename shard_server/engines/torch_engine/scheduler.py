@@ -226,7 +226,7 @@ class Scheduler:
         sequence.num_computed_tokens = len(matched) * pool.block_size
         sequence.block_table = matched + pool.allocate(num_new)
         # An embedding's blocks would only displace those of prompts that come again.
-        sequence.uncacheable = sequence.pooled is not None
+        sequence.uncacheable = sequence.pooled is not None or sequence.request.discards_blocks
         sequence.shares_with = None
         return True
 

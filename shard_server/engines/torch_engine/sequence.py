@@ -82,7 +82,7 @@ class Sequence:
         self.num_expected_blocks = 0
         """The number of blocks that were in the cache when the queue was last sorted."""
         self.uncacheable = False
-        """Whether a block hash has collided: the blocks after it cannot be cached."""
+        """Whether its further blocks are not cached: they are not wanted there, or a block hash has collided."""
         self.shares_with: tuple[Sequence, int] | None = None
         """The running sequence that is computing this one's prefix, and how many tokens they have in common."""
         self.started = False

@@ -84,6 +84,19 @@ def test_tenants_do_not_share_a_prefix() -> None:
     assert rig.core.plan(request(cache_salt="a"), rig.now).picked_shard_id == "s0"
 
 
+def test_another_tenants_cache_can_be_read_without_a_trace() -> None:
+    """A score goes where the caller has left the prompt's blocks, and its own blocks are expected nowhere."""
+    rig = two_shards()
+    rig.handle(KvEventsArrived("s1", 1, [KvChange(stored=hashes(PROMPT[:20], "a"))]))
+    reading = {"tenant": "shadow", "cache_salt": "a", "discards_blocks": True, "prompt_token_ids": PROMPT}
+    sent = only(rig.submit(**reading), SubmitAttempt)
+    assert (sent.shard_id, sent.num_expected_cached_tokens) == ("s1", 20)
+    assert sent.request.cache_salt == "a"
+    for tenant, expected in (("a", 20), ("shadow", 0)):
+        plan = rig.core.plan(request(cache_salt=tenant), rig.now)
+        assert max(shard.num_overlap_tokens for shard in plan.shards) == expected
+
+
 def test_requests_with_one_new_prefix_go_together() -> None:
     """The second of two concurrent requests waits for the prefix that the first is about to compute."""
     rig = CoreRig()
