@@ -131,15 +131,15 @@ class ModelRoutes:
         self._index()
 
     def follow_successors(self, successors: Mapping[str, str]) -> None:
-        """From now on these names of models that are being unloaded stand for the models that succeed them, unless a
-        rollout says how their requests are shared."""
+        """From now on these names of models that are being unloaded stand for the models that succeed them, whatever
+        this process knows of a rollout: it may have missed the last step."""
         found = {name: RouteConfig(name=name, targets=[model]) for name, model in successors.items()}
         if found != self._successors:
             self._successors = found
             self._index()
 
     def _index(self) -> None:
-        self.by_name = {**self._successors, **self._shares, **self._configured}
+        self.by_name = {**self._shares, **self._successors, **self._configured}
 
     def is_needed(self, name: str, more: Sequence[str] | None, served: Container[str]) -> bool:
         """Whether `name` is a route, or there are fallbacks."""
@@ -182,7 +182,7 @@ class ModelRoutes:
     def _versions(self, model: str, share_key: str) -> Sequence[str]:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one
         never gets."""
-        route = self._shares.get(model) or self._successors.get(model)
+        route = self._successors.get(model) or self._shares.get(model)
         if route is None:
             return (model,)
         return (_drawn(route.name, [_target(target) for target in route.targets], share_key), *route.fallback)
