@@ -146,15 +146,15 @@ class ModelRoutes:
         self._index()
 
     def follow_successors(self, successors: Mapping[str, str]) -> None:
-        """From now on these names of models that are being unloaded stand for the models that succeed them, unless a
-        rollout says how their requests are shared."""
+        """From now on these names of models that are being unloaded stand for the models that succeed them, whatever
+        this process knows of a rollout: it may have missed the last step."""
         found = {name: RouteConfig(name=name, targets=[model]) for name, model in successors.items()}
         if found != self._successors:
             self._successors = found
             self._index()
 
     def _index(self) -> None:
-        self.by_name = {**self._successors, **self._shares, **self._configured}
+        self.by_name = {**self._shares, **self._successors, **self._configured}
 
     def is_needed(
         self, name: str, more: Sequence[str] | None, served: Container[str], *, is_answer: bool = True
@@ -230,7 +230,7 @@ class ModelRoutes:
         """The version of a model that this key gets, and the one to fall back to: the old one, whose requests a new one
         never gets."""
         shares = self._shares if facts.is_answer else {}
-        route = shares.get(model) or self._successors.get(model)
+        route = self._successors.get(model) or shares.get(model)
         if route is None:
             return (model,)
         return (_drawn(route.name, [_target(target) for target in route.targets], facts.share_key), *route.fallback)

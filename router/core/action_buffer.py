@@ -31,6 +31,10 @@ class ActionBuffer:
         slots.append(choice.shard_slot)
         num_output_tokens.append(len(choice.output_token_ids))
 
+    def drop_cancels(self, shard_id: str) -> None:
+        """The connection is gone, and its sequences with it. In the next one, their slots belong to others."""
+        self._cancels.pop(shard_id, None)
+
     def step(self, client: Client) -> Step:
         """The step that this event sends to `client`."""
         step = client.step

@@ -315,6 +315,7 @@ class RouterCore:
         if shard is None:
             return
         lost = self._attempt_sender.end_all_slots(shard, now)
+        self._action_buffer.drop_cancels(event.shard_id)
         self._attempt_sender.queue.requeue_all(shard, now)
         self._health.on_shard_down(shard)
         self._fleet.remove(event.shard_id)

@@ -35,6 +35,7 @@ def check(
     for request_id, live in lifecycle.requests.items():
         assert live.request.request_id == request_id
         assert live.is_queued == (id(live) in queued)
+        assert live.is_queued or live.unschedulable_at is None
         _check_request(live, fleet)
 
 

@@ -108,7 +108,11 @@ class DispatchQueue:
         self._fair_shares.note_waiting(now)
 
     def leave(self, live: LiveRequest) -> None:
-        """The request stops waiting."""
+        """The request stops waiting. If it waits again later, its patience begins anew."""
+        live.unschedulable_at = None
+        self._take_out(live)
+
+    def _take_out(self, live: LiveRequest) -> None:
         queue_id = live.queue_id
         assert queue_id is not None
         self.queues.remove(live)
@@ -124,7 +128,7 @@ class DispatchQueue:
         """The shard takes nothing more: requests in its queue will be placed again."""
         queue_id = QueueId(shard.description.model, shard.shard_id)
         for live in list(self.queues.queue(queue_id)):
-            self.leave(live)
+            self._take_out(live)
             self.wait_for_any(live, now)
         self._opens_at.pop(shard.shard_id, None)
 

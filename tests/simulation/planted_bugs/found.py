@@ -8,6 +8,7 @@ from typing import Any
 
 from kvloom.discovery.registry import HEARTBEAT_SECONDS
 from kvloom.models.model_routes import ModelRoutes
+from router.core.action_buffer import ActionBuffer
 from router.core.admission.arrivals import Arrivals
 from router.core.core import RouterCore
 from router.core.dispatch.dispatch_queue import DispatchQueue
@@ -20,6 +21,7 @@ from tools.dst.checkers import (
     DeadlinesKept,
     EndsJustified,
     IndexExact,
+    OutagePatience,
     PlacementsFit,
     RecordsFollowed,
     RolloutsHarmless,
@@ -130,3 +132,17 @@ def overlooks_what_comes_and_goes_between_polls(patch: Patch) -> None:
         original(self, [None if work is None else work._replace(num_submitted=0) for work in works])
 
     patch.setattr(IdleWatch, "take", take)
+
+
+@caught_by(EndsJustified, first_seed=1030)
+def cancels_what_took_the_place_of_a_lost_sequence(patch: Patch) -> None:
+    """An event ends a request and replaces its shard by another process: the cancellation reaches that one, where the
+    slot belongs to another request."""
+    patch.setattr(ActionBuffer, "drop_cancels", lambda _self, _shard_id: None)
+
+
+@caught_by(OutagePatience, first_seed=1205)
+def remembers_when_patience_ended_before(patch: Patch) -> None:
+    """A request of which a part was given up in an outage waits for ever in the next one, since the end of its patience
+    has passed."""
+    patch.setattr(DispatchQueue, "leave", DispatchQueue._take_out)

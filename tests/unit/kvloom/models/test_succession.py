@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable
 
+import pytest
+
 from kvloom.discovery.records import RolloutRecord
 from kvloom.models.catalogue import Catalogue
 from kvloom.models.model_routes import ModelRoutes, RouteFacts
@@ -63,11 +65,14 @@ async def test_a_card_that_comes_late_is_noticed() -> None:
         await eventually(lambda: set(routes.by_name) == {"m"})
 
 
-def test_the_shares_of_a_rollout_have_precedence() -> None:
-    """A rollback withdraws the new version, which succeeds the old one."""
-    routes = ModelRoutes()
-    routes.follow_successors({"m": "m@2"})
-    routes.follow_rollouts([RolloutRecord("m", ("m",), "m", "m@2", 0.0, "a", "i")])
-    assert routes.choose("m", (), FACTS, ()).models[0] == "m"
-    routes.follow_rollouts([])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_withdrawal_has_precedence_over_what_is_known_of_the_rollout(share: float) -> None:
+    """A process that cannot reach the registry has missed the last step: a part of the sessions got 404. A rollback
+    withdraws the new version, whose names are the old one's already."""
+    routes, models = ModelRoutes(), catalogue()
+    routes.follow_rollouts([RolloutRecord("m", ("m", "chat"), "m", "m@2", share, "a", "i")])
+    routes.follow_successors(models.successors({"m"}))
     assert routes.choose("m", (), FACTS, ()).models[0] == "m@2"
+    routes.follow_successors(models.successors({"m@2"}))
+    assert routes.choose("m", (), FACTS, ()).models[0] == ("m@2" if share == 1.0 else "m")
+    models.close()

@@ -8,7 +8,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.overload import DrainRate, OverloadSettings, retry_after_seconds
-from router.core.events import ClientGone, RequestCancelled, ShardDown, Tick, Tier
+from router.core.events import ClientGone, LoadReported, RequestCancelled, ShardDown, ShardLoad, Tick, Tier
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 SHEDS = OverloadSettings(sheds_early=True)
@@ -243,6 +243,22 @@ def test_a_long_outage_is_an_error() -> None:
     assert reasons.count(ErrorReason.ERROR_REASON_SHARD_LOST) == 32
     assert reasons.count(ErrorReason.ERROR_REASON_NO_SHARD_READY) == 8
     assert rig.core.is_idle
+
+
+def test_a_request_that_loses_its_last_shard_after_a_part_was_given_up_is_patient_again() -> None:
+    """One choice found no shard and was given up while another one ran. When that one lost its shard too, the request
+    waited for its own timeout, since the end of its patience had passed already."""
+    rig = CoreRig(overload=OverloadSettings(outage_patience_seconds=3.0))
+    rig.add_shard()
+    rig.submit(slots=(1, 2))
+    rig.handle(LoadReported("s0", ShardLoad(draining=True)))
+    rig.fail("s0", 1)
+    rig.now += 3.0
+    assert not has(rig.handle(Tick()), RequestEnded)
+    rig.now += 1.0
+    assert not has(rig.handle(ShardDown("s0")), RequestEnded)
+    rig.now += 3.0
+    assert has(rig.handle(Tick()), RequestEnded)
 
 
 def test_a_shard_that_returns_with_the_overdue_event_is_used() -> None:

@@ -183,3 +183,18 @@ def test_other_routers_loosen_the_hold() -> None:
     shared.handle(LoadReported("s0", ShardLoad(num_running=1)))
     counts = [sum(bool(sent(submit(rig, f"r{slot}", slot, SMALL))) for slot in range(1, 8)) for rig in (alone, shared)]
     assert counts[0] < counts[1]
+
+
+def test_what_is_cancelled_as_its_shard_returns_cancels_nothing_there() -> None:
+    """A router learns that a shard is a new process when a request on the old one is overdue. The slot of that request
+    belongs to another one in the new process, which was cancelled in its place."""
+    rig = CoreRig()
+    rig.add_shard(max_batch=1)
+    rig.submit("overdue", slots=(1,), timeout_seconds=1.0)
+    rig.submit("lost", slots=(2,))
+    rig.submit("waiting", slots=(3,))
+    rig.now += 2.0
+    mark = len(rig.log)
+    rig.add_shard(max_batch=1, incarnation_id="2")
+    assert sorted(sent(rig.log[mark:])) == ["lost", "waiting"]
+    assert not has(rig.log[mark:], CancelOnShard)
