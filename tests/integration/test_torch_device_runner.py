@@ -46,7 +46,8 @@ def cpu_runner(model_dir: Path) -> ModelRunner:
 
 
 def random_steps(seed: int) -> list[list[ScheduledSequence]]:
-    """Returns steps of six sequences: prompts in chunks, decoding, drafts, and all of these in one step."""
+    """Returns steps of six sequences: prompts in chunks, some with logits of their last tokens, decoding, drafts, and
+    all of these in one step."""
     chooser = random.Random(seed)
     blocks = chooser.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     tables = [blocks[10 * i : 10 * i + 10] for i in range(6)]
@@ -59,7 +60,9 @@ def random_steps(seed: int) -> list[list[ScheduledSequence]]:
             size = min(chooser.choice([1, 1, 4, 50]), 150 - done[i])
             if size:
                 drafts = 3 if size == 4 else 0
-                batch.append(ScheduledSequence(ids[i][done[i] : done[i] + size], done[i], tables[i], size < 50, drafts))
+                num_logits = chooser.choice([0, 1, 7, 50]) if size == 50 else 0
+                part = ids[i][done[i] : done[i] + size]
+                batch.append(ScheduledSequence(part, done[i], tables[i], size < 50, drafts, num_logits))
                 done[i] += size
         steps += [batch] if batch else []
     return steps
