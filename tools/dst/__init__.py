@@ -7,7 +7,7 @@ scenario.py     what a seed determines in advance
 world.py        all processes of one simulation
 environment.py  what they share: time, randomness, counters, history
 timeline.py     virtual time
-virtual_loop.py an event loop in virtual time, for coroutines of the product
+virtual_loop.py  an event loop in virtual time, for coroutines of the product
 nodes/          routers, shards, clients and the safety service
 traffic.py      the clients' requests
 faults.py       the faults that strike by themselves
