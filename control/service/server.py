@@ -76,10 +76,13 @@ async def serve(
     if not trust.has_secret and not is_loopback(host):
         raise StartError(f"control trusts all who reach it at {host}: give the fabric a secret (fabric.secret_file)")
     stopping = stop_event()
-    async with _opened(config) as database:
+    # A task that fails ends the process, which is started again.
+    async with _opened(config) as database, asyncio.TaskGroup() as tasks:
         versions = Versions(database)
-        polling = asyncio.create_task(versions.run(), name="versions")
-        metering = asyncio.create_task(UsageWork(config, database, trust.sealer, name).run(), name="usage")
+        owned = [
+            tasks.create_task(versions.run(), name="versions"),
+            tasks.create_task(UsageWork(config, database, trust.sealer, name).run(), name="usage"),
+        ]
         try:
             options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
             server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
@@ -95,9 +98,8 @@ async def serve(
                 stopping,
             )
         finally:
-            polling.cancel()
-            metering.cancel()
-            await asyncio.gather(polling, metering, return_exceptions=True)
+            for task in owned:
+                task.cancel()
 
 
 async def _serve(

@@ -8,6 +8,7 @@ from typing import Final
 
 import redis.asyncio.retry
 import redis.backoff
+import structlog
 
 from control.database.database import Database
 from control.usage.consumer import UsageConsumer
@@ -18,6 +19,8 @@ from kvloom.discovery.redis_client import redis_client
 from kvloom.process.service import StartError
 from kvloom.tenancy.usage_stream import UsageStream
 from kvloom.trust.seal import Sealer
+
+log = structlog.get_logger()
 
 REDIS_TIMEOUT_SECONDS: Final = 5.0
 DAY_SECONDS: Final = 86_400.0
@@ -33,6 +36,10 @@ class UsageWork:
         self._sender = None
         if control.webhook_urls:
             self._sender = _sender(config, database, metrics)
+        self._client = self._consumer = None
+        if not config.redis.url:
+            log.warning("usage is not metered without redis.url")
+            return
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._client = redis_client(config.redis.url, timeout_seconds=REDIS_TIMEOUT_SECONDS, retry=retry)
         self._consumer = UsageConsumer(
@@ -49,11 +56,13 @@ class UsageWork:
         """Runs until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._consumer.run(), name="usage consumer")
+                if self._consumer is not None:
+                    tasks.create_task(self._consumer.run(), name="usage consumer")
                 if self._sender is not None:
                     tasks.create_task(self._sender.run(), name="budget alerts")
         finally:
-            await self._client.aclose()
+            if self._client is not None:
+                await self._client.aclose()
 
 
 def _sender(config: KvloomConfig, database: Database, metrics: UsageMetrics) -> AlertSender:

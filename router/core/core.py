@@ -81,7 +81,12 @@ class RouterCore:
         )
         self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(
-            self._fleet, self._attempt_sender, self._screening, self._action_buffer, config.max_attempts, limiter
+            self._fleet,
+            self._attempt_sender,
+            self._screening,
+            self._action_buffer,
+            config.max_attempts,
+            limiter=limiter,
         )
         self._limits = (
             None if limiter is None else HeldRequests(limiter, self._fleet, self._lifecycle, self._action_buffer)

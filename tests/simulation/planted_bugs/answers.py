@@ -165,7 +165,7 @@ def gives_up_at_the_first_failure(patch: Patch) -> None:
     """Nothing is tried a second time."""
     original = Lifecycle.__init__
 
-    def init(self: Lifecycle, *args: Any) -> None:
-        original(self, *args[:-1], 1)
+    def init(self: Lifecycle, *args: Any, **others: Any) -> None:
+        original(self, *args[:-1], 1, **others)
 
     patch.setattr(Lifecycle, "__init__", init)

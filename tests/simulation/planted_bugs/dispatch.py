@@ -121,8 +121,8 @@ def never_stops_trying(patch: Patch) -> None:
     """The limit on attempts is off by one."""
     original = Lifecycle.__init__
 
-    def init(self: Lifecycle, *args: Any) -> None:
-        original(self, *args[:-1], args[-1] + 1)
+    def init(self: Lifecycle, *args: Any, **others: Any) -> None:
+        original(self, *args[:-1], args[-1] + 1, **others)
 
     patch.setattr(Lifecycle, "__init__", init)
 
