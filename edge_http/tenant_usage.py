@@ -4,22 +4,29 @@ aside from requests, which never wait for that."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
-from typing import Final
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Final
 
+import grpc.aio
 import structlog
 
 from edge_http.answers.bill import AnswerBill
-from kvloom.access.control_client import CALL_SECONDS, ControlClient
-from kvloom.access.tenants import Tenants
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, control_unavailable
 from kvloom.tenancy.principal import Principal
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
+from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
+
+if TYPE_CHECKING:  # a fabric without tenants needs nothing of it
+    from kvloom.access.identities import Identities
 
 log = structlog.get_logger()
 
+CALL_SECONDS: Final = 10.0
+"""A time limit for calls."""
 FRESH_SECONDS: Final = 5.0
 """What is known of a budget is asked for again after that."""
 MAX_AGE_SECONDS: Final = 60.0
@@ -34,9 +41,8 @@ _Caller = tuple[str, str]
 class TenantUsage:
     """`watch` must run while requests are served."""
 
-    def __init__(self, tenants: Tenants, control: ControlClient) -> None:
-        self.control = control
-        self._tenants = tenants
+    def __init__(self, identities: Identities) -> None:
+        self._identities = identities
         self._known: OrderedDict[_Caller, tuple[float, int | None]] = OrderedDict()
         """(when it was asked for, nanos that were left then; None: no budget)."""
         self._questions: set[asyncio.Task[None]] = set()
@@ -44,16 +50,29 @@ class TenantUsage:
 
     async def watch(self) -> None:
         try:
-            await self.control.watch()
             await asyncio.Event().wait()
         finally:
             for question in self._questions:
                 question.cancel()
 
+    @contextlib.asynccontextmanager
+    async def service(self) -> AsyncIterator[UsageServiceStub]:
+        """For calls within the context. Raises KvloomError (CONTROL_UNAVAILABLE) if there is no control service, or a
+        call within fails."""
+        channel = self._identities.control_channel
+        if channel is None:
+            raise control_unavailable()
+        try:
+            yield UsageServiceStub(channel)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:  # the latter if the channel was closed meanwhile
+            raise control_unavailable() from error
+
     def bill(self, principal: Principal, model: str, *, is_batch: bool) -> AnswerBill:
         """For a request that arrives now."""
         remaining = self._remaining(principal)
-        return AnswerBill(self._tenants.table.prices, model, time.time(), is_batch=is_batch, remaining_nanos=remaining)
+        return AnswerBill(
+            self._identities.tenants.table.prices, model, time.time(), is_batch=is_batch, remaining_nanos=remaining
+        )
 
     def _remaining(self, principal: Principal) -> int | None:
         caller = principal.tenant, principal.key_id
@@ -69,7 +88,7 @@ class TenantUsage:
     async def _ask(self, caller: _Caller) -> None:
         tenant, key_id = caller
         try:
-            async with self.control.usage() as usage:
+            async with self.service() as usage:
                 request = pb.GetBudgetsRequest(tenant=tenant, key_id=key_id)
                 found = await usage.GetBudgets(request, timeout=CALL_SECONDS)
         except KvloomError as error:

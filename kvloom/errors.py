@@ -218,3 +218,11 @@ def request_timeout(message: str) -> KvloomError:
 def protocol_violation(message: str) -> KvloomError:
     """A peer sent a frame that the protocol does not allow."""
     return KvloomError(_R.ERROR_REASON_PROTOCOL_VIOLATION, message)
+
+
+def control_unavailable() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_CONTROL_UNAVAILABLE,
+        "The control service cannot be reached at the moment.",
+        retry_after_seconds=1.0,
+    )

@@ -87,7 +87,7 @@ from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
-from router.tenancy.lease_desk import LeaseDesk, configured_control
+from router.tenancy.lease_desk import LeaseDesk
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -183,14 +183,13 @@ class RouterServer:
                 metrics_registry,
             )
         self._leases: LeaseDesk | None = None
-        if core.limiter is not None:
-            if callers.identities is not None:
-                core.limiter.table = self._tenants
+        if core.limiter is not None and callers.identities is not None:
+            core.limiter.table = self._tenants
             self._leases = LeaseDesk(
                 config,
                 core.limiter,
                 f"{router_id}/{self._incarnation_id}",
-                self._control_addresses,
+                callers.identities.control_addresses,
                 trust,
                 self._driver.dispatch,
                 metrics_registry,
@@ -354,10 +353,6 @@ class RouterServer:
     def _tenants(self) -> TenantTable:
         identities = self.callers.identities
         return TenantTable() if identities is None else identities.tenants.table
-
-    def _control_addresses(self) -> Sequence[str]:
-        identities = self.callers.identities
-        return configured_control(self._config) if identities is None else identities.control_addresses()
 
     def _is_idle(self) -> bool:
         return not self._driver.num_live_requests

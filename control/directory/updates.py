@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf import field_mask_pb2
@@ -40,7 +40,3 @@ def known_tier(name: str, tiers: Mapping[str, Any]) -> str | None:
         there_are = ", ".join(sorted(tiers)) or "none"
         raise failed_precondition(f"There is no tier of limits {name[:64]!r}. Tiers: {there_are}.")
     return name or None
-
-
-def names_any(mask: field_mask_pb2.FieldMask, fields: Sequence[str]) -> bool:
-    return any(path.partition(".")[0] in fields for path in mask.paths)

@@ -10,14 +10,12 @@ import grpc.aio
 
 from edge_http.admin.requests import as_caller_knows, request_of
 from edge_http.admin.routes import AdminRoute
-from kvloom.errors import KvloomError
+from kvloom.errors import control_unavailable
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.transport.plain_messages import as_plain
 from kvloom.v1 import directory_service_pb2_grpc
-from kvloom.v1.error_reason_pb2 import ErrorReason
 
 CALL_SECONDS: Final = 30.0
-RETRY_SECONDS: Final = 1.0
 
 
 async def call_directory(
@@ -32,19 +30,11 @@ async def call_directory(
     KvloomError."""
     wanted = request_of(route, raw_path, query, body)
     if channel is None:
-        raise _unavailable()
+        raise control_unavailable()
     stub = directory_service_pb2_grpc.DirectoryServiceStub(channel)
     try:
         return as_plain(await getattr(stub, route.method)(wanted, metadata=metadata, timeout=CALL_SECONDS))
     except grpc.aio.AioRpcError as error:
-        raise as_caller_knows(error_from_peer(error) or _unavailable(), route) from error
+        raise as_caller_knows(error_from_peer(error) or control_unavailable(), route) from error
     except grpc.aio.UsageError as error:  # the channel was closed, since control has gone
-        raise _unavailable() from error
-
-
-def _unavailable() -> KvloomError:
-    return KvloomError(
-        ErrorReason.ERROR_REASON_CONTROL_UNAVAILABLE,
-        "The control service cannot be reached at the moment.",
-        retry_after_seconds=RETRY_SECONDS,
-    )
+        raise control_unavailable() from error

@@ -10,8 +10,8 @@ from typing import Any, Final
 from aiohttp import web
 
 from edge_http.edge import Edge
+from edge_http.tenant_usage import CALL_SECONDS
 from edge_http.wire.json_response import json_response
-from kvloom.access.control_client import CALL_SECONDS
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.tenancy.prices import decimal
 from kvloom.v1 import usage_service_pb2 as pb
@@ -61,7 +61,7 @@ async def usage(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
         last_day=_day(query.get("last_day", ""), "last_day"),
         group_by=[GROUPS[group] for group in groups],
     )
-    async with edge.usage.control.usage() as control:
+    async with edge.usage.service() as control:
         found = await control.GetUsage(asked, timeout=CALL_SECONDS)
         budgets = pb.GetBudgetsResponse()
         if not wants_csv:

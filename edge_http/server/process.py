@@ -18,7 +18,6 @@ from edge_http.server.router_metrics import RouterGroupCollector
 from edge_http.tenant_usage import TenantUsage
 from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
 from edge_http.usage_witness import UsageWitness
-from kvloom.access.control_client import ControlClient
 from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.access.tenant_metrics import observe
@@ -104,7 +103,7 @@ async def serve_edge(
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     if callers.identities is not None:
-        edge.usage = TenantUsage(callers.identities.tenants, ControlClient(config, name, trust))
+        edge.usage = TenantUsage(callers.identities)
         if config.control.witness:
             edge.witness = UsageWitness(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
     rollouts = RolloutFollower(config, trust.sealer, routes)

@@ -14,7 +14,6 @@ caller_access.py   what it may use
 tenants.py       the table of tenants in use, and whether it is fresh enough
 tenant_follower.py   keeps that table the one of `control`
 tenant_file.py   the copy of it with which a process starts while `control` is away
-control_client.py   calls of the control service
 tenant_metrics.py   how current that table is
 tokens.py        tokens of OIDC providers
 key_sets.py      the keys with which these providers sign

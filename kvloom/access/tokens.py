@@ -24,7 +24,6 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 MAX_TOKEN_CHARS: Final = 8 * 2**10
 MAX_KEPT: Final = 10_000
 """Verified tokens. The oldest are dropped first."""
-MAX_SUBJECT_CHARS: Final = 128
 _TOKEN: Final = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 _SUBJECT: Final = re.compile(r"[\x21-\x7e]{1,128}")
 

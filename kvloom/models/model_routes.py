@@ -126,6 +126,8 @@ class ModelRoutes:
         """The models that take the requests for those that are being unloaded, by each of their names."""
         self.by_name: Mapping[str, RouteConfig] = self._configured
         """All of them. A configured route leads to models, to whose shares its requests then come as well."""
+        self._unshared: Mapping[str, RouteConfig] = self._configured
+        """Those of requests for embeddings, which rollouts do not share."""
         if len(self._configured) != len(routes):
             twice = next(name for name in self._configured if sum(route.name == name for route in routes) > 1)
             raise ConfigError(f"routes: two have the name {twice!r}")
@@ -154,13 +156,14 @@ class ModelRoutes:
             self._index()
 
     def _index(self) -> None:
-        self.by_name = {**self._shares, **self._successors, **self._configured}
+        self._unshared = {**self._successors, **self._configured}
+        self.by_name = {**self._shares, **self._unshared}
 
     def is_needed(
         self, name: str, more: Sequence[str] | None, served: Container[str], *, is_answer: bool = True
     ) -> bool:
         """Whether `name` is a route, or there are fallbacks. `is_answer`: see RouteFacts."""
-        routes = self.by_name if is_answer else {**self._successors, **self._configured}
+        routes = self.by_name if is_answer else self._unshared
         return bool(more) or name in routes or self.is_any(name, served)
 
     def check_comparable(

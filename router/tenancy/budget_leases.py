@@ -10,6 +10,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from kvloom.access.tenant_follower import ROLE
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.trust.fabric_trust import FabricTrust
@@ -27,7 +28,6 @@ from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWa
 
 log = structlog.get_logger()
 
-ROLE: Final = "control"
 ANSWER_SECONDS: Final = 0.75
 """How long the service may take: less than the core holds a request (limiter.HOLD_SECONDS)."""
 MAX_CHANGES: Final = 512

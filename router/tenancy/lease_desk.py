@@ -10,9 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvloom.access.exposure import is_loopback
 from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import fabric_host
 from kvloom.trust.fabric_trust import FabricTrust
 from router.core.actions import LeasesWanted, LimitsCounted
 from router.core.events import LeasesGranted
@@ -30,13 +28,6 @@ def epoch_clock() -> Callable[[float], float]:
         return time.time() - loop.time() + now
 
     return convert
-
-
-def configured_control(config: KvloomConfig) -> list[str]:
-    """The address of the control service, if the configuration has one."""
-    host = config.control.host
-    host = fabric_host(config, host) if is_loopback(host) else host
-    return [f"{host}:{config.control.port}"] if config.control.port else []
 
 
 class LeaseDesk:

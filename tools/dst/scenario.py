@@ -168,10 +168,6 @@ class Scenario:
         return not MODEL_CHANGES_PER_SECOND.keys().isdisjoint(self.rates)
 
     @property
-    def has_adapters(self) -> bool:
-        return not ADAPTER_CHANGES_PER_SECOND.keys().isdisjoint(self.rates)
-
-    @property
     def has_rollouts(self) -> bool:
         return "rollout_begun" in self.rates
 

@@ -15,16 +15,16 @@ import msgspec
 from rich.console import Console
 
 from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
-from kvloom.access.control_client import CALL_SECONDS, ControlClient
-from kvloom.errors import KvloomError
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
 from tools.failures import CommandError
+from tools.fleet.control import control_channel
 from tools.fleet.members import Fleet
 from tools.options import config_option, data_dir_option, option
 from tools.usage.reconcile import Reconciliation, WitnessedAnswer, reconcile
 from tools.usage.table import GROUPS, as_csv, as_table, rows_of
 
+CALL_SECONDS: Final = 10.0
 LIST_SECONDS: Final = 600.0
 
 
@@ -179,16 +179,11 @@ def _time(text: str) -> float:
 async def _service(fleet: Fleet) -> AsyncIterator[UsageServiceStub]:
     if not fleet.config.control.enabled:
         raise CommandError("this fabric has no tenants (control.enabled), and so keeps no usage")
-    client = ControlClient(fleet.config, "usage", fleet.trust)
-    watching = asyncio.create_task(client.watch())
-    try:
-        async with client.usage() as service:
-            yield service
-    except KvloomError as error:
-        raise CommandError(error.message) from error
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+    async with control_channel(fleet) as channel:
+        try:
+            yield UsageServiceStub(channel)
+        except grpc.aio.AioRpcError as error:
+            raise CommandError(f"control has not answered: {error.details()}") from error
 
 
 async def _usage(data_dir: Path | None, config_file: Path | None, request: pb.GetUsageRequest) -> Sequence[pb.UsageRow]:

@@ -1,4 +1,4 @@
-"""Finds the control service of a fabric, and asks it."""
+"""Asks the control service of a fabric about its tenants."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvloom.errors import KvloomError
-from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1 import directory_service_pb2, directory_service_pb2_grpc
 from tools.failures import CommandError
+from tools.fleet.control import control_channel
 from tools.fleet.members import Fleet
 from tools.options import F, config_option, data_dir_option, option
-from tools.supervisor.readiness import reachable_address
 
 CALL_SECONDS: Final = 30.0
-PATIENCE_SECONDS: Final = 10.0
-"""How long a command waits for a control service that is being restarted."""
-_RETRY_SECONDS: Final = 0.25
-_CONNECT_SECONDS: Final = 2.0
 _PAGE_SIZE: Final = 1000
 
 
@@ -65,27 +60,9 @@ class Directory:
             raise CommandError(
                 "this fabric has no tenants: start it with `kvloom up --control`, or set control.enabled in its file"
             )
-        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
-        while True:
-            addresses = await _addresses(fleet)
-            for address in addresses:
-                async with fleet.trust.open_channel(address, "control", options=CHANNEL_OPTIONS) as channel:
-                    if await _is_ready(channel):
-                        # Once only: a call that breaks off may have been carried out.
-                        return await _call(channel, method, request)
-            if asyncio.get_running_loop().time() >= deadline:
-                problem = f"{', '.join(addresses)} does not answer" if addresses else "it is not running"
-                raise CommandError(f"no control service can be reached: {problem} (kvloom status; kvloom logs control)")
-            await asyncio.sleep(_RETRY_SECONDS)
-
-
-async def _is_ready(channel: grpc.aio.Channel) -> bool:
-    try:
-        async with asyncio.timeout(_CONNECT_SECONDS):
-            await channel.channel_ready()
-    except TimeoutError:
-        return False
-    return True
+        async with control_channel(fleet) as channel:
+            # Once only: a call that breaks off may have been carried out.
+            return await _call(channel, method, request)
 
 
 async def _call(channel: grpc.aio.Channel, method: str, request: Message) -> Any:
@@ -95,17 +72,6 @@ async def _call(channel: grpc.aio.Channel, method: str, request: Message) -> Any
         return await getattr(stub, method)(request, metadata=_metadata(), timeout=CALL_SECONDS)
     except grpc.aio.AioRpcError as error:
         raise error_from_peer(error) or CommandError(f"control has not answered: {error.details()}") from error
-
-
-async def _addresses(fleet: Fleet) -> list[str]:
-    """Where a control service may be: on this machine, elsewhere in the fleet, or where the configuration says."""
-    state = fleet.folder.read_running()
-    found = [] if state is None else [process.address for process in state.processes if process.role == "control"]
-    if fleet.config.control.port:
-        found.append(f"{fleet.config.control.host}:{fleet.config.control.port}")
-    if not any(found) and fleet.config.redis.url:
-        found = [record.address for record in (await fleet.records()).control.values()]
-    return [reachable_address(address) for address in dict.fromkeys(filter(None, found))]
 
 
 def _metadata() -> list[tuple[str, str]]:
