@@ -36,12 +36,12 @@ class RolloutFollower:
         sealer: Sealer,
         routes: ModelRoutes,
         on_change: Callable[[Collection[RolloutRecord]], None] = lambda _: None,
-        report: Callable[..., Any] = log.info,
+        report: Callable[..., Any] | None = None,
     ) -> None:
-        """`report` is called with an event for the log and its fields."""
+        """`report` is called with an event for the log and its fields; None: it is logged."""
         self._config = config
         self._on_change = on_change
-        self._report = report
+        self._report = report or log.info  # as a default value it would be the logger of the import, unconfigured
         self._sealer = sealer
         self._routes = routes
         self._rollouts: Mapping[str, RolloutRecord] = {}

@@ -38,11 +38,18 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+class SharedTokenizer(ModelTokenizer):
+    def close(self) -> None:
+        """Raises AssertionError: other tests of this process still need its threads."""
+        raise AssertionError("The tokenizer that all tests share was closed.")
+
+
 @functools.cache
 def model_tokenizer() -> ModelTokenizer:
+    """One for all tests of a process, which do not close it."""
     tokenizer = byte_level_tokenizer()
     eos = tokenizer.token_to_id("<|im_end|>")
-    return ModelTokenizer(tokenizer, template=ChatTemplate(CHATML, {}), eos_token_ids=frozenset({eos}))
+    return SharedTokenizer(tokenizer, template=ChatTemplate(CHATML, {}), eos_token_ids=frozenset({eos}))
 
 
 def marked_tokenizer(marker: str) -> ModelTokenizer:

@@ -88,6 +88,24 @@ async def test_what_this_fabric_has_not_signed_changes_nothing_and_is_reported_o
     assert len([entry for entry in logs if entry["log_level"] == "warning"]) == 1
 
 
+def test_rollouts_are_logged_as_the_process_is_configured_to_log() -> None:
+    """The services configure their log after this module was imported: a program that reads their JSON lines would
+    find lines for people among them."""
+    seen: list[str] = []
+
+    def see(_logger: object, _method: str, event: dict[str, object]) -> str:
+        seen.append(str(event["event"]))
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[see], cache_logger_on_first_use=False)
+    try:
+        RolloutFollower(KvloomConfig(), TRUST.sealer, ModelRoutes())._follow({"m": RECORD})
+    finally:
+        structlog.configure(**before)
+    assert seen == ["rollout"]
+
+
 async def test_a_rollout_that_nobody_announces_again_ends_although_redis_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -75,4 +75,3 @@ def test_a_withdrawal_has_precedence_over_what_is_known_of_the_rollout(share: fl
     assert routes.choose("m", (), FACTS, ()).models[0] == "m@2"
     routes.follow_successors(models.successors({"m@2"}))
     assert routes.choose("m", (), FACTS, ()).models[0] == ("m@2" if share == 1.0 else "m")
-    models.close()
