@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,22 @@ from tools.models.resolve import resolve_model
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.receipts.bundles import bundles_in
 from tools.receipts.verify import Verdict, check, rerun_all, sample_of
+
+
+class AdapterAt(click.ParamType):
+    """NAME=DIRECTORY, as (name, path)."""
+
+    name = "NAME=DIRECTORY"
+
+    def convert(
+        self, value: str | tuple[str, Path], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Path]:
+        if isinstance(value, tuple):
+            return value
+        name, _, path = value.partition("=")
+        if not name or not Path(path).is_dir():
+            self.fail(f"{value!r} is not NAME=DIRECTORY of an adapter", param, ctx)
+        return name, Path(path)
 
 
 @click.group()
@@ -68,6 +84,14 @@ def save(response: TextIO, out: Path) -> None:
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @option("--model", scope="receipts", metavar="NAME|PATH", help="The model, to compute answers again with it.")
 @option(
+    "--adapter",
+    "adapters",
+    scope="receipts",
+    multiple=True,
+    type=AdapterAt(),
+    help="An adapter of --model, for the answers that were computed with it. May be repeated.",
+)
+@option(
     "--key", "key_file", scope="receipts", type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="The published keys, from /.well-known/kvloom-receipts.json.  [default: those in DATA_DIR]",
 )  # fmt: skip
@@ -79,6 +103,7 @@ def save(response: TextIO, out: Path) -> None:
 def verify(
     files: Sequence[Path],
     model: str | None,
+    adapters: Sequence[tuple[str, Path]],
     key_file: Path | None,
     sample: int | None,
     seed: int,
@@ -103,7 +128,7 @@ def verify(
         resolved = resolve_model(model, home / "models", lambda line: click.echo(line, err=True), registry)
         config.model.path, config.model.name = str(resolved.path), resolved.name
         try:
-            asyncio.run(_rerun(bundles, verdicts, chosen, config))
+            asyncio.run(_rerun(bundles, verdicts, chosen, config, dict(adapters)))
         except (EngineError, ChecksumError, OSError, ValueError) as error:
             raise CommandError(f"{model} cannot be loaded: {error}") from error
     for verdict in verdicts:
@@ -112,10 +137,14 @@ def verify(
 
 
 async def _rerun(
-    bundles: Sequence[Bundle], verdicts: list[Verdict], chosen: Sequence[int], config: KvloomConfig
+    bundles: Sequence[Bundle],
+    verdicts: list[Verdict],
+    chosen: Sequence[int],
+    config: KvloomConfig,
+    adapters: Mapping[str, Path],
 ) -> None:
     position = iter(chosen)
-    async for faults, reason in rerun_all([bundles[i] for i in chosen], config):
+    async for faults, reason in rerun_all([bundles[i] for i in chosen], config, adapters):
         i = next(position)
         verdicts[i] = msgspec.structs.replace(
             verdicts[i], faults=[*verdicts[i].faults, *faults], is_rerun=not reason, not_rerun_because=reason
