@@ -30,10 +30,10 @@ from shard_server.engines.torch_engine.lora.peft import adapter_checksum
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.peft_adapter import write_peft_adapter
-from tests.fakes.shallow_model import write_shallow_model
 from tools.models.damage import damage
+from tools.models.shallow import write_shallow_model
 from tools.receipts.bundles import bundles_in
-from tools.receipts.command import receipts
+from tools.receipts.command import verify as verify_command
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -112,8 +112,10 @@ async def verify(
     file.write_bytes(b"".join(encode_bundle(bundle) + b"\n" for bundle in found))
     config_file.write_text(config or "[shard]\nnum_blocks = 512\n")
     fixed = ["--data-dir", str(tmp_path), "--config", str(config_file), "--json"]
-    command = ["verify", str(file), *fixed, *arguments]
-    result = await asyncio.to_thread(click.testing.CliRunner().invoke, receipts, command)  # it has a loop of its own
+    command = [str(file), *fixed, *arguments]
+    result = await asyncio.to_thread(
+        click.testing.CliRunner().invoke, verify_command, command
+    )  # it has a loop of its own
     assert result.exit_code in (0, 1, 2), (result.output, result.exception)
     return result.exit_code, [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 

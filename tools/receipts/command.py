@@ -1,4 +1,5 @@
-"""`kvloom receipts`: the public keys, and saving and verifying receipts."""
+"""The commands of `kvloom receipts` but `collect` (tools/cli/collect_receipts.py): the public keys, and saving and
+verifying receipts."""
 
 from __future__ import annotations
 
@@ -42,12 +43,7 @@ class AdapterAt(click.ParamType):
         return name, Path(path)
 
 
-@click.group()
-def receipts() -> None:
-    """Save and verify the receipts of answers (docs/receipts.md)."""
-
-
-@receipts.command()
+@click.command()
 @data_dir_option
 @config_option
 def key(data_dir: Path | None, config_file: Path | None) -> None:
@@ -62,7 +58,7 @@ def key(data_dir: Path | None, config_file: Path | None) -> None:
     print(msgspec.json.format(msgspec.json.encode(keys)).decode())
 
 
-@receipts.command()
+@click.command()
 @click.argument("response", type=click.File("r", encoding="utf-8"), default="-")
 @option(
     "--out", scope="receipts", required=True, type=click.Path(path_type=Path, dir_okay=False),
@@ -80,7 +76,7 @@ def save(response: TextIO, out: Path) -> None:
     print(f"saved {len(found)} to {out}")
 
 
-@receipts.command()
+@click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @option("--model", scope="receipts", metavar="NAME|PATH", help="The model, to compute answers again with it.")
 @option(
