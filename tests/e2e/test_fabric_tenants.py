@@ -53,6 +53,8 @@ def test_two_teams_and_a_revoked_key(fabric: RunningFabric) -> None:
     revoked; teams share no cached prompt."""
     search_id, search = key_of(fabric, "loom/search")
     _, other = key_of(fabric, "other/app")
+    refused = run_kvloom("keys", "create", "--project", "nobody/app", env=fabric.env)
+    assert (refused.returncode, "--create" in refused.stderr) == (1, True), "what an operator needs who has no project"
     assert asked(fabric, "kvl-wrong")[0] == 401
     eventually("the first key works", lambda: asked(fabric, search)[0] == 200)
     eventually("the other key works", lambda: asked(fabric, other)[0] == 200)
