@@ -15,12 +15,13 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
+from kvloom.client.client import Client
 from kvloom.config import AdapterConfig, KvloomConfig, ShardConfig
 from kvloom.models.catalogue import Catalogue, adapters_of
 from kvloom.models.served_model import ServedModel
 from kvloom.receipts.key_files import KEY_FILE, public_path
 from kvloom.receipts.keys import Signer, made_or_read, read_public_keys
-from kvloom.receipts.receipt import Bundle, digest, encode_bundle
+from kvloom.receipts.receipt import Bundle, decode_bundle, digest, encode_bundle
 from kvloom.tenancy.prices import Price, Prices
 from kvloom.text.model_checksum import model_checksum
 from kvloom.text.tokenizer import ModelTokenizer
@@ -33,6 +34,7 @@ from tests.fakes.peft_adapter import write_peft_adapter
 from tools.models.damage import damage
 from tools.models.shallow import write_shallow_model
 from tools.receipts.bundles import bundles_in
+from tools.receipts.collect import collected
 from tools.receipts.command import verify as verify_command
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -252,20 +254,20 @@ async def test_embeddings_are_computed_again_bit_for_bit(
 
 
 async def test_rankings_come_with_the_receipts_of_their_vectors(
-    router_redis_url: str, tokenizer: ModelTokenizer, model_dir: Path, tmp_path: Path
+    router_redis_url: str, tokenizer: ModelTokenizer, shallow_dir: Path, tmp_path: Path
 ) -> None:
     """Scores follow from the vectors, one of each text."""
-    configure = configured(tmp_path, model_checksum(model_dir))
+    configure = configured(tmp_path, model_checksum(shallow_dir))
     async with embedding_world(router_redis_url, tokenizer, sim_engine(), configure=configure) as world:
         _, ranked = await world.post("/v1/rerank", RECEIPT, query="a loom", documents=["a loom", "a cat"])
         _, scored = await world.post("/v1/score", RECEIPT, text_1="a loom", text_2="a cat")
         _, without = await world.post("/v1/score", text_1="a loom", text_2="a cat")
     found = bundles_in(json.dumps(ranked)) + bundles_in(json.dumps(scored))
     assert ("kvloom" in without, len(found)) == (False, 5)
-    status, verdicts = await verify(tmp_path, found, "--model", str(model_dir), config=SIM)
+    status, verdicts = await verify(tmp_path, found, "--model", str(shallow_dir), config=SIM)
     assert (status, [verdict["is_rerun"] for verdict in verdicts]) == (0, [True] * 5), verdicts
 
-    status, verdicts = await verify(tmp_path, found[:2], "--model", str(model_dir))  # with the torch engine
+    status, verdicts = await verify(tmp_path, found[:2], "--model", str(shallow_dir))  # with the torch engine
     assert status == 2, "another engine computes other bits, and that is no proof of anything"
     assert all("cannot be compared" in verdict["not_rerun_because"] for verdict in verdicts)
 
@@ -303,9 +305,8 @@ def changed(bundle: Bundle, **changes: Any) -> Bundle:
 async def test_some_of_many_are_computed_again(torch_world: EmbeddingWorld, shallow_dir: Path, tmp_path: Path) -> None:
     """A sample finds whoever cheats now and then; the same seed takes the same sample. docs/receipts.md has the whole
     measurement, 50 of 1,000."""
-    bodies = [{"prompt": f"Question {number}.", "max_tokens": 4, "seed": number} for number in range(60)]
-    asked = [ask(torch_world, "/v1/completions", body, stream=False) for body in bodies]
-    many = [bundle for _, bundles in await asyncio.gather(*asked) for bundle in bundles]
+    async with Client(torch_world.fabric.address) as client:
+        many = [decode_bundle(receipt) async for receipt in collected(client, MODEL, 60, max_tokens=4, seed=1)]
     chosen = sorted(random.Random(3).sample(range(60), 8))
     signer = made_or_read(tmp_path / KEY_FILE)
     many[chosen[5]] = signed_again(many[chosen[5]], signer, output=with_another_token(many[chosen[5]]))
