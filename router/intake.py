@@ -314,7 +314,7 @@ class Intake:
         is_cacheable = (
             self._caches_results and is_new and not wanted.no_result_cache and _is_deterministic(wanted, request, model)
         )
-        wants_receipt = self._gives_receipts and is_new and wanted.receipt and not _has_pooling(wanted)
+        wants_receipt = self._gives_receipts and is_new and wanted.receipt
         if not (is_cacheable or wants_receipt):
             return request
         return msgspec.structs.replace(request, is_cacheable=is_cacheable, wants_receipt=wants_receipt)

@@ -19,9 +19,10 @@ from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
 from control.directory.updates import known_tier, masked_values
 from kvloom.access.api_keys import KEY_PREFIX, draw_key
-from kvloom.errors import invalid_argument
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.tenancy.scopes import SCOPES_OF_ROLE
 from kvloom.v1 import directory_service_pb2 as pb
+from kvloom.v1.error_reason_pb2 import ErrorReason
 
 _ID_BYTES: Final = 8
 _SHOWN_CHARS: Final = len(KEY_PREFIX) + 4
@@ -37,7 +38,13 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
         await _make_room(change, names.identity(key.id, "key.id"))
     if request.create_project and await all_projects.find(change.connection, project) is None:
         await all_projects.insert(change, project, create_organisation=True)
-    await all_projects.require(change.connection, change.actor, project)
+    try:
+        await all_projects.require(change.connection, change.actor, project)
+    except KvloomError as error:
+        if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND or request.create_project:
+            raise
+        message = f"{error.message} With create_project (--create) it is added, and its organisation."
+        raise KvloomError(error.reason, message) from error
     scopes = names.scopes(key.scopes, "key.scopes")
     await _check_user(change.connection, key.user, project, scopes)
     tiers = await change.tiers()

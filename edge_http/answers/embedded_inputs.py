@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from edge_http.answers.answer import Answer
 from edge_http.formatting.response_formatter import Finish
@@ -16,7 +19,7 @@ from kvloom.v1.generation_pb2 import TokenLogprobs
 class EmbeddedInputs(Answer):
     """Each input is a request of its own; the choices of the base class are the inputs."""
 
-    __slots__ = ("_has_room", "_lease", "_limits", "_num_waited", "cache_uses", "vectors")
+    __slots__ = ("_has_room", "_lease", "_limits", "_num_waited", "cache_uses", "receipts", "vectors")
 
     def __init__(self, input_sizes: Sequence[int], lease: ByteLease) -> None:
         """`input_sizes` are the numbers of tokens. `lease` is the vectors' part of the memory of all answers."""
@@ -28,6 +31,8 @@ class EmbeddedInputs(Answer):
         self._has_room = asyncio.Event()
         self.cache_uses: set[int] = set()
         """Whether the result cache had the vectors: their `ResultCacheUse`."""
+        self.receipts: list[bytes] = []
+        """Of the inputs, if the request asked for them: JSON, in the order in which they arrived."""
         self.vectors: list[bytes] = [b""] * len(input_sizes)
         """For each input, packed little-endian float32; complete once the answer has ended without an error."""
 
@@ -66,12 +71,18 @@ class EmbeddedInputs(Answer):
             self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The engine gave no embedding."))
             return
         try:
-            self._lease.take(len(vector))
+            self._lease.take(len(vector) + len(ended.receipt))
         except KvloomError as error:
             self.fail(error)
             return
         self.vectors[index] = vector
+        if ended.receipt:
+            self.receipts.append(ended.receipt)
         self._has_room.set()
+
+    def receipt_details(self) -> dict[str, Any] | None:
+        """The response's field `kvloom`; None if there are no receipts."""
+        return {"receipts": [msgspec.Raw(receipt) for receipt in self.receipts]} if self.receipts else None
 
     def _complete(self) -> None:
         pass

@@ -17,12 +17,14 @@ from edge_http.resume.kept_answers import WholeBody
 from edge_http.submission import Submission, run_submission
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.headers import (
+    RECEIPT,
     cache_use,
     explanation,
     refuses_result_cache,
     request_id,
     traceparent,
     wants_explanation,
+    wants_receipt,
 )
 from edge_http.wire.request_record import begin_answer
 from kvloom.limits.byte_budget import ByteLease
@@ -105,5 +107,6 @@ def _link_request(
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         pooling=job.pooling,
+        receipt=RECEIPT in request.headers and wants_receipt(request, can_have=edge.receipt_keys is not None),
         no_result_cache=edge.has_result_cache and refuses_result_cache(request),
     )

@@ -36,7 +36,8 @@ async def _job(edge: Edge, body: EmbeddingsBody, model: ServedModel) -> Embeddin
 
     async def pieces(inputs: EmbeddedInputs, _response_id: str) -> AsyncIterator[Buffer]:
         check_dimensions(body.dimensions, len(inputs.vectors[0]) // 4)
-        for piece in response_pieces(inputs.vectors, body, model.name, inputs.num_prompt_tokens):
+        given = inputs.vectors, body, model.name, inputs.num_prompt_tokens, inputs.receipt_details()
+        for piece in response_pieces(*given):
             yield piece
 
     return EmbeddingJob(model, prompts, pooling_of(body), pieces)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -57,7 +57,8 @@ async def _rerank_job(edge: Edge, body: RerankBody, model: ServedModel) -> Embed
             scores.append(cosine(query, unit_vector(vector)))
             if number % PAIRS_IN_A_ROW == 0:
                 await edge.fair_yield.take(LONG_BODY_BYTES)
-        yield encode_json(rerank_response(body, scores, response_id, model.name, inputs.num_prompt_tokens))
+        response = rerank_response(body, scores, response_id, model.name, inputs.num_prompt_tokens)
+        yield encode_json(_with_details(response, inputs))
 
     return EmbeddingJob(model, prompts, Pooling(), pieces)
 
@@ -77,9 +78,15 @@ async def _score_job(edge: Edge, body: ScoreBody, model: ServedModel) -> Embeddi
             scores.append(cosine(unit_vector(left), unit_vector(right)))
             if index % PAIRS_IN_A_ROW == PAIRS_IN_A_ROW - 1:
                 await edge.fair_yield.take(LONG_BODY_BYTES)
-        yield encode_json(score_response(scores, response_id, model.name, inputs.num_prompt_tokens))
+        response = score_response(scores, response_id, model.name, inputs.num_prompt_tokens)
+        yield encode_json(_with_details(response, inputs))
 
     return EmbeddingJob(model, prompts, Pooling(), pieces)
+
+
+def _with_details(response: dict[str, Any], inputs: EmbeddedInputs) -> dict[str, Any]:
+    details = inputs.receipt_details()
+    return response if details is None else {**response, "kvloom": details}
 
 
 _RERANK: Final[EmbeddingApi[RerankBody]] = EmbeddingApi(

@@ -6,9 +6,9 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import mul
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -154,9 +154,13 @@ def shortened(vector: bytes, dimensions: int | None, *, normalize: bool) -> arra
 
 
 def response_pieces(
-    vectors: Sequence[bytes], body: EmbeddingsBody, model: str, num_prompt_tokens: int
+    vectors: Sequence[bytes],
+    body: EmbeddingsBody,
+    model: str,
+    num_prompt_tokens: int,
+    details: Mapping[str, Any] | None = None,
 ) -> Iterator[bytes]:
-    """The JSON of the response, in pieces of one vector each."""
+    """The JSON of the response, in pieces of one vector each. `details`: its field `kvloom`."""
     yield b'{"object":"list","data":['
     for index, vector in enumerate(vectors):
         values = shortened(vector, body.dimensions, normalize=body.normalize is not False)
@@ -169,7 +173,8 @@ def response_pieces(
         entry = encode_json({"object": "embedding", "index": index, "embedding": embedding})
         yield b"," + entry if index else entry
     usage = {"prompt_tokens": num_prompt_tokens, "total_tokens": num_prompt_tokens}
-    yield b'],"model":%b,"usage":%b}' % (encode_json(model), encode_json(usage))
+    more = b"" if details is None else b',"kvloom":' + encode_json(details)
+    yield b'],"model":%b,"usage":%b%b}' % (encode_json(model), encode_json(usage), more)
 
 
 _EMBEDDINGS_DECODER: Final = msgspec.json.Decoder(EmbeddingsBody)

@@ -226,6 +226,11 @@ class EmbeddingUsage(Object):
     total_tokens: int
 
 
+class EmbeddingDetails(Object):
+    receipts: list[dict[str, Any]]
+    """With the header x-kvloom-receipt: one for each text."""
+
+
 class Embedding(Object):
     object: Literal["embedding"]
     index: int
@@ -239,6 +244,7 @@ class EmbeddingList(Object):
     """In the order of the inputs."""
     model: str
     usage: EmbeddingUsage
+    kvloom: EmbeddingDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class RankedText(Object):
@@ -259,6 +265,7 @@ class Ranking(Object):
     results: list[RankedDocument]
     """The best first."""
     usage: EmbeddingUsage
+    kvloom: EmbeddingDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class Score(Object):
@@ -275,6 +282,7 @@ class Scores(Object):
     data: list[Score]
     """In the order of the pairs."""
     usage: EmbeddingUsage
+    kvloom: EmbeddingDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class Response(msgspec.Struct, kw_only=True):

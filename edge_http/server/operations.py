@@ -21,6 +21,7 @@ from edge_http.wire.headers import (
     EXPLAIN,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
+    RECEIPT,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
@@ -29,7 +30,7 @@ from edge_http.wire.headers import (
 
 _GENERATION_ERRORS: Final = (404, 409, 410, 429, 500, 502, 503, 504)
 _ANTHROPIC_ERRORS: Final = (404, 409, 410, 429, 500, 502, 504, 529)
-_EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN, CACHE)
+_EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN, CACHE, RECEIPT)
 _ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE)
 _STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_ANSWER_HEADERS)
 _MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]

@@ -177,6 +177,7 @@ class Client:
         pooling: PoolingName | None = None,
         normalize: bool = True,
         timeout_seconds: float = 0.0,
+        receipt: bool = False,
     ) -> list[Embedding]:
         """Return the embeddings of a text or of several, each given as a string or as token ids, in their order.
 
@@ -185,12 +186,12 @@ class Client:
 
         `pooling` says how the hidden states of a text's tokens become one vector: mean, last or cls. By default it is
         what the model was trained for. `normalize`: vectors are scaled to the length 1. `timeout_seconds` is that of
-        each input; 0 means the router's default.
+        each input; 0 means the router's default. `receipt`: ask for a signed receipt of each (docs/receipts.md).
 
         Retries and failover are those of `generate`. Raises the KvloomError of the first input that fails:
         UNSUPPORTED_PARAMETER for a model that gives no embeddings.
         """
-        requests = embedding_requests(model, inputs, pooling, timeout_seconds, normalize=normalize)
+        requests = embedding_requests(model, inputs, pooling, timeout_seconds, normalize=normalize, receipt=receipt)
         room = asyncio.Semaphore(MAX_OPEN_EMBEDDINGS)
         tasks = [asyncio.ensure_future(self._embed_one(request, room)) for request in requests]
         try:

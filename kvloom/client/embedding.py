@@ -38,6 +38,8 @@ class Embedding:
     vector: Sequence[float]
     """float32 numbers; the length is 1 unless `normalize` was False."""
     num_prompt_tokens: int
+    receipt: bytes = b""
+    """The signed receipt as JSON, if the request asked for one and its router could give one."""
 
     @classmethod
     def of(cls, finish: SequenceFinish) -> Embedding:
@@ -47,7 +49,7 @@ class Embedding:
         vector = array("f", finish.embedding)
         if sys.byteorder == "big":
             vector.byteswap()
-        return cls(vector, finish.num_prompt_tokens)
+        return cls(vector, finish.num_prompt_tokens, finish.receipt)
 
 
 def embedding_requests(
@@ -57,6 +59,7 @@ def embedding_requests(
     timeout_seconds: float,
     *,
     normalize: bool,
+    receipt: bool = False,
 ) -> list[GenerateRequest]:
     """One request for each input. Raises KvloomError (INVALID_ARGUMENT)."""
     if pooling not in _POOLING_KINDS:
@@ -65,7 +68,11 @@ def embedding_requests(
     requests: list[GenerateRequest] = []
     for field, given in _fields(inputs):
         request = GenerateRequest(
-            model=model, pooling=wanted, timeout_seconds=timeout_seconds, request_id=f"req-{uuid.uuid4().hex}"
+            model=model,
+            pooling=wanted,
+            timeout_seconds=timeout_seconds,
+            request_id=f"req-{uuid.uuid4().hex}",
+            receipt=receipt,
         )
         request.sampling.seed = draw_seed()
         try:

@@ -93,10 +93,16 @@ class SyncClient:
         pooling: PoolingName | None = None,
         normalize: bool = True,
         timeout_seconds: float = 0.0,
+        receipt: bool = False,
     ) -> list[Embedding]:
         """Return the embeddings of a text or of several, in their order; see `Client.embed`."""
         found = self._client.embed(
-            inputs, model=model, pooling=pooling, normalize=normalize, timeout_seconds=timeout_seconds
+            inputs,
+            model=model,
+            pooling=pooling,
+            normalize=normalize,
+            timeout_seconds=timeout_seconds,
+            receipt=receipt,
         )
         return self._open_thread.run(found)
 

@@ -13,7 +13,7 @@ class Fault(NamedTuple):
     """Something that is wrong with a receipt."""
 
     part: str
-    """signature, request, output, counts, price, weights, variant, tokens."""
+    """signature, request, output, counts, price, weights, adapter, tokens, vector."""
     message: str
 
 

@@ -9,6 +9,7 @@ again:
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
@@ -16,9 +17,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import Message
+from msgspec import UNSET, UnsetType
 
 from kvloom.tenancy.prices import Price
-from kvloom.v1.generation_pb2 import FinishReason, SamplingParams, StopConditions
+from kvloom.v1.generation_pb2 import FinishReason, Pooling, SamplingParams, StopConditions
 
 M = TypeVar("M", bound=Message)
 VERSION: Final = 1
@@ -96,6 +98,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """StopConditions, likewise. `max_tokens` is the limit that applied."""
     indexes: list[int]
     """Of the choices."""
+    pooling: dict[str, Any] | UnsetType = UNSET
+    """Pooling, likewise. There is one only if the prompt's embedding was asked for."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +110,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     finish_reason: str
     """Of `FinishReason`, without its prefix, in lower case."""
     stop_string: str
+    embedding: str | UnsetType = UNSET
+    """Of the prompt, if that was asked for: base64 of the engine's little-endian float32, before a client's
+    `dimensions` shorten it."""
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +158,7 @@ def decode_bundle(encoded: bytes | str) -> Bundle:
 
 def wanted_of(
     prompt_token_ids: Sequence[int], sampling: SamplingParams, stop: StopConditions, max_tokens: int | None,
-    indexes: Sequence[int],
+    indexes: Sequence[int], pooling: Pooling | None = None,
 ) -> Wanted:  # fmt: skip
     limited = StopConditions()
     limited.CopyFrom(stop)
@@ -162,6 +169,7 @@ def wanted_of(
         sampling=_as_json(sampling),
         stop=_as_json(limited),
         indexes=list(indexes),
+        pooling=UNSET if pooling is None else _as_json(pooling),
     )
 
 
@@ -170,9 +178,24 @@ def sampling_of(wanted: Wanted) -> SamplingParams:
     return _of_json(wanted.sampling, SamplingParams())
 
 
+def pooling_of(wanted: Wanted) -> Pooling | None:
+    """None: an answer was asked for. Raises ValueError."""
+    return None if wanted.pooling is UNSET else _of_json(wanted.pooling, Pooling())
+
+
 def stop_of(wanted: Wanted) -> StopConditions:
     """Raises ValueError."""
     return _of_json(wanted.stop, StopConditions())
+
+
+def output_of(index: int, token_ids: Sequence[int], reason: int, stop_string: str, embedding: bytes) -> Output:
+    return Output(
+        index=index,
+        token_ids=list(token_ids),
+        finish_reason=reason_name(reason),
+        stop_string=stop_string,
+        embedding=base64.b64encode(embedding).decode() if embedding else UNSET,
+    )
 
 
 def reason_name(reason: int) -> str:

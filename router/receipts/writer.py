@@ -12,16 +12,15 @@ from kvloom.receipts.checks import cost_of
 from kvloom.receipts.receipt import (
     VERSION,
     Bundle,
-    Output,
     Receipt,
     SignedPrice,
     digest,
     encode_bundle,
-    reason_name,
+    output_of,
     wanted_of,
 )
 from kvloom.tenancy.prices import Prices
-from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
 from router.caller_scope import shown_id
 from router.core.actions import AnswerCompleted
 from router.core.events import Request, Tier
@@ -52,11 +51,12 @@ class ReceiptWriter:
         assert isinstance(request.stop, StopConditions)
         choices = sorted(completed.choices, key=lambda choice: choice.index)
         output = [
-            Output(
-                index=choice.index,
-                token_ids=list(choice.token_ids),
-                finish_reason=reason_name(choice.finish.reason),
-                stop_string=choice.finish.stop_string,
+            output_of(
+                choice.index,
+                choice.token_ids,
+                choice.finish.reason,
+                choice.finish.stop_string,
+                choice.finish.embedding,
             )
             for choice in choices
         ]
@@ -65,8 +65,10 @@ class ReceiptWriter:
         of_model = UNKNOWN if fingerprint is None or not completed.is_exact else fingerprint
         window = max(of_model.max_model_len - len(request.prompt_token_ids), 0)
         max_tokens = window if request.max_tokens is None else min(request.max_tokens, window or request.max_tokens)
+        pooling = request.pooling
+        assert pooling is None or isinstance(pooling, Pooling)
         indexes = [choice.index for choice in choices]
-        wanted = wanted_of(request.prompt_token_ids, request.sampling, request.stop, max_tokens, indexes)
+        wanted = wanted_of(request.prompt_token_ids, request.sampling, request.stop, max_tokens, indexes, pooling)
         counts = (
             len(request.prompt_token_ids),
             choices[0].finish.num_cached_tokens,

@@ -40,6 +40,15 @@ def torch_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     fabric.stop()
 
 
+@pytest.fixture(scope="session")
+def control_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
+    """With tenants. Tests use organisations of their own."""
+    options = ("--engine", "sim", "--shards", "1", "--control")
+    fabric = RunningFabric.start(tmp_path_factory.mktemp("control"), *options)
+    yield fabric
+    fabric.stop()
+
+
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
     if CHROMIUM is None:

@@ -1,6 +1,7 @@
 """Reads the commands that a document promises to work, and what it says comes out of them.
 
 <!-- test: NAME -->            the ```bash block that follows is run
+<!-- test: NAME after OTHER -->  it is run in a shell that has run OTHER, for the variables that OTHER sets
 <!-- output of: NAME -->       the ```text block that follows is what it prints, "…" standing for anything
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-_BLOCK = r"<!-- {marker}: (?P<name>[\w-]+) -->\n```{language}\n(?P<body>.*?)^```$"
+_BLOCK = r"<!-- {marker}: (?P<name>[\w-]+)(?: after (?P<after>[\w-]+))? -->\n```{language}\n(?P<body>.*?)^```$"
 _ELLIPSIS = "…"
 
 
@@ -21,12 +22,20 @@ class Example:
 
 
 def find_examples(markdown: str) -> list[Example]:
-    """In order. Raises ValueError for a marker without its block, or for an output of no command."""
+    """In order. Raises ValueError for a marker without its block, for an output of no command, or for a command after
+    one that does not come before it."""
     commands = _blocks(markdown, "test", "bash")
     outputs = _blocks(markdown, "output of", "text")
     if orphans := outputs.keys() - commands.keys():
         raise ValueError(f"output of commands that do not exist: {', '.join(sorted(orphans))}")
-    return [Example(name, command, outputs.get(name)) for name, command in commands.items()]
+    examples: dict[str, Example] = {}
+    for name, (command, after) in commands.items():
+        if after and after not in examples:
+            raise ValueError(f"{name} is after {after}, which does not come before it")
+        first = f"{{\n{examples[after].command}}} >/dev/null\n" if after else ""
+        output = outputs.get(name)
+        examples[name] = Example(name, first + command, None if output is None else output[0])
+    return list(examples.values())
 
 
 def missing_from(printed: str, documented: str) -> str | None:
@@ -43,9 +52,11 @@ def missing_from(printed: str, documented: str) -> str | None:
     return None
 
 
-def _blocks(markdown: str, marker: str, language: str) -> dict[str, str]:
+def _blocks(markdown: str, marker: str, language: str) -> dict[str, tuple[str, str]]:
+    """By name: (body, the name that it is after or "")."""
     pattern = _BLOCK.format(marker=marker, language=language)
-    found = {match["name"]: match["body"] for match in re.finditer(pattern, markdown, re.DOTALL | re.MULTILINE)}
+    matches = re.finditer(pattern, markdown, re.DOTALL | re.MULTILINE)
+    found = {match["name"]: (match["body"], match["after"] or "") for match in matches}
     if len(found) != len(re.findall(f"<!-- {marker}: ", markdown)):
         raise ValueError(f"a <!-- {marker}: NAME --> is not followed by a ```{language} block, or a name occurs twice")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,20 +11,27 @@ from tests.e2e.documentation import Example, find_examples, missing_from
 from tests.e2e.fabric import REPOSITORY, RunningFabric
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+FABRICS = {Path("docs/tenancy.md"): "control_fabric"}
+"""The fixtures of documents whose commands need another fabric than others."""
 EXAMPLES = [
     (path.relative_to(REPOSITORY), example) for path in DOCUMENTS for example in find_examples(path.read_text())
 ]
 
 
-@pytest.mark.parametrize("example", [pytest.param(example, id=f"{path}:{example.name}") for path, example in EXAMPLES])
-def test_a_documented_command_does_what_the_document_says(example: Example, torch_fabric: RunningFabric):
+@pytest.mark.parametrize(
+    ("path", "example"), [pytest.param(path, example, id=f"{path}:{example.name}") for path, example in EXAMPLES]
+)
+def test_a_documented_command_does_what_the_document_says(
+    path: Path, example: Example, request: pytest.FixtureRequest
+) -> None:
     """A command that no longer runs costs a reader's trust. The default ports stand for the fabric's own."""
-    http_address = torch_fabric.http_url.removeprefix("http://")
+    fabric: RunningFabric = request.getfixturevalue(FABRICS.get(path, "torch_fabric"))
+    http_address = fabric.http_url.removeprefix("http://")
     command = example.command.replace("127.0.0.1:8080", http_address).replace("localhost:8080", http_address)
-    command = command.replace("127.0.0.1:8081", torch_fabric.router_address)
+    command = command.replace("127.0.0.1:8081", fabric.router_address)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
-        env=torch_fabric.env,
+        env=fabric.env,
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -35,6 +43,17 @@ def test_a_documented_command_does_what_the_document_says(example: Example, torc
     if example.output is not None:
         missing = missing_from(done.stdout, example.output)
         assert missing is None, f"not printed in its place: {missing}\n--- printed:\n{done.stdout}\n{done.stderr}"
+
+
+def test_a_command_is_run_in_the_shell_of_the_one_before_it() -> None:
+    """A walk-through sets a variable once, as its reader does."""
+    block = "<!-- test: {} -->\n```bash\n{}\n```\n"
+    markdown = block.format("set", "A=1; echo $A") + block.format("use after set", "echo $A$A")
+    _, use = find_examples(markdown)
+    done = subprocess.run(["bash", "-euc", use.command], capture_output=True, text=True, timeout=10, check=True)
+    assert (use.name, done.stdout) == ("use", "11\n")
+    with pytest.raises(ValueError, match="does not come before"):
+        find_examples(block.format("use after set", "echo"))
 
 
 def test_the_readme_shows_commands():

@@ -6,7 +6,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +15,12 @@ PROMPT = "the same long question of two teams, word after word after word " * 8
 
 
 @pytest.fixture(scope="module", params=["processes", "colocated"])
-def fabric(
-    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[RunningFabric]:
-    assert model_dir
-    more = ("--colocate", "--edges", "2") if request.param == "colocated" else ()
-    folder = tmp_path_factory.mktemp("tenants")
-    started = RunningFabric.start(folder, "--engine", "sim", "--shards", "1", "--control", *more)
+def fabric(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningFabric]:
+    if request.param == "processes":
+        yield request.getfixturevalue("control_fabric")
+        return
+    options = ("--engine", "sim", "--shards", "1", "--control", "--colocate", "--edges", "2")
+    started = RunningFabric.start(tmp_path_factory.mktemp("tenants"), *options)
     yield started
     started.stop()
 
@@ -32,7 +30,6 @@ def key_of(fabric: RunningFabric, project: str, *options: str) -> tuple[str, str
     command = ("keys", "create", "--project", project, "--create", "--json", *options)
     done = run_kvloom(*command, env=fabric.env)
     assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
     made = json.loads(done.stdout)
     return made["id"], made["secret"]
 
@@ -54,8 +51,10 @@ def asked(fabric: RunningFabric, key: str) -> tuple[int, int]:
 def test_two_teams_and_a_revoked_key(fabric: RunningFabric) -> None:
     """What the guide promises. A key works at once, everywhere, survives a restart of control, and ends when it is
     revoked; teams share no cached prompt."""
-    search_id, search = key_of(fabric, "acme/search")
+    search_id, search = key_of(fabric, "loom/search")
     _, other = key_of(fabric, "other/app")
+    refused = run_kvloom("keys", "create", "--project", "nobody/app", env=fabric.env)
+    assert (refused.returncode, "--create" in refused.stderr) == (1, True), "what an operator needs who has no project"
     assert asked(fabric, "kvl-wrong")[0] == 401
     eventually("the first key works", lambda: asked(fabric, search)[0] == 200)
     eventually("the other key works", lambda: asked(fabric, other)[0] == 200)

@@ -18,8 +18,8 @@ from shard_server.engines.torch_engine.lora.peft import read_adapter
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.conformance.engine_driver import EngineDriver, request_of
 from tests.fakes.peft_adapter import write_merged_model, write_peft_adapter
-from tests.fakes.shallow_model import write_shallow_model
 from tests.step_bench import Answer, StepBench, same
+from tools.models.shallow import write_shallow_model
 from tools.models.train_adapter import ANSWER, QUESTIONS, Plan, train, write
 
 BLOCK_SIZE = 16

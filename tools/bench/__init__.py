@@ -13,6 +13,8 @@ memory_bursts.py            the bursts
 live_probe.py               asks an edge whether it is alive, from a process of its own
 overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
+tenant_timing.py            `kvloom bench tenant-timing`: what the time to the first token tells another tenant
+auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom bench index`: the router's prefix index
 prefix_index_fill.py        fills an index as a fleet does
 page_table.py               writes a table into a documentation page

@@ -18,6 +18,7 @@ rollouts.py       `kvloom models rollout`, `rollback` and `history`
 compare.py        `kvloom models compare`
 secret.py         secret
 cache.py         the result caches of the routers
+collect_receipts.py  `kvloom receipts collect`
 keys.py           keys, and those in a file
 tenants/          orgs, projects, users, limits and prices, and keys of tenants
 running.py        finds the fabric that a command is about

@@ -33,7 +33,7 @@ from tools.cli.lazy_group import LazyGroup
         "limits": "tools.cli.tenants.limits:limits",
         "prices": "tools.cli.tenants.prices:prices",
         "cache": "tools.cli.cache:cache",
-        "receipts": "tools.receipts.command:receipts",
+        "receipts": "tools.cli.commands:receipts",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
         "chaos": "tools.chaos.command:chaos",
@@ -59,6 +59,7 @@ def main() -> None:
         "data-plane": "tools.bench.data_plane.command:bench_data_plane",
         "memory": "tools.bench.memory:bench_memory",
         "overload": "tools.bench.overload:bench_overload",
+        "tenant-timing": "tools.bench.tenant_timing:bench_tenant_timing",
         "routing": "tools.simulate.study.command:study_command",
     },
 )
@@ -76,6 +77,19 @@ def bench() -> None:
 )
 def doctor() -> None:
     """Check that this machine can run kvloom, and that a running fabric is closed to strangers, and list plugins."""
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "key": "tools.receipts.command:key",
+        "collect": "tools.cli.collect_receipts:collect_receipts",
+        "save": "tools.receipts.command:save",
+        "verify": "tools.receipts.command:verify",
+    },
+)
+def receipts() -> None:
+    """Save and verify the receipts of answers (docs/receipts.md)."""
 
 
 if __name__ == "__main__":

@@ -5,4 +5,5 @@ registry.py  the registry of models on this machine
 prepare.py   the process that converts a model
 train_adapter.py  trains a small LoRA adapter, for demonstrations and tests
 damage.py    a copy of a model with one damaged layer
+shallow.py   the first layers of a model
 """

@@ -2,6 +2,7 @@
 
 command.py     the commands
 bundles.py     finds receipts in files and in responses
+collect.py     asks a fabric for answers with receipts
 verify.py      checks receipts, and has some of them computed again
 rerun.py       computes an answer again, on an engine of this machine
 """

@@ -1,10 +1,11 @@
-"""`kvloom receipts`: the public keys, and saving and verifying receipts."""
+"""The commands of `kvloom receipts` but `collect` (tools/cli/collect_receipts.py): the public keys, and saving and
+verifying receipts."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,12 +27,23 @@ from tools.receipts.bundles import bundles_in
 from tools.receipts.verify import Verdict, check, rerun_all, sample_of
 
 
-@click.group()
-def receipts() -> None:
-    """Save and verify the receipts of answers (docs/receipts.md)."""
+class AdapterAt(click.ParamType):
+    """NAME=DIRECTORY, as (name, path)."""
+
+    name = "NAME=DIRECTORY"
+
+    def convert(
+        self, value: str | tuple[str, Path], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Path]:
+        if isinstance(value, tuple):
+            return value
+        name, _, path = value.partition("=")
+        if not name or not Path(path).is_dir():
+            self.fail(f"{value!r} is not NAME=DIRECTORY of an adapter", param, ctx)
+        return name, Path(path)
 
 
-@receipts.command()
+@click.command()
 @data_dir_option
 @config_option
 def key(data_dir: Path | None, config_file: Path | None) -> None:
@@ -46,7 +58,7 @@ def key(data_dir: Path | None, config_file: Path | None) -> None:
     print(msgspec.json.format(msgspec.json.encode(keys)).decode())
 
 
-@receipts.command()
+@click.command()
 @click.argument("response", type=click.File("r", encoding="utf-8"), default="-")
 @option(
     "--out", scope="receipts", required=True, type=click.Path(path_type=Path, dir_okay=False),
@@ -64,9 +76,17 @@ def save(response: TextIO, out: Path) -> None:
     print(f"saved {len(found)} to {out}")
 
 
-@receipts.command()
+@click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @option("--model", scope="receipts", metavar="NAME|PATH", help="The model, to compute answers again with it.")
+@option(
+    "--adapter",
+    "adapters",
+    scope="receipts",
+    multiple=True,
+    type=AdapterAt(),
+    help="An adapter of --model, for the answers that were computed with it. May be repeated.",
+)
 @option(
     "--key", "key_file", scope="receipts", type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="The published keys, from /.well-known/kvloom-receipts.json.  [default: those in DATA_DIR]",
@@ -79,6 +99,7 @@ def save(response: TextIO, out: Path) -> None:
 def verify(
     files: Sequence[Path],
     model: str | None,
+    adapters: Sequence[tuple[str, Path]],
     key_file: Path | None,
     sample: int | None,
     seed: int,
@@ -103,7 +124,7 @@ def verify(
         resolved = resolve_model(model, home / "models", lambda line: click.echo(line, err=True), registry)
         config.model.path, config.model.name = str(resolved.path), resolved.name
         try:
-            asyncio.run(_rerun(bundles, verdicts, chosen, config))
+            asyncio.run(_rerun(bundles, verdicts, chosen, config, dict(adapters)))
         except (EngineError, ChecksumError, OSError, ValueError) as error:
             raise CommandError(f"{model} cannot be loaded: {error}") from error
     for verdict in verdicts:
@@ -112,10 +133,14 @@ def verify(
 
 
 async def _rerun(
-    bundles: Sequence[Bundle], verdicts: list[Verdict], chosen: Sequence[int], config: KvloomConfig
+    bundles: Sequence[Bundle],
+    verdicts: list[Verdict],
+    chosen: Sequence[int],
+    config: KvloomConfig,
+    adapters: Mapping[str, Path],
 ) -> None:
     position = iter(chosen)
-    async for faults, reason in rerun_all([bundles[i] for i in chosen], config):
+    async for faults, reason in rerun_all([bundles[i] for i in chosen], config, adapters):
         i = next(position)
         verdicts[i] = msgspec.structs.replace(
             verdicts[i], faults=[*verdicts[i].faults, *faults], is_rerun=not reason, not_rerun_because=reason

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
-from kvloom.receipts.receipt import Bundle, Output, reason_name, sampling_of, stop_of
+from kvloom.receipts.receipt import Bundle, Output, output_of, pooling_of, sampling_of, stop_of
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import Choice, SequenceFinish
 from kvloom.v1.shard_service_pb2 import (
+    AdapterRef,
     ShardInfo,
     ShardServiceConnectRequest,
     ShardServiceConnectResponse,
     ShardSubmit,
 )
 from shard_server.engine_multiplexer import EngineMultiplexer
-from shard_server.engines.base import Engine
+from shard_server.engines.base import Engine, adapters_of
 from shard_server.engines.create import create_engine
 from shard_server.metrics import ShardMetrics
 
@@ -39,6 +40,7 @@ class Rerunner:
         metrics = ShardMetrics(info.model, info.block_size, info.num_blocks, CollectorRegistry())
         shard = ShardInfo(model=info.model, variant=info.variant)
         self.variant = info.variant
+        self._engine = engine
         self._multiplexer = EngineMultiplexer(engine, tokenizer, shard, metrics, max_waiting=16)
         self._frames: asyncio.Queue[ShardServiceConnectResponse] = asyncio.Queue()
         self._connection = self._multiplexer.connect("receipts")
@@ -54,9 +56,21 @@ class Rerunner:
             tasks.create_task(self._multiplexer.run())
             tasks.create_task(self._connection.write_frames(self))
 
+    async def add_adapters(self, paths: Mapping[str, Path]) -> None:
+        """By name. Raises EngineError if the engine cannot have one of them."""
+        await self._multiplexer.adapters.use(self._engine)
+        for name, path in paths.items():
+            await self._multiplexer.adapters.add_configured(name, str(path.absolute()))
+
+    def adapter_checksum(self, name: str) -> str:
+        """ "" if there is none of this name."""
+        adapters = adapters_of(self._engine)
+        found = None if adapters is None else adapters.find(name)
+        return "" if found is None else found.checksum
+
     async def output(self, bundle: Bundle) -> list[Output]:
-        """The choices that this engine computes for the request. Raises KvloomError if it refuses or fails it,
-        ValueError if the request cannot be read."""
+        """The choices that this engine computes for the request, with its own adapter of that name. Raises KvloomError
+        if it refuses or fails it, ValueError if the request cannot be read."""
         wanted = bundle.request
         slots = {next(self._slots): index for index in wanted.indexes}
         submit = ShardSubmit(
@@ -68,6 +82,12 @@ class Rerunner:
             choices=[Choice(slot=slot, index=index) for slot, index in slots.items()],
             cache_salt="receipts",
         )
+        pooling = pooling_of(wanted)
+        if pooling is not None:
+            submit.pooling.CopyFrom(pooling)
+        adapter = bundle.receipt.adapter
+        if adapter:
+            submit.adapter.CopyFrom(AdapterRef(name=adapter, checksum=self.adapter_checksum(adapter)))
         self._multiplexer.receive(self._connection, ShardServiceConnectRequest(submits=[submit]))
         token_ids: dict[int, list[int]] = {slot: [] for slot in slots}
         finishes: dict[int, SequenceFinish] = {}
@@ -87,13 +107,13 @@ def _output(index: int, token_ids: list[int], finish: SequenceFinish) -> Output:
     """Raises KvloomError."""
     if finish.HasField("error"):
         raise KvloomError.from_proto(finish.error)
-    reason = reason_name(finish.reason)
-    return Output(index=index, token_ids=token_ids, finish_reason=reason, stop_string=finish.stop_string)
+    return output_of(index, token_ids, finish.reason, finish.stop_string, finish.embedding)
 
 
 @contextlib.asynccontextmanager
-async def rerunner(config: KvloomConfig) -> AsyncIterator[Rerunner]:
-    """`config.model.path` is the model. Raises EngineError, OSError, ValueError if it cannot be loaded."""
+async def rerunner(config: KvloomConfig, adapters: Mapping[str, Path]) -> AsyncIterator[Rerunner]:
+    """`config.model.path` is the model; `adapters` are directories by name. Raises EngineError, OSError, ValueError if
+    they cannot be loaded."""
     tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))
     engine = await asyncio.to_thread(create_engine, config, tokenizer)
     await engine.start()
@@ -101,6 +121,7 @@ async def rerunner(config: KvloomConfig) -> AsyncIterator[Rerunner]:
         found = Rerunner(engine, tokenizer)
         running = asyncio.create_task(found.run(), name="rerun")
         try:
+            await found.add_adapters(adapters)
             yield found
         finally:
             running.cancel()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
@@ -15,6 +18,8 @@ from kvloom.receipts.keys import PublicKeys, is_signed
 from kvloom.receipts.receipt import Bundle, Output
 from kvloom.text.model_checksum import model_checksum
 from tools.receipts.rerun import Rerunner, rerunner
+
+_FLOAT_BYTES: Final = 4
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -43,11 +48,14 @@ def sample_of(bundles: Sequence[Bundle], count: int | None, seed: int) -> list[i
     return sorted(random.Random(seed).sample(range(len(bundles)), count))
 
 
-async def rerun_all(bundles: Sequence[Bundle], config: KvloomConfig) -> AsyncIterator[tuple[list[Fault], str]]:
+async def rerun_all(
+    bundles: Sequence[Bundle], config: KvloomConfig, adapters: Mapping[str, Path]
+) -> AsyncIterator[tuple[list[Fault], str]]:
     """For each: its faults, and why it was not computed again ("": it was). `config.model.path` is the model, whose
-    engine is `config.shard`'s. Raises EngineError, OSError, ValueError, ChecksumError if it cannot be loaded."""
+    engine is `config.shard`'s; `adapters` are directories by name. Raises EngineError, OSError, ValueError,
+    ChecksumError if they cannot be loaded."""
     checksum = model_checksum(Path(config.model.path))
-    async with rerunner(config) as engine:
+    async with rerunner(config, adapters) as engine:
         for bundle in bundles:
             yield await _rerun(bundle, engine, checksum)
 
@@ -56,10 +64,7 @@ async def _rerun(bundle: Bundle, engine: Rerunner, checksum: str) -> tuple[list[
     receipt = bundle.receipt
     faults: list[Fault] = []
     if receipt.weights_checksum and receipt.weights_checksum != checksum:
-        message = (
-            f"the model here has the checksum {checksum[:16]}..., the receipt says {receipt.weights_checksum[:16]}..."
-        )
-        faults.append(Fault("weights", message))
+        faults.append(Fault("weights", _other_checksum("model", checksum, receipt.weights_checksum)))
     if not receipt.engine_variant:
         return faults, "no one variant of the engine has computed it, or one that promises no bits"
     if receipt.engine_variant != engine.variant:
@@ -68,13 +73,21 @@ async def _rerun(bundle: Bundle, engine: Rerunner, checksum: str) -> tuple[list[
             "cannot be compared"
         )
     if receipt.adapter:
-        return faults, f"it was computed with the adapter {receipt.adapter}, which is not loaded here"
+        found = engine.adapter_checksum(receipt.adapter)
+        if not found:
+            return faults, f"it was computed with the adapter {receipt.adapter}: --adapter {receipt.adapter}=DIRECTORY"
+        if found != receipt.adapter_checksum:
+            faults.append(Fault("adapter", _other_checksum("adapter", found, receipt.adapter_checksum)))
     try:
         output = await engine.output(bundle)
     except (KvloomError, ValueError) as error:
         return [*faults, Fault("tokens", f"the engine here does not compute it: {error}")], ""
     faults += _differences(bundle.output, output)
     return faults, ""
+
+
+def _other_checksum(what: str, found: str, said: str) -> str:
+    return f"the {what} here has the checksum {found[:16]}..., the receipt says {said[:16]}..."
 
 
 def _differences(said: Sequence[Output], computed: Sequence[Output]) -> list[Fault]:
@@ -90,9 +103,27 @@ def _differences(said: Sequence[Output], computed: Sequence[Output]) -> list[Fau
             faults.append(
                 Fault("tokens", f"choice {ours.index} ends by {ours.finish_reason}, not {theirs.finish_reason}")
             )
+        if ours.embedding != theirs.embedding:
+            faults.append(Fault("vector", _vector_difference(ours.embedding, theirs.embedding)))
     if sorted(map(_index, said)) != sorted(map(_index, computed)):
         faults.append(Fault("tokens", "its choices are not those of its request"))
     return faults
+
+
+def _vector_difference(computed: str | UnsetType, said: str | UnsetType) -> str:
+    if computed is UNSET or said is UNSET:
+        return "one is an embedding, and the other is none"
+    try:
+        ours, theirs = base64.b64decode(computed), base64.b64decode(said, validate=True)
+    except ValueError:
+        return "it is no base64"
+    if len(ours) != len(theirs):
+        return f"it has {len(theirs)} bytes, computed again {len(ours)}"
+    differing = [
+        i for i in range(0, len(ours), _FLOAT_BYTES) if ours[i : i + _FLOAT_BYTES] != theirs[i : i + _FLOAT_BYTES]
+    ]
+    num_dimensions = len(ours) // _FLOAT_BYTES
+    return f"{len(differing)} of {num_dimensions} dimensions differ, the first at {differing[0] // _FLOAT_BYTES}"
 
 
 def _index(output: Output) -> int:

@@ -26,6 +26,8 @@ def describe_bindings(config: KvloomConfig, statuses: Sequence[ProcessStatus], *
     ]
     if for_clients:
         yield f"clients    {', '.join(for_clients)}: {guards}"
+        if config.control.enabled:
+            yield "keys       kvloom keys create --project ORG/PROJECT --create (docs/tenancy.md)"
     internal = [address for status in statuses for address in _internal(status)]
     if internal:
         who = "its fleet" if is_fleet else "this fabric"

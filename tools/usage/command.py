@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,9 @@ from tools.fleet.members import Fleet
 from tools.options import config_option, data_dir_option, option
 from tools.usage.reconcile import Reconciliation, WitnessedAnswer, reconcile
 from tools.usage.table import GROUPS, as_csv, as_table, rows_of
+
+_PIPE_WIDTH: Final = 200
+"""Columns of a table that is not for a terminal: nothing is to be cut."""
 
 CALL_SECONDS: Final = 10.0
 LIST_SECONDS: Final = 600.0
@@ -74,7 +78,8 @@ def show(
     if as_json:
         print(msgspec.json.encode(rows).decode())
     else:
-        Console().print(as_table(rows, names))
+        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+        console.print(as_table(rows, names))
 
 
 @usage.command()

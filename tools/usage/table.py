@@ -52,7 +52,7 @@ def as_csv(rows: Sequence[dict[str, Any]], groups: Sequence[str]) -> str:
 def as_table(rows: Sequence[dict[str, Any]], groups: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False)
     for group in groups:
-        table.add_column(group)
+        table.add_column(group, overflow="fold")
     for name in ("requests", "prompt", "cached", "output", "cost"):
         table.add_column(name, justify="right")
     for row in rows:
