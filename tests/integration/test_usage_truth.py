@@ -174,7 +174,7 @@ async def test_bodies_say_as_much_reasoning_as_records(router_redis_url: str, tm
     in one update cannot count them exactly."""
     text = "<think>the quick fox jumps</think>over the lazy dog"
     async with metered(router_redis_url, tmp_path, text, ParserSpec(reasoning="qwen3")) as world:
-        more = {"stream_options": {"include_usage": True}} if path == "/v1/chat/completions" else {}
+        more: dict[str, Any] = {"stream_options": {"include_usage": True}} if path == "/v1/chat/completions" else {}
         said = [
             reasoning_in((await world.ask(path, stream=stream, **(more if stream else {})))[0])
             for stream in (False, True)
@@ -227,7 +227,7 @@ async def test_shadow_traffic_is_metered_apart(router_redis_url: str, tmp_path: 
 async def test_a_repeated_request_is_metered_once(router_redis_url: str, tmp_path: Path, stream: bool) -> None:
     """Also if it is repeated while the first one runs."""
     async with metered(router_redis_url, tmp_path, "the quick fox ") as world:
-        key = {"headers": {"Idempotency-Key": "k"}}
+        key: dict[str, Any] = {"headers": {"Idempotency-Key": "k"}}
         running = asyncio.create_task(world.ask(stream=stream, **key))
         await eventually(lambda: world.models.server._progress(0.0), "the request")
         meanwhile, _ = await world.ask(stream=stream, **key)
