@@ -3,14 +3,15 @@ after failovers, however the tokens came, and whoever asks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvloom.conversation.model_output import prompted
 from kvloom.parsers import registry
+from kvloom.parsers.events import Event
 from kvloom.parsers.output_parser import make_parser
 from kvloom.parsers.reasoning_tally import ReasoningTally
-from kvloom.parsers.spec import OutputParser, ParserSpec
+from kvloom.parsers.spec import ParserSpec
 from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.text.tokenizer import ModelTokenizer
 
@@ -36,26 +37,30 @@ class ReasoningCounter:
 
     def __call__(self, token_ids: Sequence[int]) -> int:
         """Chunks of only reasoning, or of none, are parsed as a whole. Others are parsed once more, token by token."""
-        parser = make_parser(self._spec)
-        exact: OutputParser | None = None
-        detokenizer = IncrementalDetokenizer(self._tokenizer, shown_special_token_ids=self._shown)
+        reader, exact = self._reader(), self._reader()
+        num_read = num_mixed = 0
+        """How many tokens `exact` has read, and chunks it was needed for."""
         tally = ReasoningTally(starts_in_reasoning=self._spec.starts_in_reasoning)
-        texts: list[str] = []
-        """What `exact` has not read."""
-        num_mixed = 0
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             chunk = token_ids[start : start + CHUNK_TOKENS]
-            pieces = [detokenizer.push((token_id,)) for token_id in chunk]
-            text = "".join(pieces)
-            events = parser.feed(text)
+            events = reader(chunk)
             if tally.is_mixed(events) and num_mixed < MAX_MIXED_CHUNKS:
                 num_mixed += 1
-                exact = exact or make_parser(self._spec)
-                exact.feed("".join(texts))
-                texts = []
-                for piece in pieces:
-                    tally.add(exact.feed(piece) if piece else [], 1)
+                exact(token_ids[num_read:start])
+                num_read = start + len(chunk)
+                for token_id in chunk:
+                    tally.add(exact((token_id,)), 1)
             else:
-                texts.append(text)
                 tally.add(events, len(chunk))
         return tally.num_tokens
+
+    def _reader(self) -> Callable[[Sequence[int]], list[Event]]:
+        """Takes the tokens of one answer, some at a time."""
+        parser = make_parser(self._spec)
+        detokenizer = IncrementalDetokenizer(self._tokenizer, shown_special_token_ids=self._shown)
+
+        def read(token_ids: Sequence[int]) -> list[Event]:
+            text = detokenizer.push(token_ids)
+            return parser.feed(text) if text else []
+
+        return read
