@@ -106,6 +106,7 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         embedding=finish.embedding,
         limited_by=finish.limited_by,
         limits=None if finish.limits is None else limits_state_to_proto(finish.limits),
+        num_reasoning_tokens=finish.num_reasoning_tokens,
         result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
         receipt=finish.receipt,
     )

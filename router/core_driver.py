@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import structlog
@@ -122,6 +122,14 @@ class Observer(Protocol):
         """Called when a client has reported that metered tokens did not reach it."""
         ...
 
+    def own_request_ended(self, ended: RequestEnded) -> None:
+        """Called when a request of the tap has ended, of which nothing else hears."""
+        ...
+
+    def answers_discarded(self, client_id: str, request_ids: Sequence[str]) -> None:
+        """Called when answers have ended that the client has delivered to nobody (a cascade)."""
+        ...
+
     def fleet_changed(self) -> None:
         """Called when shards, the safety service or draining changed, on which the router's health depends."""
         ...
@@ -148,7 +156,7 @@ class Tap(Protocol):
         ...
 
     def ended(self, ended: RequestEnded) -> bool:
-        """Returns whether the request is the tap's own, which nobody else hears of."""
+        """Returns whether the request is the tap's own, which is only metered."""
         ...
 
     def is_own(self, request: Request) -> bool: ...
@@ -330,6 +338,10 @@ class CoreDriver:
         """Called when a client has reported that metered tokens did not reach it."""
         self._observer.tokens_credited(credit)
 
+    def answers_discarded(self, client_id: str, request_ids: Sequence[str]) -> None:
+        """Called by a link, after the cancels that came before."""
+        self._observer.answers_discarded(client_id, request_ids)
+
     def close(self) -> None:
         """Stops the ticks."""
         if self._timer is not None:
@@ -377,7 +389,9 @@ class CoreDriver:
             self._keeper.completed(action)
 
     def _report_tapped_end(self, action: RequestEnded) -> None:
-        if self._tap is None or not self._tap.ended(action):
+        if self._tap is not None and self._tap.ended(action):
+            self._observer.own_request_ended(action)
+        else:
             self._observer.request_ended(action)
 
     def _send_tapped_step(self, action: SendStep) -> None:

@@ -205,6 +205,7 @@ class Intake:
         )
         if self._meters_usage:
             request = _metered(request, submit.num_ended_tokens, scope, submit.num_foreign_tokens)
+            request = _with_reasoning(request, model, submit.num_ended_reasoning_tokens, scope)
         if self._keeps_answers:
             request = self._kept(request, submit, model)
         if model is None:
@@ -292,7 +293,7 @@ class Intake:
         )
         if self._meters_usage:
             num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
-            request = _metered(request, num_ended_tokens, scope)
+            request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)
         if self._keeps_answers:
             request = self._kept(request, wanted, model)
         if is_embedding:
@@ -502,8 +503,26 @@ def _metered(request: Request, num_ended_tokens: int, scope: CallerScope, num_fo
     temperature = sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE
     seed = sampling.seed if temperature > 0.0 else None
     indexes = [choice.index for choice in request.choices]
-    answer_id = answer_id_of(request.prompt_token_ids, seed, indexes, is_part=request.num_ended_tokens > 0)
+    is_part = request.num_ended_tokens > 0
+    answer_id = answer_id_of(request.model, request.prompt_token_ids, seed, indexes, is_part=is_part)
     return msgspec.structs.replace(request, answer_id=answer_id)
+
+
+def _with_reasoning(
+    request: Request, model: ServedModel | None, num_ended_reasoning_tokens: int, scope: CallerScope
+) -> Request:
+    """With what counts its tokens of reasoning. An answer whose form a guide dictates has none."""
+    spec = None if model is None else model.output
+    sampling = request.sampling
+    is_guided = isinstance(sampling, SamplingParams) and sampling.HasField("guide")
+    if model is None or spec is None or not spec.reasoning or is_guided:
+        return request
+    # Only here, because most models write none.
+    from kvloom.conversation.reasoning_tokens import ReasoningCounter
+
+    num_ended = min(num_ended_reasoning_tokens, request.num_ended_tokens) if scope is TRUSTED else 0
+    counter = ReasoningCounter(spec, model.tokenizer, request.prompt_token_ids)
+    return msgspec.structs.replace(request, num_ended_reasoning_tokens=num_ended, count_reasoning=counter)
 
 
 def _check_names(**names: str) -> None:

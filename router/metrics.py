@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
+import msgspec
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
@@ -15,11 +16,12 @@ from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS
 from kvloom.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
 from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
 from kvloom.process.request_context import request_fields
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FinishReason
 from router.caller_scope import shown_id
 from router.core.actions import RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
+from router.core.request_end import NO_MOVES, end_of
 from router.usage_records import Credit
 
 log = structlog.get_logger()
@@ -42,8 +44,8 @@ class _ModelSeries:
     __slots__ = ("attempts", "cached_input", "duration", "ended", "input", "output", "queue_time", "tpot", "ttft")
 
     def __init__(self, metrics: RouterMetrics, model: str) -> None:
-        self.ended: dict[tuple[int, int], tuple[CounterSeries, str, str]] = {}
-        """(finish reason, error reason) -> (the series, the names of the two)."""
+        self.ended: dict[tuple[int, int], tuple[CounterSeries, str, str, str]] = {}
+        """(finish reason, error reason) -> see RouterMetrics._outcome."""
         self.attempts = metrics.attempts.labels(model)
         self.input = metrics.tokens.labels(model, "input")
         self.cached_input = metrics.cached_tokens.labels(model)
@@ -123,6 +125,19 @@ class RouterMetrics:
             "sequences.",
             registry=registry,
         )
+        self._failed_over = Counter(
+            "kvloom_router_sequences_failed_over",
+            "Sequences that continued after their shard or its engine had failed, counted when their request ends. "
+            "Unit: sequences.",
+            registry=registry,
+        )
+        self._unserved = CounterFamily(
+            "kvloom_router_requests_unserved",
+            "Requests that ended with an error before they were sent to a shard: rejected (never admitted), or evicted "
+            "from the queue. Unit: requests.",
+            ("model", "end"),
+            registry,
+        )
         self._variant_changes = Counter(
             "kvloom_router_answers_inexact",
             "Answers that continued on a shard of another variant, so that their tokens may differ. Unit: answers.",
@@ -160,7 +175,7 @@ class RouterMetrics:
         counted = outcomes.get((ended.reason, ended.error_reason))
         if counted is None:
             counted = outcomes[ended.reason, ended.error_reason] = self._outcome(ended)
-        count, outcome, error_type = counted
+        count, outcome, error_type, end = counted
         count.total += 1
         series.attempts.total += ended.num_attempts
         series.input.total += ended.num_prompt_tokens
@@ -174,7 +189,12 @@ class RouterMetrics:
             if ended.num_output_tokens > 1:
                 decode_seconds = ended.e2e_latency_seconds - ended.ttft_seconds
                 series.tpot.observe(decode_seconds / (ended.num_output_tokens - 1))
-        _log_end(ended, outcome, error_type)
+        if ended.moves is not NO_MOVES:
+            self._failed_over.inc(ended.moves.num_failovers)
+        if ended.reason == FINISH_REASON_ERROR and not ended.num_attempts:
+            end = ended.end.value
+            self._unserved.labels(self._model_label(ended.model), end).total += 1
+        _log_end(ended, outcome, error_type, end)
 
     def tokens_credited(self, credit: Credit) -> None:
         self._tokens_credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
@@ -223,10 +243,12 @@ class RouterMetrics:
                 series = self._series_by_model[label] = _ModelSeries(self, label)
         return series
 
-    def _outcome(self, ended: RequestEnded) -> tuple[CounterSeries, str, str]:
+    def _outcome(self, ended: RequestEnded) -> tuple[CounterSeries, str, str, str]:
+        """(series, outcome, error type, end), the end being that of a request that was sent to a shard."""
         outcome = FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower()
         error_type = reason_name(ended.error_reason).lower() if ended.error_reason else ""
-        return self._requests.labels(self._model_label(ended.model), outcome, error_type), outcome, error_type
+        series = self._requests.labels(self._model_label(ended.model), outcome, error_type)
+        return series, outcome, error_type, end_of(ended.reason, is_admitted=True, was_sent=True).value
 
     def _model_label(self, model: str) -> str:
         """Returns "other" for models outside the fleet, because clients may ask for any name."""
@@ -277,8 +299,10 @@ class _FleetCollector(Collector):
         yield health
 
 
-def _log_end(ended: RequestEnded, outcome: str, error_type: str) -> None:
-    log.info(
+def _log_end(ended: RequestEnded, outcome: str, error_type: str, end: str) -> None:
+    # Most requests were never moved.
+    logger = log if ended.moves is NO_MOVES else log.bind(**msgspec.structs.asdict(ended.moves))
+    logger.info(
         "request ended",
         **request_fields(
             shown_id(ended.request_id, ended.tenant), ended.client_request_id, ended.traceparent, ended.tenant
@@ -287,6 +311,7 @@ def _log_end(ended: RequestEnded, outcome: str, error_type: str) -> None:
         shard_id=ended.shard_id,
         outcome=outcome,
         error_type=error_type,
+        end=end,
         num_attempts=ended.num_attempts,
         num_prompt_tokens=ended.num_prompt_tokens,
         num_cached_tokens=ended.num_cached_tokens,

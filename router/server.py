@@ -298,7 +298,10 @@ class RouterServer:
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
-        return LocalRouterLink(self._driver, self._intake, name, self._moderation)
+        link = LocalRouterLink(self._driver, self._intake, name, self._moderation)
+        if self._metering is not None:
+            self._usage_records.open(link.client_id, link.client_id)
+        return link
 
     async def serve(self, stop: asyncio.Event, on_open: Callable[[], None] = lambda: None) -> None:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
@@ -494,6 +497,17 @@ class RouterServer:
         self._usage_records.request_ended(ended, record)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
+
+    def own_request_ended(self, ended: RequestEnded) -> None:
+        if self._metering is not None:
+            self._metering.request_ended(ended)
+
+    def answers_discarded(self, client_id: str, request_ids: Sequence[str]) -> None:
+        if self._metering is not None:
+            for request_id in request_ids:
+                record = self._usage_records.take(client_id, request_id)
+                if record:
+                    self._metering.discarded(record)
 
     def tokens_credited(self, credit: Credit) -> None:
         if self._metering is not None and credit.record:

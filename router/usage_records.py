@@ -81,6 +81,15 @@ class UsageRecords:
             oldest = self._earlier or self._records
             del oldest[next(iter(oldest))]
 
+    def take(self, client_id: str, request_id: str) -> bytes:
+        """Forgets the record of a request that came over this stream's link, and returns it; b"": there is none."""
+        link_id = self._link_ids.get(client_id)
+        if link_id is None:
+            return b""
+        key = _key(link_id, request_id)
+        record = self._records.pop(key, None) or self._earlier.pop(key, None)
+        return b"" if record is None else record.record
+
     def settle(self, link_id: str, num_received_tokens: Mapping[str, int]) -> list[Credit]:
         """Returns the credits, given the number of tokens that the client received of each request that the link lost.
 

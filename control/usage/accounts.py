@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from kvloom.tenancy.usage_record import UsageRecord
+from kvloom.tenancy.usage_record import UsageRecord, is_part
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
 
 
@@ -53,6 +53,8 @@ def accounts_of(tenant: str, key_id: str) -> list[str]:
 
 def spending_of(record: UsageRecord) -> Iterator[tuple[Budget, int]]:
     """What an answer adds to each of its accounts: what the router has charged, where there is a hard budget."""
+    if not record.is_billed:
+        return
     charged = {(charge.account, charge.unit): charge for charge in record.charges}
     day = day_of(record.ended_at)
     tokens = record.num_prompt_tokens + record.num_output_tokens
@@ -74,8 +76,9 @@ def day_key_of(record: UsageRecord) -> DayKey:
 
 def sums_of(record: UsageRecord) -> tuple[int, ...]:
     """In the order of SUMS."""
+    is_continuation = is_part(record.answer_id) and not record.num_prompt_tokens
     return (
-        1,
+        0 if is_continuation else 1,
         record.num_prompt_tokens,
         record.num_cached_tokens,
         record.num_output_tokens,
@@ -94,11 +97,12 @@ class Deltas:
         self.settled: Counter[tuple[Budget, str]] = Counter()
         """(budget, producer) → what is no longer leased."""
 
-    def replace(self, old: UsageRecord | None, new: UsageRecord) -> None:
-        """Another record counts for an answer. `old`: the one that did; None: the answer is new."""
-        if old is not None:
-            self._add(old, -1)
-        self._add(new, 1)
+    def replace(self, old: Iterable[UsageRecord], new: Iterable[UsageRecord]) -> None:
+        """Other records count for an answer. `old`: those that did; none: the answer is new."""
+        for record in old:
+            self._add(record, -1)
+        for record in new:
+            self._add(record, 1)
 
     def settle(self, record: UsageRecord) -> None:
         """A record has arrived: its router's lease is less by what it has taken from it."""

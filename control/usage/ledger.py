@@ -1,7 +1,7 @@
 """Brings usage records into the database, each once, whatever the order in which they come and however often.
 
-One transaction stores a batch and changes all sums by what it adds. Sums count the one record of each answer that
-counts now, so a record that takes another one's place takes that one's share out again.
+One transaction stores a batch and changes all sums by what it adds. Sums count the records of each answer that
+count now, so a record that takes another one's place takes that one's share out again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from control.database.database import Database
 from control.database.usage_tables import budget_leases, budget_spending, usage_daily, usage_producers, usage_records
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
-from kvloom.tenancy.usage_record import UsageRecord, merged
+from kvloom.tenancy.usage_record import UsageRecord, counting
 from kvloom.tenancy.usage_stream import Stored, UsageEntry
 
 _LOCK: Final = 0x7573616765  # "usage"
@@ -100,10 +100,9 @@ async def _deltas(connection: AsyncConnection, new: Iterable[UsageRecord]) -> De
         numbers = {(record.producer, record.number) for record in records}
         whole = all_records[answer]
         earlier = [record for record in whole if (record.producer, record.number) not in numbers]
-        old = merged(earlier) if earlier else None
-        counting = merged(whole)
-        if counting != old:
-            deltas.replace(old, counting)
+        old, new_counting = counting(earlier), counting(whole)
+        if new_counting != old:
+            deltas.replace(old, new_counting)
     return deltas
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
@@ -15,7 +16,7 @@ from control.usage.account_limits import hard_limits
 from control.usage.accounts import SUMS, Budget, accounts_of, day_of
 from control.usage.alerts import spent_of
 from control.usage.leases import budget_name, leased_of
-from kvloom.tenancy.usage_record import UsageRecord, merged
+from kvloom.tenancy.usage_record import UsageRecord, counting
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
 
@@ -42,6 +43,7 @@ async def usage_of(database: Database, request: pb.GetUsageRequest) -> pb.GetUsa
     # The sums of integers are numbers without a fixed size on PostgreSQL.
     sums = [sa.cast(sa.func.coalesce(sa.func.sum(daily[name]), 0), sa.BigInteger).label(name) for name in SUMS]
     query = sa.select(*groups, *sums).group_by(*groups).order_by(*groups).limit(max_rows + 1)
+    query = query.where(sa.or_(*(daily[name] != 0 for name in SUMS)))  # what was discarded has left zeros
     if request.tenant:
         query = query.where(daily.tenant == request.tenant)
     if request.organisation:
@@ -79,50 +81,58 @@ async def _state(connection: AsyncConnection, budget: Budget, limit: int) -> pb.
 async def answers_of(database: Database, request: pb.ListAnswersRequest) -> AsyncIterator[list[pb.MeteredAnswer]]:
     """In parts. All records of an answer count, also those outside the time that is asked for."""
     records = usage_records.c
-    after = ("", "")
+    after = ""
     while True:
-        keys = (
-            sa.select(records.request_id, records.answer_id)
-            .where(sa.tuple_(records.request_id, records.answer_id) > sa.tuple_(*map(sa.literal, after)))
-            .where(records.request_id != "")
-            .group_by(records.request_id, records.answer_id)
-            .order_by(records.request_id, records.answer_id)
-            .limit(MAX_LISTED)
-        )
+        in_time = sa.select(records.request_id).where(records.request_id > after, records.request_id != "")
         if request.ended_after:
-            keys = keys.where(records.ended_at >= request.ended_after)
+            in_time = in_time.where(records.ended_at >= request.ended_after)
         if request.ended_before:
-            keys = keys.where(records.ended_at < request.ended_before)
+            in_time = in_time.where(records.ended_at < request.ended_before)
+        in_time = in_time.distinct().order_by(records.request_id).limit(MAX_LISTED)
         async with database.reading() as connection:
-            found = [(row.request_id, row.answer_id) for row in await connection.execute(keys)]
-            if not found:
+            names = list(await connection.scalars(in_time))
+            if not names:
                 return
-            of_these = sa.select(records.record).where(records.request_id.in_({name for name, _ in found}))
+            of_these = sa.select(records.record).where(records.request_id.in_(names))
             encoded = list(await connection.scalars(of_these))
-        after = found[-1]
-        yield _merged(found, encoded, request.tenant)
+        after = names[-1]
+        yield _answers(encoded, request)
 
 
-def _merged(answers: Sequence[tuple[str, str]], encoded: Sequence[bytes], tenant: str) -> list[pb.MeteredAnswer]:
+def _answers(encoded: Sequence[bytes], request: pb.ListAnswersRequest) -> list[pb.MeteredAnswer]:
+    """Those with a record in the time that is asked for."""
     by_answer: dict[tuple[str, str], list[UsageRecord]] = {}
     for one in encoded:
         record = msgspec.json.decode(one, type=UsageRecord)
         by_answer.setdefault(record.answer, []).append(record)
-    found = []
-    for answer in answers:
-        records = by_answer[answer]
-        record = merged(records)
-        if not tenant or record.tenant == tenant:
-            found.append(
-                pb.MeteredAnswer(
-                    request_id=record.request_id,
-                    tenant=record.tenant,
-                    model=record.priced_model,
-                    outcome=record.outcome,
-                    num_prompt_tokens=record.num_prompt_tokens,
-                    num_output_tokens=record.num_output_tokens,
-                    cost_nanos=record.cost_nanos,
-                    num_records=len(records),
-                )
-            )
-    return found
+    before = request.ended_before or math.inf
+    return [
+        _answer(records)
+        for _, records in sorted(by_answer.items())
+        if any(request.ended_after <= record.ended_at < before for record in records)
+        and (not request.tenant or counting(records)[0].tenant == request.tenant)
+    ]
+
+
+def _answer(records: Sequence[UsageRecord]) -> pb.MeteredAnswer:
+    found = counting(records)
+    last = max(found, key=lambda record: record.ended_at)
+    answer = pb.MeteredAnswer(
+        request_id=last.request_id,
+        tenant=found[0].tenant,
+        model=last.priced_model,
+        outcome=last.outcome,
+        error_reason=last.error_reason,
+        num_records=len(records),
+    )
+    for record in found:
+        answer.num_prompt_tokens += record.num_prompt_tokens
+        answer.num_output_tokens += record.num_output_tokens
+        answer.num_reasoning_tokens += record.num_reasoning_tokens
+        answer.cost_nanos += record.cost_nanos
+    for record in records:
+        if not record.corrects:  # it repeats what the corrected one says of its request
+            answer.num_preemptions += record.num_preemptions
+            answer.num_migrations += record.num_migrations
+            answer.num_failovers += record.num_failovers
+    return answer

@@ -134,9 +134,17 @@ class Answer(abc.ABC):
             num_prompt_tokens=sum(self._prompt_sizes),
             num_output_tokens=sum(finish.num_output_tokens for finish in self.finishes.values()),
             num_cached_tokens=sum(finish.num_cached_tokens for finish in first_of_prompts),
-            num_reasoning_tokens=sum(one.num_reasoning_tokens for one in self._parsed) if self._parsed else None,
+            num_reasoning_tokens=self._num_reasoning_tokens() if self._parsed else None,
             num_predicted_tokens=sum(finish.num_predicted_tokens for finish in self.finishes.values()),
             num_accepted_tokens=sum(finish.num_accepted_predicted_tokens for finish in self.finishes.values()),
+        )
+
+    def _num_reasoning_tokens(self) -> int:
+        """What the routers have counted, as in their usage records, or else what was found in the output."""
+        return sum(
+            finish.num_reasoning_tokens if finish.HasField("num_reasoning_tokens") else parsed.num_reasoning_tokens
+            for index, parsed in enumerate(self._parsed)
+            if (finish := self.finishes.get(index)) is not None
         )
 
     @property

@@ -96,11 +96,23 @@ class AnswerPart(Answer):
     def _add_finish(self, index: int, finish: Finish) -> None:  # noqa: ARG002
         whole = self.finishes[index]
         if not self._is_first:
+            self.note_cost(whole.num_cached_tokens, whole.num_output_tokens - len(self._carried_ids), has_answer=True)
             whole = SequenceFinish()
             whole.CopyFrom(self.finishes[index])
             whole.num_output_tokens = self._answer.num_output_tokens
             whole.num_cached_tokens = self._answer.starts.get(index, SequenceStart()).num_cached_tokens
         self._answer.on_finish(index, whole)
+
+    def note_cost(self, num_cached: int, num_output: int, *, has_answer: bool) -> None:
+        """It has ended, and other models have written or will write the other parts."""
+        if self._answer.bill is not None:
+            self._answer.bill.add_part(self.num_prompt_tokens, num_cached, num_output, has_answer=has_answer)
+
+    def note_loss_cost(self) -> None:
+        """As `note_cost`, of a part whose model was lost. What failed before its first token is free."""
+        start = self.first_start
+        num_cached = 0 if start is None else start.num_cached_tokens
+        self.note_cost(num_cached, self.num_output_tokens, has_answer=self.num_output_tokens > 0)
 
     def _complete(self) -> None:
         pass

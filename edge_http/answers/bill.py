@@ -9,9 +9,10 @@ from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, SequenceFinish
 
 
 class AnswerBill:
-    """By the prices at the time when the request arrived."""
+    """By the prices at the time when the request arrived. Of an answer that other models have continued, each part has
+    the price of its own model when that took it."""
 
-    __slots__ = ("_arrived_at", "_is_batch", "_model", "_prices", "_remaining_nanos")
+    __slots__ = ("_arrived_at", "_is_batch", "_is_continued", "_model", "_parts_nanos", "_prices", "_remaining_nanos")
 
     def __init__(
         self, prices: Prices, model: str, arrived_at: float, *, is_batch: bool, remaining_nanos: int | None
@@ -23,9 +24,26 @@ class AnswerBill:
         self._arrived_at = arrived_at
         self._is_batch = is_batch
         self._remaining_nanos = remaining_nanos
+        self._is_continued = False
+        self._parts_nanos = 0
+        """What the parts cost that have ended."""
+
+    def add_part(self, num_prompt: int, num_cached: int, num_output: int, *, has_answer: bool) -> None:
+        """A part of an answer that is continued has ended, or the last one."""
+        _, cost = self._prices.cost(
+            self._model, self._arrived_at, num_prompt, num_cached, num_output,
+            has_answer=has_answer, is_batch=self._is_batch,
+        )  # fmt: skip
+        self._parts_nanos += cost
+
+    def continue_with(self, model: str, arrived_at: float) -> None:
+        """Another model takes the next part now."""
+        self._model, self._arrived_at, self._is_continued = model, arrived_at, True
 
     def cost_nanos(self, prompt_sizes: Sequence[int], n: int, finishes: Mapping[int, SequenceFinish]) -> int:
         """Of an answer that has ended well, as its routers compute it."""
+        if self._is_continued:
+            return self._parts_nanos
         cost = 0
         for number, size in enumerate(prompt_sizes):
             of_prompt = [finishes[index] for index in range(number * n, (number + 1) * n) if index in finishes]

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from edge_http.formatting.response_formatter import Finish
-from kvloom.parsers.events import Event, ReasoningDelta
+from kvloom.parsers.events import Event
+from kvloom.parsers.reasoning_tally import ReasoningTally
 from kvloom.parsers.spec import OutputParser
 
 
 class ParsedOutput:
     """A parser, and the count of what it found."""
 
-    __slots__ = ("_is_reasoning", "_parser", "num_reasoning_tokens")
+    __slots__ = ("_parser", "_tally")
 
     def __init__(self, parser: OutputParser, *, starts_in_reasoning: bool = False) -> None:
         self._parser = parser
-        self._is_reasoning = starts_in_reasoning
-        self.num_reasoning_tokens = 0
-        """Tokens that brought only reasoning, or nothing while reasoning was the last thing that was found."""
+        self._tally = ReasoningTally(starts_in_reasoning=starts_in_reasoning)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """As far as the updates tell, which may have several tokens each. Routers count them where they meter usage."""
+        return self._tally.num_tokens
 
     def feed(self, text: str, num_tokens: int) -> list[Event]:
         events = self._parser.feed(text)
-        if events:
-            only_reasoning = all(isinstance(event, ReasoningDelta) for event in events)
-            self.num_reasoning_tokens += num_tokens if only_reasoning else 0
-            self._is_reasoning = isinstance(events[-1], ReasoningDelta)
-        elif self._is_reasoning:
-            self.num_reasoning_tokens += num_tokens
+        self._tally.add(events, num_tokens)
         return events
 
     def finish(self) -> list[Event]:

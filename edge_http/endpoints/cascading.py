@@ -47,11 +47,13 @@ async def hold_candidate(
     begin_answer(name, job.model.name, held)
     found: Objection | None = None
     is_judged = False
+    submission = submission_of(edge, request, job, name)
     try:
-        found = await _objection(edge, submission_of(edge, request, job, name), held, tests, answer_form(job))
+        found = await _objection(edge, submission, held, tests, answer_form(job))
         is_judged = True
     finally:
         if found is not None or not is_judged:
+            edge.link.discard([each.request_id for each in submission.requests if each is not None])
             _note_discarded(edge, cascade, job.model.name, found or "failed", held)
     return held, found
 

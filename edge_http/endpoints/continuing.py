@@ -8,6 +8,7 @@ seam are found, penalties and min_tokens go on counting, and no token is metered
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -88,6 +89,9 @@ class ContinuedRun:
                 answer.fail(loss)
                 raise loss
             edge.resume.keep_here(name)
+            if answer.bill is not None:
+                part.note_loss_cost()
+                answer.bill.continue_with(found.job.model.name, time.time())
             part = self._part(edge, answer, found, carried)
             job, submission, on_submitted = found.job, found.submission, lambda *_: None
 

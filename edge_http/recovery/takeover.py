@@ -209,7 +209,9 @@ def _remaining(
             continue
         ended = [index for index in range(first, first + response.n) if index in state.finishes]
         num_ended_tokens = sum(len(state.token_ids[index]) for index in ended)
-        remaining.append(_link_request(response, request, partial_choices, timeout_seconds, num_ended_tokens))
+        link_request = _link_request(response, request, partial_choices, timeout_seconds, num_ended_tokens)
+        link_request.num_ended_reasoning_tokens = sum(state.finishes[index].num_reasoning_tokens for index in ended)
+        remaining.append(link_request)
     return remaining
 
 

@@ -2,6 +2,7 @@
 
 tools.py           tools, the choice among them, and their checks
 model_output.py    how a model writes tool calls and reasoning
+reasoning_tokens.py   how many tokens of an ended answer are reasoning
 json_depth.py      how deep the JSON that callers send may be nested
 history.py         the checks of earlier messages
 prompt.py          the prompt of a conversation

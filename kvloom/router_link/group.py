@@ -144,6 +144,10 @@ class RouterGroup:
         if tracked is not None:
             tracked.is_over = True
 
+    def discard(self, request_ids: Sequence[str]) -> None:
+        """As in RouterLink. All routers are told, because any may have had a part of the answers."""
+        self._members.discard(request_ids)
+
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
         """As in RouterLink: any router can answer, because all use the same safety service."""
         if not self._members.available:

@@ -74,6 +74,11 @@ class RouterLink(Protocol):
         it."""
         ...
 
+    def discard(self, request_ids: Sequence[str]) -> None:
+        """Say that the answers of these requests, which have ended or were cancelled, are delivered to nobody: they are
+        not billed. Without effect at a router to which there is no connection any more."""
+        ...
+
     async def moderate(self, request: router_service_pb2.ModerateRequest) -> router_service_pb2.ModerateResponse:
         """Ask which categories of the safety policy texts belong to. Raises KvloomError (ROUTER_LOST, INVALID_ARGUMENT,
         SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE)."""
@@ -111,6 +116,7 @@ class GrpcRouterLink:
         self._choices = OpenChoices(self.cancel)
         self._submits: list[router_service_pb2.Submit] = []
         self._cancels: list[int] = []
+        self._discarded: list[str] = []
         self._writer: FrameWriter[router_service_pb2.RouterServiceConnectRequest] | None = None
         self._task: asyncio.Task[None] | None = None
         self._call_channel: grpc.aio.Channel | None = None
@@ -169,6 +175,7 @@ class GrpcRouterLink:
             submit.adapter_checksum = request.adapter_checksum
         if request.num_ended_tokens:
             submit.num_ended_tokens = request.num_ended_tokens
+            submit.num_ended_reasoning_tokens = request.num_ended_reasoning_tokens
         if request.num_foreign_tokens:
             submit.num_foreign_tokens = request.num_foreign_tokens
         if request.no_result_cache:
@@ -184,6 +191,11 @@ class GrpcRouterLink:
     def cancel(self, handle: int) -> None:
         self._cancels += self._choices.cancel(handle)
         self._wake_writer()
+
+    def discard(self, request_ids: Sequence[str]) -> None:
+        if self._connected:
+            self._discarded += request_ids
+            self._wake_writer()
 
     async def moderate(self, request: router_service_pb2.ModerateRequest) -> router_service_pb2.ModerateResponse:
         try:
@@ -272,9 +284,13 @@ class GrpcRouterLink:
         submits, self._submits = self._submits, []
         cancels, self._cancels = self._cancels, []
         losses = self.identity.take_unsent() if self._connected else []
-        if not (submits or cancels or losses):
+        if not (submits or cancels or losses or self._discarded):
             return None
-        return router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels, lost=losses)
+        frame = router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels, lost=losses)
+        if self._discarded:
+            frame.discarded.extend(self._discarded)
+            self._discarded.clear()
+        return frame
 
     def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
         self._heard_at = time.monotonic()
@@ -321,6 +337,7 @@ class GrpcRouterLink:
         self._fleet = router_service_pb2.FleetState()
         self._submits.clear()
         self._cancels.clear()
+        self._discarded.clear()
         error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
         self._choices.end_all(error.to_proto())
         if self.owner_address:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError
@@ -99,6 +99,10 @@ class RouterMembers:
             identity.note_delegated_loss(link_id, request_id, num_tokens)
             if address in self._members:
                 self._members[address].link.report_losses()
+
+    def discard(self, request_ids: Sequence[str]) -> None:
+        for member in self._members.values():
+            member.link.discard(request_ids)
 
     def _is_needed(self, member: RouterMember) -> bool:
         """Whether to keep a router that is no longer wanted."""

@@ -61,6 +61,8 @@ class LinkRequest:
     """With `partial_choices`: the output tokens of the other choices, which have ended."""
     num_foreign_tokens: int = 0
     """Of those in `partial_choices` at first: what another request has generated (see Submit)."""
+    num_ended_reasoning_tokens: int = 0
+    """The part of `num_ended_tokens` that is reasoning."""
     no_result_cache: bool = False
     """See GenerateRequest in router_service.proto, likewise the next one."""
     receipt: bool = False

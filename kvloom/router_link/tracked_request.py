@@ -62,6 +62,7 @@ class TrackedRequest:
     finish."""
 
     __slots__ = (
+        "_num_ended_reasoning_tokens",
         "_num_running",
         "_num_tokens_at_submit",
         "_owner",
@@ -109,6 +110,7 @@ class TrackedRequest:
         self._sink = sink
         self._owner = owner
         self._num_running = 0
+        self._num_ended_reasoning_tokens = 0
         self._submitted_at = 0.0
         self._num_tokens_at_submit = 0
 
@@ -180,6 +182,7 @@ class TrackedRequest:
             partial_choices=partial_choices,
             timeout_seconds=timeout_seconds,
             num_ended_tokens=self.request.num_ended_tokens + num_ended_tokens,
+            num_ended_reasoning_tokens=self.request.num_ended_reasoning_tokens + self._num_ended_reasoning_tokens,
         )
 
     def on_submitted(self, link_id: str) -> None:
@@ -216,6 +219,8 @@ class TrackedRequest:
     def _end(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
         progress = self.choices[index]
         progress.is_done = True
+        if self._num_running:  # another choice may continue at another router
+            self._num_ended_reasoning_tokens += finish.num_reasoning_tokens
         if self.lost_at is not None or finish.reason == generation_pb2.FINISH_REASON_ERROR:
             finish = self._whole_finish(progress, finish)
         try:

@@ -14,6 +14,7 @@ from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseWant
 from router.core.placement.plan import Pick, PlacementPlan
+from router.core.request_end import NO_MOVES, End, Moves, end_of
 from router.core.request_usage import RequestUsage
 
 
@@ -126,6 +127,12 @@ class RequestEnded(msgspec.Struct, frozen=True):
     is_result_cache_hit: bool = False
     usage: RequestUsage | None = None
     """What a usage record needs beyond this; None where no usage records are made."""
+    is_admitted: bool = True
+    moves: Moves = NO_MOVES
+
+    @property
+    def end(self) -> End:
+        return end_of(self.reason, is_admitted=self.is_admitted, was_sent=self.num_attempts > 0)
 
 
 class LeasesWanted(msgspec.Struct, frozen=True):

@@ -29,6 +29,8 @@ class Tier(enum.IntEnum):
 
 SHADOW_TIER: Final = Tier.SHADOW
 """Looking up the member of an enumeration takes calls, which every request would pay."""
+SHADOW_TENANT: Final = "shadow\0"
+"""What the tenant of a request of shadow traffic begins with; the tenant of the sampled request follows."""
 SHADOW_CLIENT_ID: Final = "router-shadow"
 """The client name of the requests of that tier."""
 
@@ -86,6 +88,11 @@ class Request(msgspec.Struct, frozen=True):
     """Output tokens of other choices of the answer: they had ended when it was submitted here, to be continued."""
     num_foreign_tokens: int = 0
     """Of those that the choices have: what another request has generated with another model."""
+    num_ended_reasoning_tokens: int = 0
+    """The part of `num_ended_tokens` that is reasoning."""
+    count_reasoning: Callable[[Sequence[int]], int] | None = None
+    """How many of a choice's output tokens are reasoning: a pure function, called when the choice ends. None: usage is
+    not metered, or the model writes none."""
     is_cacheable: bool = False
     """Whether its answer may come from the result cache and enter it, as far as the request itself says."""
     wants_receipt: bool = False

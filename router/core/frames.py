@@ -47,6 +47,8 @@ class Finish(msgspec.Struct):
     limits: LimitsState | None = None
     """As in Start, if there was none."""
     result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    num_reasoning_tokens: int | None = None
+    """None: they are not counted. Set by the router."""
     receipt: bytes = b""
     """Set by the shell: see AnswerCompleted."""
 

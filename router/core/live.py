@@ -19,6 +19,7 @@ from kvloom.v1.generation_pb2 import (
 from router.core.events import CachedChoice, ChoiceSpec, Request, TextFilter
 from router.core.frames import Finish, Step
 from router.core.load.load_ledger import ReservationKey
+from router.core.request_end import NO_MOVES, Moves
 from router.core.request_usage import UsageMeter
 from router.core.tenancy.request_charge import RequestCharge
 from router.core.withheld_output import WithheldOutput
@@ -190,11 +191,13 @@ class LiveRequest:
         "first_dispatched_at",
         "first_sent_at",
         "hashes",
+        "is_admitted",
         "is_exact",
         "is_screened",
         "kept_ends",
         "last_shard_id",
         "max_held_tokens",
+        "moves",
         "num_attempts",
         "num_cached_tokens",
         "num_open_choices",
@@ -257,6 +260,8 @@ class LiveRequest:
         self.first_sent_at: float | None = None
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.is_admitted = False
+        self.moves: Moves = NO_MOVES
         self.prompt_verdict_open = False
         self.check_id = 0
         self.charge: RequestCharge | None = None

@@ -21,6 +21,8 @@ class RequestUsage(msgspec.Struct, frozen=True):
     block_seconds: float
     """KV blocks times the seconds for which shards held them: an estimate, by what the attempts reserved for the prompt
     and half of the blocks of the output, since these were taken one after another."""
+    num_reasoning_tokens: int = 0
+    """Of the output tokens that its record has, those of choices that have ended."""
     charges: tuple[Charge, ...] = ()
     """What it has used of hard budgets."""
     limits: str = ""
@@ -30,9 +32,11 @@ class RequestUsage(msgspec.Struct, frozen=True):
 class UsageMeter:
     """Of one live request."""
 
-    __slots__ = ("_block_seconds", "_block_size", "_held_since", "_num_blocks")
+    __slots__ = ("_block_seconds", "_block_size", "_held_since", "_num_blocks", "num_reasoning_tokens")
 
     def __init__(self) -> None:
+        self.num_reasoning_tokens = 0
+        """Of the choices that have ended, as far as the record of this request counts them."""
         self._block_seconds = 0.0
         """Of earlier attempts."""
         self._num_blocks = 0
@@ -51,7 +55,12 @@ class UsageMeter:
         self._num_blocks = 0
 
     def usage(
-        self, request: Request, num_output_tokens: int, now: float, charges: tuple[Charge, ...] = ()
+        self,
+        request: Request,
+        num_output_tokens: int,
+        num_reasoning_tokens: int,
+        now: float,
+        charges: tuple[Charge, ...] = (),
     ) -> RequestUsage:
         """`num_output_tokens` without those that it had already."""
         block_seconds = self._block_seconds
@@ -65,5 +74,6 @@ class UsageMeter:
             request.answer_id,
             request.num_earlier_tokens,
             block_seconds,
+            num_reasoning_tokens,
             charges,
         )

@@ -117,6 +117,11 @@ def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> Req
         ttft_seconds=ended.ttft_seconds,
         e2e_latency_seconds=ended.e2e_latency_seconds,
         limits="" if ended.usage is None else ended.usage.limits,
+        num_reasoning_tokens=0 if ended.usage is None else ended.usage.num_reasoning_tokens,
+        num_preemptions=ended.moves.num_preemptions,
+        num_migrations=ended.moves.num_migrations,
+        num_failovers=ended.moves.num_failovers,
+        end=ended.end.value,
     )
     first = attempts[0]
     if first.attempt_id == 1:

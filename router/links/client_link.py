@@ -79,7 +79,9 @@ class ClientLink:
         self._outbox = StepOutbox()
         self._fleet: FleetChanged | None = None
         self._open_slots: set[int] = set()
-        self._submit_queue = SubmitQueue(self._on_submit, self._on_cancel, self._end_with, self._finish_if_done)
+        self._submit_queue = SubmitQueue(
+            self._on_submit, self._on_cancel, self._end_with, self._finish_if_done, self._on_discarded
+        )
         # The writer has no flush interval: tokens are already metered here, and those that a router has not written
         # are lost if it crashes.
         self._writer = FrameWriter(context, self._take_response)
@@ -196,6 +198,10 @@ class ClientLink:
 
     def _on_cancel(self, slots: Sequence[int]) -> None:
         self._driver.dispatch(SlotsCancelled(self._client_id, slots))
+
+    def _on_discarded(self, request_ids: Sequence[str]) -> None:
+        if self._scope is TRUSTED:  # others could have their answers for nothing
+            self._driver.answers_discarded(self._client_id, request_ids)
 
     def _refuse(self, slots: Iterable[int], error: KvloomError) -> None:
         """Fails the request and keeps the stream open."""

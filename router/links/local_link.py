@@ -48,8 +48,14 @@ class LocalRouterLink:
         self._arrived: list[Request] = []
         self._refused: list[Finish] = []
         self._cancelled: list[int] = []
+        self._discarded: list[str] = []
         self._loop = asyncio.get_running_loop()
         self._flush: asyncio.Handle | None = None
+
+    @property
+    def client_id(self) -> str:
+        """The core's id for this link."""
+        return self._client_id
 
     async def start(self) -> None:
         self._driver.add_client(self._client_id, self)
@@ -104,6 +110,10 @@ class LocalRouterLink:
             self._cancelled += slots
             self._flush_soon()
 
+    def discard(self, request_ids: Sequence[str]) -> None:
+        self._discarded += request_ids
+        self._flush_soon()
+
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
         return await self._moderation.moderate(request)
 
@@ -116,6 +126,7 @@ class LocalRouterLink:
         arrived, self._arrived = self._arrived, []
         refused, self._refused = self._refused, []
         cancelled, self._cancelled = self._cancelled, []
+        discarded, self._discarded = self._discarded, []
         for request in arrived:
             try:
                 self._driver.dispatch(RequestArrived(request))
@@ -134,6 +145,8 @@ class LocalRouterLink:
                 self._driver.dispatch(SlotsCancelled(self._client_id, slots))
             except Exception:
                 log.exception("the core failed on a cancel")
+        if discarded:
+            self._driver.answers_discarded(self._client_id, discarded)
 
     def _fail(self, request: Request) -> None:
         error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request.")

@@ -1,4 +1,5 @@
-"""Submits and cancels that one client has sent and the router has not processed: one long prompt per event loop turn.
+"""What one client has sent and the router has not processed: submits, of which one long prompt is processed per event
+loop turn, cancels and discards.
 
 An edge's frame may bring several long prompts that arrived there at the same time. Processing them all in one turn
 would delay the tokens of all other streams by several milliseconds.
@@ -21,7 +22,7 @@ MAX_WAITING: Final = 1024
 
 
 class SubmitQueue:
-    """Submits and cancels, processed in the order in which they arrived."""
+    """Submits, cancels and discards, processed in the order in which they arrived."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class SubmitQueue:
         on_cancel: Callable[[Sequence[int]], None],
         on_fault: Callable[[KvloomError], None],
         on_empty: Callable[[], None],
+        on_discarded: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         """`on_submit` and `on_cancel` may raise KvloomError. `add` raises it to its caller; when they are called on a
         later turn, `on_fault` receives it instead. `on_empty` is called when the queue has become empty on a later
@@ -37,7 +39,9 @@ class SubmitQueue:
         self._on_cancel = on_cancel
         self._on_fault = on_fault
         self._on_empty = on_empty
-        self._waiting: deque[Submit | Sequence[int]] = deque()
+        self._on_discarded = on_discarded
+        self._waiting: deque[Submit | list[int] | tuple[str, ...]] = deque()
+        """Submits, slots to cancel, and names of discarded answers."""
         self._num_tokens = 0
         """Prompt tokens processed since this queue's last turn. Once they reach LONG_PROMPT_TOKENS, the next turn has
         been scheduled."""
@@ -51,6 +55,8 @@ class SubmitQueue:
         self._waiting += frame.submits
         if frame.cancel_slots:
             self._waiting.append(frame.cancel_slots[:])
+        if frame.discarded:
+            self._waiting.append(tuple(frame.discarded))
         if self._num_tokens < LONG_PROMPT_TOKENS or len(self._waiting) > MAX_WAITING:
             self._process()
 
@@ -66,6 +72,8 @@ class SubmitQueue:
             if isinstance(entry, Submit):
                 self._num_tokens += len(entry.prompt_token_ids) or len(entry.packed_prompt_token_ids) // 4
                 self._on_submit(entry)
+            elif isinstance(entry, tuple):
+                self._on_discarded(entry)
             else:
                 self._on_cancel(entry)
         if had_budget and self._num_tokens >= LONG_PROMPT_TOKENS:

@@ -10,13 +10,22 @@ import msgspec
 
 from kvloom.errors import reason_name
 from kvloom.tenancy.prices import Prices
-from kvloom.tenancy.usage_record import OUTCOME_LOST, Charge, UsageRecord, is_part
+from kvloom.tenancy.usage_record import (
+    OUTCOME_EVICTED,
+    OUTCOME_LOST,
+    TIER_DISCARDED,
+    TIER_SHADOW,
+    Charge,
+    UsageRecord,
+    is_part,
+)
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from router.core.actions import RequestEnded
-from router.core.events import Tier
+from router.core.events import SHADOW_TENANT, Tier
+from router.core.request_end import End
 
-_TIERS: Final = {Tier.INTERACTIVE: "interactive", Tier.BATCH: "batch", Tier.SHADOW: "shadow"}
+_TIERS: Final = {Tier.INTERACTIVE: "interactive", Tier.BATCH: "batch", Tier.SHADOW: TIER_SHADOW}
 _OUTCOMES: Final = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in FinishReason.items()}
 _GOOD_ENDS: Final = frozenset({FINISH_REASON_STOP, FINISH_REASON_LENGTH})
 
@@ -34,7 +43,8 @@ class Meter:
 
     def record(self, ended: RequestEnded, number: int) -> bytes:
         """The JSON of the record of a request that has ended now."""
-        return _encode(self._record(ended, number, _OUTCOMES[ended.reason], ended.reason in _GOOD_ENDS))
+        outcome = OUTCOME_EVICTED if ended.end is End.EVICTED else _OUTCOMES[ended.reason]
+        return _encode(self._record(ended, number, outcome, ended.reason in _GOOD_ENDS))
 
     def progress(self, running: RequestEnded) -> bytes:
         """That of a request that still runs, in case that nothing more is heard of it. It has no number yet."""
@@ -45,21 +55,46 @@ class Meter:
         record = _decode(encoded)
         num_output = max(0, record.num_output_tokens - num_lost_tokens)
         corrected = msgspec.structs.replace(
-            record, number=number, corrects=record.number, num_output_tokens=num_output, charges=()
+            record,
+            number=number,
+            corrects=record.number,
+            num_output_tokens=num_output,
+            num_reasoning_tokens=min(record.num_reasoning_tokens, num_output),
+            charges=(),
         )
         corrected = self._priced(corrected, record.outcome in ("stop", "length"))
         charges = [_settled(charge, corrected.cost_nanos) for charge in record.charges]
         return _encode(msgspec.structs.replace(corrected, charges=tuple(charges)))
 
+    def discard(self, encoded: bytes, number: int) -> bytes:
+        """What replaces a record whose answer reached nobody."""
+        record = _decode(encoded)
+        charges = tuple(Charge(each.account, each.unit, each.period, 0, 0) for each in record.charges)
+        discarded = msgspec.structs.replace(
+            record,
+            number=number,
+            corrects=record.number,
+            tier=TIER_DISCARDED,
+            tenant=_unbilled_tenant(TIER_DISCARDED, record.tenant),
+            key_id="",
+            charges=charges,
+        )
+        return _encode(self._priced(discarded, True))
+
     def _record(self, ended: RequestEnded, number: int, outcome: str, ended_well: bool) -> UsageRecord:
         usage = ended.usage
         assert usage is not None, "the core does not meter usage"
         num_resumed = 0 if is_part(usage.answer_id) else usage.num_resumed_tokens
+        num_output, moves, tenant = num_resumed + ended.num_output_tokens, ended.moves, ended.tenant
+        if usage.tier is Tier.SHADOW:
+            tenant = _unbilled_tenant(TIER_SHADOW, tenant.removeprefix(SHADOW_TENANT))
+        # What was never sent to a shard has used nothing.
+        is_used = bool(ended.num_attempts or ended.is_result_cache_hit or num_output)
         record = UsageRecord(
             self.producer,
             number,
             ended.request_id,
-            ended.tenant,
+            tenant,
             self._clock(),
             ended.model,
             "" if usage.adapter is None else usage.adapter.name,
@@ -67,9 +102,10 @@ class Meter:
             _TIERS[usage.tier],
             outcome,
             reason_name(ended.error_reason) if ended.error_reason else "",
-            ended.num_prompt_tokens,
+            ended.num_prompt_tokens if is_used else 0,
             ended.num_cached_tokens,
-            num_resumed + ended.num_output_tokens,
+            num_output,
+            usage.num_reasoning_tokens,
             num_attempts=ended.num_attempts,
             block_seconds=round(usage.block_seconds, 6),
             ttft_seconds=0.0 if ended.ttft_seconds is None else round(ended.ttft_seconds, 6),
@@ -79,21 +115,40 @@ class Meter:
             num_resumed_tokens=num_resumed,
             is_result_cache_hit=ended.is_result_cache_hit,
             charges=usage.charges,
+            num_preemptions=moves.num_preemptions,
+            num_migrations=moves.num_migrations,
+            num_failovers=moves.num_failovers,
         )
         return self._priced(record, ended_well)
 
     def _priced(self, record: UsageRecord, ended_well: bool) -> UsageRecord:
-        price_id, cost_nanos = self._prices().cost(
+        if not record.is_billed:
+            return msgspec.structs.replace(record, price_id="", cost_nanos=0)
+        has_answer = ended_well or record.num_output_tokens > 0
+        price_id, cost_nanos = self._cost(record, record.num_output_tokens, has_answer=has_answer)
+        prompt_cost_nanos = 0
+        if is_part(record.answer_id):
+            _, prompt_cost_nanos = self._cost(record, 0, has_answer=has_answer)
+        return msgspec.structs.replace(
+            record, price_id=price_id, cost_nanos=cost_nanos, prompt_cost_nanos=prompt_cost_nanos
+        )
+
+    def _cost(self, record: UsageRecord, num_output_tokens: int, *, has_answer: bool) -> tuple[str, int]:
+        return self._prices().cost(
             record.priced_model,
             record.began_at,
             record.num_prompt_tokens,
             record.num_cached_tokens,
-            record.num_output_tokens,
-            has_answer=ended_well or record.num_output_tokens > 0,
+            num_output_tokens,
+            has_answer=has_answer,
             is_batch=record.tier == "batch",
             is_result_cache_hit=record.is_result_cache_hit,
         )
-        return msgspec.structs.replace(record, price_id=price_id, cost_nanos=cost_nanos)
+
+
+def _unbilled_tenant(tier: str, tenant: str) -> str:
+    """No tenant of the directory has such a name, so nobody's usage or bill has the record."""
+    return f"{tier}:{tenant}"
 
 
 def _settled(charge: Charge, cost_nanos: int) -> Charge:

@@ -21,6 +21,7 @@ from kvloom.tenancy.prices import Prices
 from kvloom.tenancy.usage_stream import UsageStream
 from kvloom.trust.seal import Sealer
 from router.core.actions import RequestEnded
+from router.core.request_end import End
 from router.metering.forwarder import Forwarder
 from router.metering.meter import Meter
 from router.metering.metrics import MeteringMetrics
@@ -87,15 +88,18 @@ class Metering:
         return self._meter.producer
 
     def request_ended(self, ended: RequestEnded) -> bytes:
-        """Returns the JSON of its record; b"" if it was refused before it was sent to a shard, or
-        there is no room."""
-        if not (ended.num_attempts or ended.is_result_cache_hit):
+        """Returns the JSON of its record; b"" if it was rejected, or there is no room."""
+        if ended.end is End.REJECTED:
             return b""
         return self._put(self._meter.record(ended, self._writer.last_number + 1))
 
     def tokens_lost(self, record: bytes, num_tokens: int) -> None:
         """Some of the tokens of an earlier record did not reach the client."""
         self._put(self._meter.correction(record, self._writer.last_number + 1, num_tokens))
+
+    def discarded(self, record: bytes) -> None:
+        """The answer of an earlier record reaches nobody, and is not billed."""
+        self._put(self._meter.discard(record, self._writer.last_number + 1))
 
     async def start(self) -> None:
         """Take the spool. If that fails, records stay in memory until it succeeds."""

@@ -124,11 +124,12 @@ def finish(spool: Spool, stored_number: int) -> int:
     for number, payload in spool.records():
         last_number = max(last_number, number)
         if number > after_number:
-            ended.add(msgspec.json.decode(payload, type=UsageRecord).answer)
+            record = msgspec.json.decode(payload, type=UsageRecord)
+            ended.add((record.request_id, record.answer_id))
     lost: list[Numbered] = []
     for payload in running:
         record = msgspec.json.decode(payload, type=UsageRecord)
-        if record.answer not in ended:
+        if (record.request_id, record.answer_id) not in ended:
             last_number += 1
             lost.append((last_number, msgspec.json.encode(msgspec.structs.replace(record, number=last_number))))
     spool.append(lost)

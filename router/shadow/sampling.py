@@ -12,7 +12,7 @@ import xxhash
 from kvloom.config import ConfigError, ShadowConfig
 from kvloom.sampling import max_cached_tokens, with_chosen_logprobs
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-from router.core.events import SHADOW_CLIENT_ID, ChoiceSpec, Request, Tier
+from router.core.events import SHADOW_CLIENT_ID, SHADOW_TENANT, ChoiceSpec, Request, Tier
 
 TIMEOUT_SECONDS: Final = 60.0
 """How long a candidate may take."""
@@ -127,7 +127,7 @@ def _shadow_request(
         timeout_seconds=TIMEOUT_SECONDS,
         # No caller's name and no salt has this character: cached blocks are found only by other shadows of the same
         # caller.
-        tenant=f"shadow\0{request.tenant}",
+        tenant=f"{SHADOW_TENANT}{request.tenant}",
         cache_salt=f"shadow\0{request.cache_salt}",
         tier=Tier.SHADOW,
         max_cached_tokens=max_cached_tokens(sampling),

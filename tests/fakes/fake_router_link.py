@@ -129,6 +129,7 @@ class FakeRouterLink:
         self.script: Script | None = None
         self.requests: list[FakeRequest] = []
         self.moderation_error: KvloomError | None = None
+        self.discarded: list[str] = []
         self._by_handle: dict[int, FakeRequest] = {}
         self._submitted: asyncio.Queue[FakeRequest] = asyncio.Queue()
         self._fleet_changed = asyncio.Event()
@@ -160,6 +161,9 @@ class FakeRouterLink:
     def cancel(self, handle: int) -> None:
         if handle in self._by_handle:
             self._by_handle[handle].cancelled.set()
+
+    def discard(self, request_ids: Sequence[str]) -> None:
+        self.discarded += request_ids
 
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
         """A policy with one rule, as that of FakeSafety."""

@@ -27,6 +27,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import LimitsCounted, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.shard_health import HealthState
+from router.core.request_end import Moves
 from router.core.tenancy.limiter import Limiter
 from router.metering.metrics import MeteringMetrics
 from router.metrics import GAUGES, RouterMetrics
@@ -112,6 +113,10 @@ def _router() -> CollectorRegistry:
     metrics = RouterMetrics(lambda: cast(Any, [model]), lambda: cast(Any, [shard]), registry)
     metrics.request_ended(
         RequestEnded("r", "t", MODEL, "s", 1, FinishReason.FINISH_REASON_STOP, 0, 3, 2, 4, 0.1, 0.2, 0.3)
+    )
+    error = (FinishReason.FINISH_REASON_ERROR, ErrorReason.ERROR_REASON_QUEUE_FULL)
+    metrics.request_ended(
+        RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, moves=Moves(num_failovers=1))
     )
     metrics.tokens_credited(Credit("r", "t", MODEL, 1))
     metrics.request_refused(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, ""))

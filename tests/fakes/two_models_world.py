@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -13,12 +13,16 @@ from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.config import EdgeConfig, KvloomConfig, ModelConfig, RouteConfig, ShardConfig, SimConfig
 from kvloom.discovery.records import ShardRecord
+from kvloom.discovery.registry import ShardRegistry
 from kvloom.models.catalogue import Catalogue
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.models.served_model import ServedModel
 from kvloom.router_link.group import RouterGroup
 from kvloom.text.chat_template import ChatTemplate
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom.trust.secret import FabricSecret
+from kvloom.trust.shared_secret import SharedSecret
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer
@@ -54,13 +58,24 @@ class TwoModelsWorld(RouterWorld):
             name: ServedModel(name, tokenizer, 0, "fp") for name, tokenizer in self.tokenizers.items()
         }
         self.engines: dict[str, FailingEngine] = {}
+        self._secret: FabricSecret | None = None
         self.edge: Edge
         self.url = ""
+
+    def share_secret(self, secret: FabricSecret) -> None:
+        """Called before anything starts."""
+        self._secret = secret
+        sealer = self._trust("router", "router-0").sealer
+        self.registry = ShardRegistry(self.config.redis.url, self.config.redis.key_prefix, sealer)
+
+    def _trust(self, role: str, name: str) -> FabricTrust:
+        return NO_SECRET if self._secret is None else SharedSecret(self._secret, (role,), name)
 
     async def bind_router(self) -> None:
         core = RouterCore(core_config(self.config))
         catalogue = Catalogue(list(self.served_models.values()))
-        self.server = RouterServer(self.config, core, catalogue, "router-0", self.metrics)
+        trust = self._trust("router", "router-0")
+        self.server = RouterServer(self.config, core, catalogue, "router-0", self.metrics, trust=trust)
         self.address = await self.server.start("127.0.0.1", 0)
 
     async def add_fleet(self, name: str) -> None:
@@ -70,7 +85,8 @@ class TwoModelsWorld(RouterWorld):
         recital = tokenizer.encode_now(self.text)
         engine = FailingEngine(_Reciter(name, config, VOCABULARY, recital, cue=0))
         served = KvloomConfig(model=ModelConfig(name=name), shard=config)
-        server = ShardServer(served, engine, tokenizer, f"{name}-0", metrics_registry=CollectorRegistry())
+        trust = self._trust("shard", f"{name}-0")
+        server = ShardServer(served, engine, tokenizer, f"{name}-0", metrics_registry=CollectorRegistry(), trust=trust)
         address = await server.start()
         stop = asyncio.Event()
         serving = asyncio.create_task(server.serve(stop))
@@ -100,8 +116,12 @@ class TwoModelsWorld(RouterWorld):
 
 
 @contextlib.asynccontextmanager
-async def two_models_world(redis_url: str, text: str) -> AsyncIterator[TwoModelsWorld]:
+async def two_models_world(
+    redis_url: str, text: str, prepare: Callable[[TwoModelsWorld], None] = lambda _: None
+) -> AsyncIterator[TwoModelsWorld]:
+    """`prepare` may change the world's configuration and models before anything starts."""
     world = TwoModelsWorld(redis_url, text)
+    prepare(world)
     try:
         await world.start_router()
         for name in (FIRST, SECOND):

@@ -12,8 +12,10 @@ import sqlalchemy as sa
 from control.database.usage_tables import budget_alerts, budget_leases
 from control.usage.leases import ProducerClosedError, change_leases
 from control.usage.ledger import forget_records, store
-from kvloom.tenancy.usage_record import Charge, UsageRecord, merged
+from control.usage.report import answers_of, usage_of
+from kvloom.tenancy.usage_record import MAX_FREE_PARTS, Charge, UsageRecord, counting, merged
 from kvloom.tenancy.usage_stream import Stored, UsageEntry
+from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import (
     BUDGET_UNIT_NANOS,
     BUDGET_UNIT_TOKENS,
@@ -79,6 +81,62 @@ def test_a_client_outside_the_fabric_cannot_shorten_its_answer() -> None:
     whole = usage_record(1, "a", "r0/1", num_output_tokens=100, answer_id="x")
     claim = usage_record(2, "a", "r0/1", num_output_tokens=2, num_resumed_tokens=1, answer_id="x", ended_at=NOON + 9)
     assert merged([claim, whole]) == whole
+
+
+async def test_the_prompt_of_an_answer_that_is_continued_in_parts_is_paid_once(database_url: str) -> None:
+    """A direct gRPC caller whose router died after one of two choices had ended paid its prompt twice."""
+    used = Charge(TENANT, BUDGET_UNIT_NANOS, "2025-11", own=18, total=18, prompt=10)
+    killed = usage_record(1, "a", "r0/1", answer_id="x.3", num_output_tokens=5, cost_nanos=25, outcome="lost")
+    part = usage_record(
+        1, "a", "r1/1", answer_id="x.2+", num_output_tokens=4, cost_nanos=18, prompt_cost_nanos=10, charges=(used,)
+    )
+    async with usage_database(database_url, monthly_budget_nanos=1000) as database:
+        for number, records in enumerate(((killed, part), (part, killed)), 1):
+            for record in records:
+                await store(
+                    database,
+                    [entry(msgspec.structs.replace(record, request_id=f"a{number}", number=number))],
+                )
+            found = await totals(database)
+            assert found == {
+                "num_requests": number, "num_prompt_tokens": 10 * number,
+                "num_output_tokens": 9 * number, "cost_nanos": 33 * number,
+            }  # fmt: skip
+            assert (await spending(database))[TENANT, BUDGET_UNIT_NANOS, "2025-11"] == 33 * number
+        answers = [one async for many in answers_of(database, pb.ListAnswersRequest()) for one in many]
+        assert [(one.num_prompt_tokens, one.num_output_tokens, one.num_records) for one in answers] == [(10, 9, 2)] * 2
+
+
+def test_a_part_alone_pays_its_prompt_and_so_do_too_many() -> None:
+    """What a caller calls a part cannot be checked but by the record of the rest."""
+    part = usage_record(1, "a", answer_id="x.2+", cost_nanos=25, prompt_cost_nanos=10)
+    assert counting([part]) == [part]
+    free = usage_record(2, "a", "r1/1", answer_id="x.3", num_output_tokens=0, cost_nanos=0, outcome="error")
+    assert counting([part, free]) == [free, part]
+    parts = [msgspec.structs.replace(part, number=n, answer_id=f"x.{n:x}+") for n in range(3, 23)]
+    whole = usage_record(2, "a", "r1/1", answer_id="x.3")
+    assert sum(1 for record in counting([whole, *parts]) if record.num_prompt_tokens) == 1 + 20 - MAX_FREE_PARTS
+
+
+async def test_what_reached_nobody_is_on_no_account(database_url: str) -> None:
+    """Operators see shadow traffic and discarded candidates; callers neither see nor pay them."""
+    charge = Charge(TENANT, BUDGET_UNIT_NANOS, "2025-11", own=25, total=25)
+    candidate = usage_record(1, "a", charges=(charge,))
+    unbilled = {"key_id": "", "cost_nanos": 0}
+    discarded = usage_record(2, "a", corrects=1, tier="discarded", tenant="discarded:acme/search", **unbilled)
+    shadow = usage_record(3, "b", tier="shadow", tenant="shadow:acme/search", **unbilled)
+    async with usage_database(database_url, monthly_budget_nanos=1000) as database:
+        await store(database, [entry(candidate)])
+        assert (await usage_of(database, pb.GetUsageRequest(tenant="acme/search"))).rows[0].cost_nanos == 25
+        await store(database, [entry(discarded, shadow)])
+        own = (await usage_of(database, pb.GetUsageRequest(tenant="acme/search"))).rows[0]
+        assert (own.num_requests, own.num_output_tokens, own.cost_nanos) == (0, 0, 0)
+        of_organisation = (await usage_of(database, pb.GetUsageRequest(organisation="acme"))).rows[0]
+        assert of_organisation.num_requests == 0
+        assert all(spent == 0 for spent in (await spending(database)).values())
+        by_tier = pb.GetUsageRequest(group_by=[pb.USAGE_GROUP_TENANT, pb.USAGE_GROUP_TIER])
+        shown = {(row.tenant, row.tier): row.num_output_tokens for row in (await usage_of(database, by_tier)).rows}
+        assert shown["discarded:acme/search", "discarded"] == shown["shadow:acme/search", "shadow"] == 5
 
 
 async def test_a_gap_in_the_numbers_is_not_stored(database_url: str) -> None:

@@ -25,7 +25,7 @@ from kvloom.tenancy.prices import Price, Prices
 from kvloom.tenancy.usage_stream import UsageStream
 from kvloom.trust.seal import PLAIN
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BudgetChange, BudgetName
-from kvloom.v1.generation_pb2 import FINISH_REASON_STOP
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from router.core.actions import RequestEnded
 from router.core.events import Tier
 from router.core.request_usage import RequestUsage
@@ -128,7 +128,9 @@ async def test_records_arrive_once_with_their_cost(world: World) -> None:
             metering.request_ended(ended(f"q{number}"))
         await world.until(20, 100)
         assert (await totals(world.database))["cost_nanos"] == 20 * (10 + 15)
-        refused = msgspec.structs.replace(ended("refused"), num_attempts=0)
+        refused = msgspec.structs.replace(
+            ended("refused"), num_attempts=0, is_admitted=False, reason=FINISH_REASON_ERROR
+        )
         assert metering.request_ended(refused) == b""
 
 

@@ -218,12 +218,20 @@ def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
     if outcome.error_reason:
         error = ErrorReason.Name(outcome.error_reason).removeprefix("ERROR_REASON_").lower()
         reason += f" ({error})"
+    end = f"{outcome.end}, " if outcome.end else ""  # routers of an earlier version do not say it
     _print(
         console,
-        f"ended: {reason} on {outcome.shard_id} after {outcome.e2e_latency_seconds:.3f} s, "
+        f"ended: {end}{reason} on {outcome.shard_id} after {outcome.e2e_latency_seconds:.3f} s, "
         f"{outcome.num_output_tokens} tokens, {outcome.num_cached_tokens} of {outcome.num_prompt_tokens} prompt tokens "
         f"cached, {1000 * outcome.queue_time_seconds:.1f} ms in the router's queue",
     )
+    moves = {
+        "preempted": outcome.num_preemptions,
+        "migrated": outcome.num_migrations,
+        "failed over": outcome.num_failovers,
+    }
+    if any(moves.values()):
+        _print(console, f"moved: {', '.join(f'{name} {count}x' for name, count in moves.items() if count)}")
     if outcome.limits:
         _print(console, f"limits: {outcome.limits}")
     predicted = f"{1000 * outcome.predicted_ttft_seconds:.1f} ms" if outcome.HasField("predicted_ttft_seconds") else ""

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from kvloom.tenancy.usage_record import TIER_SHADOW
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
 
 MAX_NAMED: Final = 20
@@ -59,6 +60,8 @@ def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessedAns
             lines[line.request_id] = line
     tokens: dict[str, int] = {}
     for answer in metered:
+        if answer.tenant.startswith(f"{TIER_SHADOW}:"):
+            continue  # a router's own, which is delivered to nobody
         found.num_metered += 1
         name = answer.request_id
         if name not in lines:

@@ -103,6 +103,7 @@ class Arrivals:
             # What it has was allowed by the policy in force: both are in its key.
             if live.charge is not None:
                 live.charge.is_result_cache_hit = True
+            live.is_admitted = True
             if not was_held:
                 self._lifecycle.add(live, client)
             self._lifecycle.replay(live, live.cached, now)
@@ -125,6 +126,7 @@ class Arrivals:
                 self._limits.release(live)
             self._refuse(request, client, error, now)
             return
+        live.is_admitted = True
         live.queue_deadline = self._overload.queue_deadline(request, live.deadline, now)
         self._overload.note_admitted(request, now)
         if not was_held:
@@ -165,6 +167,7 @@ class Arrivals:
             is_over = self._queue.queues.num_untouched > self._config.max_queued_requests
             if is_over and has_room and not live.has_prefill_chunks and not self._make_queue_place(live.request, now):
                 error = self._overload.full(live.request, now)
+                live.is_admitted = False
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 

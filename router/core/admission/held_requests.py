@@ -57,7 +57,7 @@ class HeldRequests:
     def release(self, live: LiveRequest) -> None:
         """The request was refused after all: it burns nothing."""
         if live.charge is not None:
-            self._limiter.settle(live.charge, 0, 0, was_dispatched=False, has_answer=False, failed=True)
+            self._limiter.settle(live.charge, 0, 0, 0, was_dispatched=False, has_answer=False, failed=True)
 
     def on_leases(self, event: ev.LeasesGranted, now: float) -> None:
         self._limiter.on_leases(event, now)

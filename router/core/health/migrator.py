@@ -53,6 +53,7 @@ class Migrator:
         if open_choices:
             for choice in open_choices:
                 choice.num_moves += 1
+                live.moves = live.moves.with_migration()
             self._attempt_sender.queue.enter(live, now)
         for choice in moved:
             if choice not in open_choices:

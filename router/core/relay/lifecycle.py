@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from kvloom.errors import KvloomError
+from kvloom.tenancy.usage_record import is_part
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
     FINISH_REASON_CONTENT_FILTER,
@@ -22,7 +23,7 @@ from router.core.actions import AnswerCompleted, CancelOnShard, CompletedChoice,
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import MAX_MOVES, Preemption
 from router.core.dispatch.refusals import adapter_not_found, no_shard_ready
-from router.core.events import CachedChoice
+from router.core.events import CachedChoice, Request
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
@@ -175,7 +176,8 @@ class Lifecycle:
         """A shard failed the choice, which now runs nowhere: it waits to continue on another shard, after the tokens it
         has."""
         live = choice.request
-        if error.reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
+        is_drained = error.reason == ErrorReason.ERROR_REASON_DRAINING
+        if is_drained and choice.num_moves < MAX_MOVES:
             choice.num_moves += 1  # a shard that stops is no failed attempt
         if choice.is_at_limit:
             self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
@@ -184,6 +186,7 @@ class Lifecycle:
         else:
             live.avoid_shard_id = shard_id
             live.failure = error
+            live.moves = live.moves.with_migration() if is_drained else live.moves.with_failover()
             live.pending.append(choice)
             if live.usage is not None:
                 live.usage.release(now)
@@ -204,6 +207,7 @@ class Lifecycle:
             shard.detach(choice)
             choice.num_moves += 1
             live = choice.request
+            live.moves = live.moves.with_preemption()
             live.pending.append(choice)
             if live.usage is not None:
                 live.usage.release(now)
@@ -303,6 +307,8 @@ class Lifecycle:
         del choice.client.choices[choice.client_slot]
         self._action_buffer.step(choice.client).finishes.append(finish)
         live.num_output_tokens += len(choice.output_token_ids) - choice.num_resumed_tokens
+        if live.usage is not None and live.request.count_reasoning is not None:
+            live.usage.num_reasoning_tokens += self._count_reasoning(live.request, choice, finish)
         live.note_end(finish.reason, finish.error)
         live.num_open_choices -= 1
         if live.charge is not None:
@@ -320,6 +326,16 @@ class Lifecycle:
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []
 
+    def _count_reasoning(self, request: Request, choice: Choice, finish: Finish) -> int:
+        """The client is told all of the choice's. Returned are those that the record's `num_output_tokens` counts."""
+        assert request.count_reasoning is not None
+        token_ids = choice.output_token_ids
+        finish.num_reasoning_tokens = num_reasoning = request.count_reasoning(token_ids)
+        num_others = choice.num_resumed_tokens if is_part(request.answer_id) else request.num_foreign_tokens
+        if num_others:  # A request with foreign tokens has one choice.
+            num_reasoning -= request.count_reasoning(token_ids[:num_others])
+        return num_reasoning
+
     def _end_charged(self, live: LiveRequest, charge: RequestCharge, finish: Finish, now: float) -> None:
         """A choice of a request with limits ends. With its last one, it is settled what the request has used."""
         is_cut_short = charge.max_tokens is not None and finish.num_output_tokens >= charge.max_tokens
@@ -332,6 +348,7 @@ class Lifecycle:
             charge,
             live.num_cached_tokens,
             live.num_output_tokens + charge.num_resumed_tokens,
+            _num_reasoning(live),
             was_dispatched=live.num_attempts > 0 or charge.is_result_cache_hit,
             has_answer=_has_answer(live, live.num_output_tokens),
             failed=reason == FINISH_REASON_ERROR,
@@ -378,6 +395,8 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         traceparent=request.traceparent,
         usage=None if live.usage is None else _usage(live, live.usage, live.num_output_tokens, now),
         is_result_cache_hit=live.result_cache == RESULT_CACHE_USE_HIT,
+        is_admitted=live.is_admitted,
+        moves=live.moves,
     )
 
 
@@ -397,19 +416,25 @@ def request_progress(live: LiveRequest, now: float) -> RequestEnded:
 def _usage(live: LiveRequest, meter: UsageMeter, num_output_tokens: int, now: float) -> RequestUsage:
     """`num_output_tokens` without those that it had already."""
     charge = live.charge
+    num_reasoning = _num_reasoning(live)
     if charge is None:
-        return meter.usage(live.request, num_output_tokens, now)
+        return meter.usage(live.request, num_output_tokens, num_reasoning, now)
     has_answer = _has_answer(live, num_output_tokens)
     num_whole = num_output_tokens + charge.num_resumed_tokens
-    charges = charge.charges(live.num_cached_tokens, num_whole, has_answer=has_answer)
-    usage = meter.usage(live.request, num_output_tokens, now, charges)
+    charges = charge.charges(live.num_cached_tokens, num_whole, num_reasoning, has_answer=has_answer)
+    usage = meter.usage(live.request, num_output_tokens, num_reasoning, now, charges)
     return msgspec.structs.replace(usage, limits=charge.describe())
 
 
+def _num_reasoning(live: LiveRequest) -> int:
+    """Tokens of reasoning that its usage record has: those of the choices that have ended."""
+    request = live.request
+    num_here = 0 if live.usage is None else live.usage.num_reasoning_tokens
+    return num_here + (0 if is_part(request.answer_id) else request.num_ended_reasoning_tokens)
+
+
 def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:
-    """Whether it costs anything, as in its usage record. What no shard was sent has no record."""
-    if not live.num_attempts and live.result_cache != RESULT_CACHE_USE_HIT:
-        return False
+    """Whether it costs anything, as in its usage record."""
     num_resumed = 0 if live.charge is None else live.charge.num_resumed_tokens
     if num_output_tokens + num_resumed > 0:
         return True

@@ -135,6 +135,7 @@ class Limiter:
         charge: RequestCharge,
         num_cached_tokens: int,
         num_output_tokens: int,
+        num_reasoning_tokens: int,
         *,
         was_dispatched: bool,
         has_answer: bool,
@@ -145,7 +146,9 @@ class Limiter:
         charge.stop_waiting()
         if not charge.is_admitted:
             return
-        charge.settled = charge.charges(num_cached_tokens, num_output_tokens, has_answer=has_answer)
+        charge.settled = charge.charges(
+            num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer
+        )
         charge.is_admitted = False
         for account in charge.accounts:
             account.num_charges -= 1
@@ -158,7 +161,8 @@ class Limiter:
             elif need.kind is LeaseKind.TOKENS:
                 num_prompt = 0 if charge.is_continued else len(request.prompt_token_ids)
                 num_cached = min(num_cached_tokens, num_prompt)
-                used = need.limits.weighted_tokens(num_prompt, num_cached, num_new_tokens, 0)
+                num_reasoning = max(0, num_reasoning_tokens - charge.num_resumed_tokens)  # it usually comes first
+                used = need.limits.weighted_tokens(num_prompt, num_cached, num_new_tokens, num_reasoning)
                 need.lease.give_back(taken - used)
         used_of = {(used.account, used.period): used.own for used in charge.settled}
         for need, reserved in charge.reserved:

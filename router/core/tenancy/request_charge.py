@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from kvloom.tenancy.limits import Limits
@@ -106,28 +107,39 @@ class RequestCharge:
             max(0, limit - len(choice.output_token_ids)) for choice in self.request.choices
         )
 
-    def charges(self, num_cached_tokens: int, num_output_tokens: int, *, has_answer: bool) -> tuple[Charge, ...]:
-        """What it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer."""
+    def charges(
+        self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int, *, has_answer: bool
+    ) -> tuple[Charge, ...]:
+        """What it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer, and
+        `num_reasoning_tokens` a part of them."""
         if not self.is_admitted:
             return self.settled
         num_prompt_tokens = len(self.request.prompt_token_ids)
         own = {id(need): reserved for need, reserved in self.reserved}
         found: list[Charge] = []
         for need in self.budgets:
-            used, name = 0, need.lease.name
+            used, of_prompt, name = 0, 0, need.lease.name
             if has_answer and need.kind is LeaseKind.DAY_TOKENS:
-                used = need.limits.weighted_tokens(num_prompt_tokens, num_cached_tokens, num_output_tokens, 0)
-            elif has_answer:
-                is_batch = self.request.tier is Tier.BATCH
-                used = self.price.cost_nanos(
-                    num_prompt_tokens,
-                    num_cached_tokens,
-                    num_output_tokens,
-                    is_batch=is_batch,
-                    is_result_cache_hit=self.is_result_cache_hit,
+                used = need.limits.weighted_tokens(
+                    num_prompt_tokens, num_cached_tokens, num_output_tokens, num_reasoning_tokens
                 )
+                of_prompt = need.limits.weighted_tokens(num_prompt_tokens, num_cached_tokens, 0, 0)
+            elif has_answer:
+                is_batch, is_hit = self.request.tier is Tier.BATCH, self.is_result_cache_hit
+                cost = functools.partial(self.price.cost_nanos, is_batch=is_batch, is_result_cache_hit=is_hit)
+                used = cost(num_prompt_tokens, num_cached_tokens, num_output_tokens)
+                of_prompt = cost(num_prompt_tokens, num_cached_tokens, 0)
             unit = BUDGET_UNIT_TOKENS if need.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
-            found.append(Charge(name.account, unit, name.period, used if id(need) in own else 0, used))
+            found.append(
+                Charge(
+                    name.account,
+                    unit,
+                    name.period,
+                    used if id(need) in own else 0,
+                    used,
+                    of_prompt if is_part(self.request.answer_id) else 0,
+                )
+            )
         return tuple(found)
 
     @property

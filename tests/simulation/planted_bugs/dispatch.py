@@ -18,6 +18,7 @@ from router.core.live import Choice, LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement.placer import Placer
 from router.core.relay.lifecycle import Lifecycle
+from router.core.request_end import Moves
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
@@ -25,6 +26,7 @@ from tools.dst.checkers import (
     Fence,
     Integrity,
     LoadExact,
+    MovesCounted,
     NoIdleWait,
     NoStarvation,
     PlacementsFit,
@@ -125,6 +127,12 @@ def never_stops_trying(patch: Patch) -> None:
         original(self, *args[:-1], args[-1] + 1, **others)
 
     patch.setattr(Lifecycle, "__init__", init)
+
+
+@caught_by(MovesCounted)
+def forgets_failovers(patch: Patch) -> None:
+    """A record does not say that its answer survived a shard."""
+    patch.setattr(Moves, "with_failover", lambda self: self)
 
 
 @caught_by(PlacementsFit)

@@ -44,3 +44,14 @@ def test_the_price_is_that_of_the_arrival_and_of_the_tier() -> None:
     finishes = {0: SequenceFinish(num_output_tokens=1)}
     assert AnswerBill(PRICES, "m", 49.0, is_batch=False, remaining_nanos=None).cost_nanos([1], 1, finishes) == 100
     assert AnswerBill(PRICES, "m", 50.0, is_batch=True, remaining_nanos=None).cost_nanos([1], 1, finishes) == 23
+
+
+def test_an_answer_that_another_model_continued_costs_what_both_parts_cost() -> None:
+    """All of it had the first model's price, and its prompt once."""
+    prices = Prices([*PRICES, Price("q", "large", prompt_nanos=1000, output_nanos=5000)])
+    bill = AnswerBill(prices, "m", 60.0, is_batch=False, remaining_nanos=None)
+    bill.add_part(10, 4, 2, has_answer=True)
+    bill.continue_with("large", 61.0)
+    bill.add_part(12, 0, 3, has_answer=True)
+    whole = {0: SequenceFinish(num_output_tokens=5, num_cached_tokens=4)}
+    assert bill.cost_nanos([10], 1, whole) == 7 + 10 * 6 + 1 * 4 + 30 * 2 + 12 * 1000 + 3 * 5000

@@ -28,6 +28,7 @@ from tools.dst.checker import HOOK_NAMES, Checker, Hooks
 from tools.dst.checkers.attempts import (
     AttemptsContinue,
     Fence,
+    MovesCounted,
     PlacementsFit,
     PrefillChunksFit,
     SlotsExclusive,
@@ -68,6 +69,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     Fence,
     SlotsExclusive,
     AttemptsContinue,
+    MovesCounted,
     PlacementsFit,
     VariantsKept,
     PrefillChunksFit,

@@ -142,6 +142,21 @@ class PrefillChunksFit(Checker):
             self.fail(f"{end.request_id} has ended, and a prefill chunk of its prompt is computed")
 
 
+class MovesCounted(Checker):
+    """The record of a request says how often its choices continued on another shard: once for each attempt after a
+    choice's first one, and at most once more for each choice, which then waited until its end."""
+
+    invariant = "moves_counted"
+
+    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+        if observed is None or observed.is_duplicate:
+            return
+        num_again = sum(max(0, choice.num_attempts - 1) for choice in observed.choices)
+        num_moves = end.moves.num_preemptions + end.moves.num_migrations + end.moves.num_failovers
+        if not num_again <= num_moves <= num_again + len(observed.choices):
+            self.fail(f"{end.request_id} was moved {num_moves} times, and dispatched again {num_again} times")
+
+
 class AttemptsContinue(Checker):
     """Attempts are numbered and limited, each choice runs on one shard at a time, and a later attempt continues exactly
     after the tokens and the text that earlier ones emitted."""

@@ -1,0 +1,66 @@
+"""How a request ended, in one word, and what happened to it on its way: the same in usage records, logs, metrics and
+explanations."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_CANCELLED,
+    FINISH_REASON_CONTENT_FILTER,
+    FINISH_REASON_ERROR,
+    FinishReason,
+)
+
+
+class End(enum.StrEnum):
+    FINISHED = "finished"
+    """The model or a limit of tokens ended it."""
+    CANCELLED = "cancelled"
+    HALTED = "halted"
+    """The safety policy stopped it."""
+    FAILED = "failed"
+    EVICTED = "evicted"
+    """It was admitted, and left the queue with an error before it was sent to a shard: it gave its place to another
+    request, waited too long, or lost its model."""
+    REJECTED = "rejected"
+    """It was never admitted."""
+
+
+class Moves(msgspec.Struct, frozen=True):
+    """How often one of a request's sequences continued on another shard, by cause."""
+
+    num_preemptions: int = 0
+    """It left its shard so that another tenant was served."""
+    num_migrations: int = 0
+    """It was taken off a shard that was suspected, drained or handed over its work."""
+    num_failovers: int = 0
+    """Its shard, or its engine, had failed."""
+
+    def with_preemption(self) -> Moves:
+        return Moves(self.num_preemptions + 1, self.num_migrations, self.num_failovers)
+
+    def with_migration(self) -> Moves:
+        return Moves(self.num_preemptions, self.num_migrations + 1, self.num_failovers)
+
+    def with_failover(self) -> Moves:
+        return Moves(self.num_preemptions, self.num_migrations, self.num_failovers + 1)
+
+
+NO_MOVES: Final = Moves()
+_ENDS: Final[dict[int, End]] = {
+    FINISH_REASON_CANCELLED: End.CANCELLED,
+    FINISH_REASON_CONTENT_FILTER: End.HALTED,
+}
+
+
+def end_of(reason: FinishReason.ValueType, *, is_admitted: bool, was_sent: bool) -> End:
+    """`was_sent`: to a shard."""
+    if reason != FINISH_REASON_ERROR:
+        return _ENDS.get(reason, End.FINISHED)
+    if not is_admitted:
+        return End.REJECTED
+    return End.FAILED if was_sent else End.EVICTED

@@ -1,0 +1,123 @@
+"""How a request ended and what happened to it on its way: what records, logs, metrics and explanations say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvloom.tenancy.limits import Limits
+from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER
+from router.core.actions import Action, RequestEnded, SubmitAttempt
+from router.core.events import ChoiceSpec, RequestCancelled, ShardDown, Tick
+from router.core.request_end import End, Moves
+from tests.fakes.core_rig import CoreRig, only, sent, submitted
+from tests.fakes.limited_rig import LimitedRig, tenant_table
+
+THINK = 99
+"""In these tests each such token is one of reasoning."""
+
+
+def count(token_ids: Sequence[int]) -> int:
+    return sum(token_id == THINK for token_id in token_ids)
+
+
+def rig(**config: Any) -> CoreRig:
+    made = CoreRig(meters_usage=True, **config)
+    made.add_shard("s0")
+    return made
+
+
+def end_of(actions: list[Action]) -> RequestEnded:
+    return only(actions, RequestEnded)
+
+
+def test_the_ends_of_requests_that_ran() -> None:
+    """A bill must tell what the model, the caller, the policy and a fault have ended."""
+    world = rig(max_attempts=1)
+    found: list[End] = []
+    for name, finish in (("a", 1), ("b", 2), ("c", FINISH_REASON_CONTENT_FILTER)):
+        shard, [slot] = submitted(world.submit(name))
+        world.start(shard, slot)
+        found.append(end_of(world.finish(shard, slot, finish)).end)
+    shard, [slot] = submitted(world.submit("d"))
+    found.append(end_of(world.handle(RequestCancelled("d"))).end)
+    shard, [slot] = submitted(world.submit("e"))
+    found.append(end_of(world.fail(shard, slot)).end)
+    assert found == [End.FINISHED, End.FINISHED, End.HALTED, End.CANCELLED, End.FAILED]
+
+
+def test_what_was_never_admitted_is_rejected_and_what_left_the_queue_is_evicted() -> None:
+    """Both end with the same error: a caller who was turned away has used nothing, one who waited may complain."""
+    world = CoreRig(max_queued_requests=2, max_queue_seconds=2.0)
+    world.add_shard(max_batch=1)
+    for i in range(4):
+        world.submit(f"busy{i}", slots=(i,), tenant="busy")
+    rejected = end_of(world.submit("busy4", slots=(4,), tenant="busy"))
+    assert (rejected.request_id, rejected.end) == ("busy4", End.REJECTED)
+    evicted = end_of(world.submit("calm", slots=(9,), tenant="calm"))
+    assert (evicted.request_id, evicted.end, evicted.num_attempts) == ("busy3", End.EVICTED, 0)
+    world.now += 2.0
+    timed_out = [action for action in world.handle(Tick()) if isinstance(action, RequestEnded)]
+    assert {ended.end for ended in timed_out} == {End.EVICTED}
+
+
+def test_a_failover_is_counted() -> None:
+    """A record that says `finished` must still show that the answer survived a fault."""
+    world = rig()
+    world.add_shard("s1")
+    shard, [slot] = submitted(world.submit())
+    world.start(shard, slot)
+    other, [slot] = submitted(world.handle(ShardDown(shard)))
+    ended = end_of(world.finish(other, slot))
+    assert (ended.end, ended.moves) == (End.FINISHED, Moves(num_failovers=1))
+
+
+def test_reasoning_counts_once_over_failovers() -> None:
+    """It is a function of the answer's tokens, wherever they came from."""
+    world = rig()
+    world.add_shard("s1")
+    shard, [slot] = submitted(world.submit(count_reasoning=count))
+    world.start(shard, slot, token_id=THINK)
+    other, [slot] = submitted(world.handle(ShardDown(shard)))
+    world.step(other, (slot, [THINK], "b"))
+    world.step(other, (slot, [5], "c"))
+    actions = world.finish(other, slot)
+    assert sent(actions).finishes[0].num_reasoning_tokens == 2
+    usage = end_of(actions).usage
+    assert usage is not None
+    assert usage.num_reasoning_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "recorded"),
+    [
+        ({}, 3),  # the whole answer
+        ({"num_ended_tokens": 9, "num_ended_reasoning_tokens": 4}, 7),  # with choices that ended elsewhere
+        ({"num_foreign_tokens": 2}, 1),  # another model's request has these
+        ({"num_ended_tokens": 9, "answer_id": "x.1+"}, 1),  # a part: only its own
+    ],
+)
+def test_reasoning_of_a_continued_answer_is_that_of_its_record(fields: dict[str, Any], recorded: int) -> None:
+    """A record counts for what its output tokens count for; the client is told of the whole choice."""
+    world = rig()
+    choices = [ChoiceSpec(1, 0, [THINK, THINK], 2)]
+    shard, [slot] = submitted(world.submit(choices=choices, count_reasoning=count, **fields))
+    world.start(shard, slot, token_id=THINK)
+    actions = world.finish(shard, slot)
+    assert sent(actions).finishes[0].num_reasoning_tokens == 3
+    usage = end_of(actions).usage
+    assert usage is not None
+    assert usage.num_reasoning_tokens == recorded
+
+
+def test_reasoning_is_charged_with_its_weight() -> None:
+    """A limit with reasoning_token_percent = 50 used to settle reasoning at 100."""
+    world = LimitedRig(tenant_table(key=Limits(tokens_per_day=1000, reasoning_token_percent=50)), meters_usage=True)
+    actions = world.submit(count_reasoning=lambda token_ids: len(token_ids) - 2, max_tokens=10)
+    ended = end_of(world.answer(actions, 10))
+    assert ended.usage is not None
+    [charge] = ended.usage.charges
+    assert charge.total == 5 + 2 + 8 // 2  # prompt, text, reasoning
+    assert only(actions, SubmitAttempt).max_tokens == 10
