@@ -111,7 +111,7 @@ class RequestCharge:
         if not self.is_admitted:
             return self.settled
         num_prompt_tokens = len(self.request.prompt_token_ids)
-        own = {id(need): reserved for need, reserved in self.reserved}
+        reserved_of = {id(need): reserved for need, reserved in self.reserved}
         found: list[Charge] = []
         for need in self.budgets:
             used, name = 0, need.lease.name
@@ -127,7 +127,9 @@ class RequestCharge:
                     is_result_cache_hit=self.is_result_cache_hit,
                 )
             unit = BUDGET_UNIT_TOKENS if need.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
-            found.append(Charge(name.account, unit, name.period, used if id(need) in own else 0, used))
+            # In shadow mode an answer may use more than the budget has for it, which is then nobody's lease.
+            own = min(used, reserved_of.get(id(need), 0))
+            found.append(Charge(name.account, unit, name.period, own, used))
         return tuple(found)
 
     @property
