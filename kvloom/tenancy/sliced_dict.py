@@ -40,8 +40,12 @@ class SlicedDict(Generic[K, V]):
         """Those of one of NUM_SLICES slices. Entries may be removed meanwhile."""
         return list(self._slices[number].values())
 
-    def clear_slice(self, number: int) -> None:
-        self._slices[number] = {}
+    def drop_some(self, number: int, max_entries: int) -> bool:
+        """Drop some entries of a slice. Returns whether it has more."""
+        entries = self._slices[number]
+        for _ in range(min(max_entries, len(entries))):
+            entries.popitem()
+        return bool(entries)
 
     def _slice_of(self, key: K) -> dict[K, V]:
         # The lowest bits of the hash are those by which a dictionary places its entries.

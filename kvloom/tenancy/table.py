@@ -159,10 +159,10 @@ class TenantTable:
             if key.digest and 0.0 < key.expires_at < before:
                 self._drop(key.id)
 
-    def clear_slice(self, number: int) -> None:
-        """Free a part of a table that is not in use any more, one of NUM_SLICES."""
-        for entries in (self._by_digest, self._keys, self._tenants, self._organisations):
-            entries.clear_slice(number)
+    def drop_some(self, slice_number: int, max_entries: int) -> bool:
+        """Free a part of a table that is not in use any more. Returns whether that slice has more."""
+        kinds = (self._by_digest, self._keys, self._tenants, self._organisations)
+        return sum(entries.drop_some(slice_number, max_entries) for entries in kinds) > 0
 
     def _key(self, entry: pb.KeyEntry) -> Key:
         """Most keys differ in their id and digest only. What else they have is one object for many: it would be more
