@@ -173,10 +173,11 @@ class TenantFollower:
             self._file.add_to_snapshot(response)
             if response.is_complete:
                 table, self._arriving = self._arriving, None
-                self._file.complete_snapshot()
-                replaced = self.tenants.table
+                replaced, replaced_file = self.tenants.table, self._file.complete_snapshot()
                 self.tenants.use(table, time.time())
                 self._connected()
+                if replaced_file is not None:
+                    await asyncio.to_thread(replaced_file.close)
                 await _free(replaced)
             return
         if response.table_id != self.tenants.table.table_id or len(self._pending) >= MAX_PENDING_PARTS:

@@ -115,6 +115,7 @@ async def test_routers_that_lease_budgets_do_not_hold_up_a_stop(world: ControlWo
         async with asyncio.timeout(20.0):
             await call.read()
     error = error_from_peer(info.value)
+    assert error is not None
     assert error.reason == ErrorReason.DRAINING
 
 
