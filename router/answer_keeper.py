@@ -4,7 +4,7 @@ ask for a receipt. Without either there is none."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
@@ -63,9 +63,9 @@ class AnswerKeeper:
     def fleet_changed(self, shards: Iterable[ShardDescription]) -> None:
         self._fingerprints = fingerprints(shards)
 
-    def clear(self, tenant: str | None) -> int:
-        """Forget cached answers of one tenant, or all (None). Returns how many there were."""
-        return 0 if self._cache is None else self._cache.clear(tenant)
+    def clear(self, scopes: Collection[str] | None) -> int:
+        """Forget cached answers of some scopes, or all (None). Returns how many there were."""
+        return 0 if self._cache is None else self._cache.clear(scopes)
 
     def arrived(self, request: Request) -> RequestArrived | None:
         if not (request.is_cacheable or request.wants_receipt):
@@ -79,7 +79,7 @@ class AnswerKeeper:
         key = cache.key(request, fingerprint, revision)
         ticket = Ticket(fingerprint, revision, key, cache.num_clearings)
         if self._shared is not None and self._shared.is_asked and not cache.has(key, self._now()):
-            self._hold(self._shared, request, ticket)
+            self._hold(cache, self._shared, request, ticket)
             return None
         return self._looked_up(cache, request, ticket)
 
@@ -88,10 +88,10 @@ class AnswerKeeper:
         for number in list(self._held):
             self._on_found(number, None)
 
-    def _hold(self, shared: SharedResults, request: Request, ticket: Ticket) -> None:
+    def _hold(self, cache: ResultCache, shared: SharedResults, request: Request, ticket: Ticket) -> None:
         self._num_held = number = self._num_held + 1
         self._held[number] = request, ticket
-        shared.look_up(ticket.key, request.tenant, functools.partial(self._on_found, number))
+        shared.look_up(ticket.key, cache.scope_of(request), functools.partial(self._on_found, number))
 
     def _on_found(self, number: int, answer: bytes | None) -> None:
         held = self._held.pop(number, None)
@@ -99,7 +99,7 @@ class AnswerKeeper:
             return
         request, ticket = held
         if answer is not None and ticket.clearing == self._cache.num_clearings:
-            self._cache.take(ticket.key, answer, request.tenant, self._now())
+            self._cache.take(ticket.key, answer, self._cache.scope_of(request), self._now())
         self._pass_on(self._looked_up(self._cache, request, ticket))
 
     def _looked_up(self, cache: ResultCache, request: Request, ticket: Ticket) -> RequestArrived:

@@ -146,6 +146,7 @@ class RouterServer:
         callers = configured_callers(config, trust, router_id)
         if callers.identities is not None:
             observe(callers.identities.tenants, metrics_registry, "router")
+        self._cache_salts = _cache_salts(callers, trust)
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -153,7 +154,7 @@ class RouterServer:
             routes,
             core.has_ready_shard,
             catalogue.adapter_named,
-            _cache_salts(callers, trust),
+            self._cache_salts,
             meters_usage=config.control.enabled,
             caches_results=config.router.result_cache.enabled,
             gives_receipts=config.router.receipts.enabled,
@@ -453,9 +454,10 @@ class RouterServer:
 
     async def _clear_result_cache(self, tenant: str | None) -> int:
         """Raises RedisError, OSError if the shared answers cannot be cleared."""
-        num_answers = 0 if self._keeper is None else self._keeper.clear(tenant)
+        scopes = None if tenant is None else self._cache_salts.of_all_times(tenant)
+        num_answers = 0 if self._keeper is None else self._keeper.clear(scopes)
         if self._shared_results is not None:
-            await self._shared_results.clear(tenant)
+            await self._shared_results.clear(scopes)
         return num_answers
 
     def _new_receipt_writer(self) -> ReceiptWriter | None:

@@ -1,8 +1,9 @@
 """Organisations, tenants, keys and prices of the database as entries of the table: with the limits that hold, and the
-scopes that the role of a key's user allows. What is revoked, or a disabled user's, is no entry."""
+scopes that the role of a key's user allows. What is revoked, long expired, or a disabled user's, is no entry."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from control.database.schema import keys, memberships, organisations, prices, pr
 from control.directory import account_limits
 from control.directory.prices import shown as price_to_proto
 from kvloom.tenancy.scopes import SCOPES_OF_ROLE
+from kvloom.tenancy.table import EXPIRED_SECONDS
 from kvloom.v1.control_service_pb2 import KeyEntry, Limits, OrganisationEntry, Price, TenantEntry
 
 Tiers = Mapping[str, Mapping[str, Any]]
@@ -69,7 +71,12 @@ async def read_tenants(
 async def read_keys(
     connection: AsyncConnection, tiers: Tiers, which: Collection[str] | None = None, *, after: str = "", limit: int = 0
 ) -> list[KeyEntry]:
-    rows = await _rows(connection, _KEYS, keys.c.id, which, after, limit)
+    is_kept = sa.or_(
+        keys.c.expires_at.is_(None),
+        keys.c.expires_at > time.time() - EXPIRED_SECONDS,
+        keys.c.digest.is_(None),  # the entry of an identity, which would be free of its restrictions without it
+    )
+    rows = await _rows(connection, _KEYS.where(is_kept), keys.c.id, which, after, limit)
     return [
         KeyEntry(
             id=one,

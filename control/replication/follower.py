@@ -19,7 +19,8 @@ from control.replication.entries import read_keys, read_organisations, read_pric
 from control.replication.versions import Versions
 from kvloom.v1.control_service_pb2 import FollowResponse, Price
 
-MAX_PART_ENTRIES: Final = 1000
+MAX_PART_ENTRIES: Final = 500
+"""Both ends handle a part at once, and serve others between parts."""
 _KINDS: Final[tuple[tuple[str, str, Any], ...]] = (
     ("organisation", "organisations", read_organisations),
     ("tenant", "tenants", read_tenants),

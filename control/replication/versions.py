@@ -25,11 +25,15 @@ class Versions:
         self._database = database
         self._changed = asyncio.Event()
         self._num_waiting = 0
-        self.is_closed = False
+        self.closed = asyncio.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closed.is_set()
 
     def close(self) -> None:
-        """Followers are sent nothing more."""
-        self.is_closed = True
+        """The service stops: followers are sent nothing more."""
+        self.closed.set()
         self.notify()
 
     def notify(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
@@ -55,7 +56,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await abort(context, database_error("Follow", error))
         finally:
             self._num_followers -= 1
-        await abort(context, KvloomError(ErrorReason.ERROR_REASON_DRAINING, "The control service is stopping."))
+        await abort(context, stopping())
 
     async def _send(self, follower: Follower, context: Any) -> None:
         response: FollowResponse
@@ -66,9 +67,28 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
 
     async def LeaseBudgets(self, request_iterator: AsyncIterator[LeaseBudgetsRequest], context: Any) -> None:
         try:
-            await lease_budgets(self._database, request_iterator, context)
+            await lease_budgets(self._database, self._until_closed(request_iterator), context)
         except (SQLAlchemyError, OSError) as error:
             await abort(context, database_error("LeaseBudgets", error))
+        if self._versions.is_closed:
+            await abort(context, stopping())
+
+    async def _until_closed(self, requests: AsyncIterator[LeaseBudgetsRequest]) -> AsyncIterator[LeaseBudgetsRequest]:
+        """Routers keep their streams open, but a service that stops must not wait for them."""
+        closed = asyncio.create_task(self._versions.closed.wait(), name="end of leases")
+        try:
+            while not closed.done():
+                reading = asyncio.ensure_future(anext(requests, None))
+                try:
+                    await asyncio.wait((reading, closed), return_when=asyncio.FIRST_COMPLETED)
+                    request = reading.result() if reading.done() else None
+                finally:
+                    reading.cancel()
+                if request is None:
+                    return
+                yield request
+        finally:
+            closed.cancel()
 
     async def ReportKeyUses(self, request: ReportKeyUsesRequest, context: Any) -> ReportKeyUsesResponse:
         try:
@@ -84,6 +104,10 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def _note_uses(self, uses: Iterable[KeyUse]) -> None:
         async with self._database.writing() as connection:
             await keys.report_uses(connection, ((use.key_id, use.at) for use in uses), time.time())
+
+
+def stopping() -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_DRAINING, "The control service is stopping.")
 
 
 def database_error(method: str, error: Exception) -> KvloomError:

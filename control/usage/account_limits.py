@@ -17,15 +17,18 @@ MAX_IDS = 500
 """How many ids one query names."""
 
 
-async def hard_limits(connection: AsyncConnection, budgets: Iterable[Budget]) -> dict[Budget, int]:
-    """Those of them that have a limit. What an account's own limits do not say, its tier's do."""
+async def hard_limits(
+    connection: AsyncConnection, budgets: Iterable[Budget], *, with_shadow: bool = False
+) -> dict[Budget, int]:
+    """Those of them that have a limit; `with_shadow`: also if the account's limits only count what they would refuse.
+    What an account's own limits do not say, its tier's do."""
     wanted = set(budgets)
     limits = await _limits_of(connection, {budget.account for budget in wanted})
     found = {}
     for budget in wanted:
         name = "monthly_budget_nanos" if budget.unit == BUDGET_UNIT_NANOS else "tokens_per_day"
         limit = limits.get(budget.account, {})
-        if limit.get(name) and not limit.get("shadow"):
+        if limit.get(name) and (with_shadow or not limit.get("shadow")):
             found[budget] = int(limit[name])
     return found
 

@@ -29,7 +29,7 @@ async def change_leases(database: Database, producer: str, changes: Sequence[Bud
         closed = sa.select(usage_producers.c.is_closed).where(usage_producers.c.producer == producer)
         if await connection.scalar(closed):
             raise ProducerClosedError(producer)
-        limits = await hard_limits(connection, budgets)
+        limits = await hard_limits(connection, budgets, with_shadow=True)
         return [
             await _change(database, connection, producer, budget, change, limits.get(budget, 0))
             for budget, change in zip(budgets, changes, strict=True)

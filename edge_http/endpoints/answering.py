@@ -30,6 +30,8 @@ from edge_http.submission import RunAnswer, Submission, run_resumable, run_submi
 from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
+    BUDGET_REMAINING,
+    COST,
     IDEMPOTENCY_KEY,
     RECEIPT,
     REQUEST_ID,
@@ -59,6 +61,7 @@ from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 MIN_TIMEOUT_SECONDS: Final = 0.001
+_BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
 """0 would mean that there is no limit."""
 
 
@@ -237,8 +240,7 @@ async def _whole_body(
         more |= cache_use(start.result_cache for start in collected.starts.values())
     headers = {**job.headers, **more}
     if collected.bill is not None:
-        bill = collected.bill_details()
-        headers.update((f"x-kvloom-{name.replace('_', '-')}", value) for name, value in bill.items())
+        headers.update((_BILL_HEADERS[name], value) for name, value in collected.bill_details().items())
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
 
 

@@ -4,6 +4,7 @@ response_formatter.py  the base of all formats
 collected_choice.py    the output of one choice of a response that is not streamed
 usage.py               the token counts of a response
 error_formats.py       errors in the JSON of each API
+limit_headers.py       what callers are told of their limits
 json_bytes.py          encoding JSON
 decoding.py            decoding the bodies of requests
 """

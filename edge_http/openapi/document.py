@@ -84,19 +84,18 @@ def _operation(operation: Operation, refs: dict[Any, Json], error: Json, *, need
 def _responses(operation: Operation, refs: dict[Any, Json], error: Json) -> Json:
     responses: Json = {}
     for answer in operation.answers:
-        shown = responses.setdefault(
-            str(answer.status),
-            {"description": answer.description, "headers": _headers((*EVERY_RESPONSE, *answer.headers))},
-        )
+        shown = responses.setdefault(str(answer.status), {"description": answer.description, "headers": {}})
+        shown["headers"] |= _headers((*EVERY_RESPONSE, *operation.headers, *answer.headers))
         if answer.status != http.HTTPStatus.NO_CONTENT:
             shown.setdefault("content", {})[answer.content_type] = _content(answer, refs)
     statuses = {*operation.errors, *(_BODY_ERRORS if operation.body is not None else ())}
     statuses |= set() if operation.is_open else {401}
     content = {"application/json": {"schema": error}}
+    error_headers = _headers((*EVERY_ERROR, *operation.headers))
     for status in sorted(statuses):
-        about = {"description": _phrase(status), "headers": _headers(EVERY_ERROR), "content": content}
+        about = {"description": _phrase(status), "headers": error_headers, "content": content}
         responses.setdefault(str(status), about)
-    responses["default"] = {"description": "An error.", "headers": _headers(EVERY_ERROR), "content": content}
+    responses["default"] = {"description": "An error.", "headers": error_headers, "content": content}
     return responses
 
 

@@ -41,5 +41,7 @@ class Operation:
     """The statuses of errors, besides those of every operation."""
     error: Any = None
     """The type of an error's body, if the API has a shape of its own; None: OpenAI's."""
+    headers: tuple[str, ...] = ()
+    """Names of `parameters.RESPONSE_HEADERS` that its answers and its errors may have."""
     is_open: bool = False
     """It needs no API key."""

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from edge_http.formatting.limit_headers import ANTHROPIC_LIMIT_HEADERS, OPENAI_LIMIT_HEADERS
 from edge_http.wire.headers import (
+    ANTHROPIC_REQUEST_ID,
+    BUDGET_REMAINING,
     CACHE,
     CACHED_TOKENS,
+    COST,
     DETAILS,
     EXPLAIN,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
+    LIMITED_BY,
     MAX_EVENT_NUMBER,
     MAX_SESSION_KEY_CHARS,
+    MODEL,
     PROCESSING_MS,
     RECEIPT,
+    REPLAYED,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
+    RETRY_AFTER,
+    RETRY_AFTER_MS,
+    ROUTE,
     SESSION_ID,
     SHARD,
+    SHOULD_RETRY,
 )
 
 _SWITCH: Final = {"type": "string", "enum": ["on", "off"]}
@@ -87,16 +98,61 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+_DECIMAL: Final = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}
+_LIMIT_TEXTS: Final = {
+    "limit": "The most {unit} a minute, of the caller's account that leaves least.",
+    "remaining": "How many {unit} are left of them now.",
+    "reset": "When all {unit} will be left again: {how}.",
+}
+
+
+def _limit_header(name: str) -> dict[str, Any]:
+    parts = name.split("ratelimit-")[1].split("-")
+    what = next(part for part in parts if part in _LIMIT_TEXTS)
+    unit = " ".join(part for part in parts if part != what)
+    how = "in how long, such as 6m0s" if name in OPENAI_LIMIT_HEADERS else "a time of RFC 3339"
+    schema = {"type": "string"} if what == "reset" else {"type": "integer", "minimum": 0}
+    return {"description": _LIMIT_TEXTS[what].format(unit=unit, how=how), "schema": schema}
+
+
 RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     REQUEST_ID: {"description": "The request's own id, or a new one.", "schema": {"type": "string"}},
     PROCESSING_MS: {
         "description": "Milliseconds from the request's head to this one.",
         "schema": {"type": "integer", "minimum": 0},
     },
-    "Retry-After": {
+    ANTHROPIC_REQUEST_ID: {"description": "The same id, as Anthropic names it.", "schema": {"type": "string"}},
+    RETRY_AFTER: {
         "description": "After how many seconds a retry makes sense.",
         "schema": {"type": "integer", "minimum": 0},
     },
+    RETRY_AFTER_MS: {"description": "The same, in milliseconds.", "schema": {"type": "integer", "minimum": 0}},
+    SHOULD_RETRY: {
+        "description": "A retry would be refused, too: the budget is used up.",
+        "schema": {"type": "string", "enum": ["false"]},
+    },
+    REPLAYED: {
+        "description": f"The answer is that of the first request with this {IDEMPOTENCY_KEY}.",
+        "schema": {"type": "string", "enum": ["true"]},
+    },
+    MODEL: {
+        "description": "The model that answers, if a route or a list of models was requested.",
+        "schema": {"type": "string"},
+    },
+    ROUTE: {"description": "How it was chosen.", "schema": {"type": "string"}},
+    LIMITED_BY: {
+        "description": "The caller's limit that has cut the answer short.",
+        "schema": {"type": "string"},
+    },
+    COST: {
+        "description": "What the answer costs, in units of the currency, in a fabric with tenants.",
+        "schema": _DECIMAL,
+    },
+    BUDGET_REMAINING: {
+        "description": "What the caller's monthly budget has left, if there is one, as of a few seconds ago.",
+        "schema": _DECIMAL,
+    },
+    **{name: _limit_header(name) for name in (*OPENAI_LIMIT_HEADERS, *ANTHROPIC_LIMIT_HEADERS)},
     RESPONSE_ID: {"description": "The id of the answer, with which it can be resumed.", "schema": {"type": "string"}},
     RESUME: {"description": "For how many seconds the stream can be resumed.", "schema": {"type": "string"}},
     SHARD: {"description": f"The shard that answers, if {EXPLAIN} asked for it.", "schema": {"type": "string"}},
@@ -111,7 +167,10 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
 }
 
 EVERY_RESPONSE: Final = (REQUEST_ID, PROCESSING_MS)
-EVERY_ERROR: Final = (*EVERY_RESPONSE, "Retry-After")
+EVERY_ERROR: Final = (*EVERY_RESPONSE, RETRY_AFTER, RETRY_AFTER_MS, SHOULD_RETRY)
+OPENAI_LIMITS: Final = (*OPENAI_LIMIT_HEADERS, LIMITED_BY)
+ANTHROPIC_LIMITS: Final = (ANTHROPIC_REQUEST_ID, *ANTHROPIC_LIMIT_HEADERS, LIMITED_BY)
+"""What responses have that are charged to a caller's limits, and refusals."""
 GENERATION: Final = (
     *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME),
     *(IDEMPOTENCY_KEY, LAST_EVENT_ID),

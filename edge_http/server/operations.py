@@ -14,25 +14,32 @@ from edge_http.openai.ranking import RerankBody, ScoreBody
 from edge_http.openai.responses.requests import ResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
-from edge_http.openapi.parameters import GENERATION
+from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
 from edge_http.wire.headers import (
+    ANTHROPIC_REQUEST_ID,
+    BUDGET_REMAINING,
     CACHE,
     CACHED_TOKENS,
+    COST,
     EXPLAIN,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
+    MODEL,
     RECEIPT,
+    REPLAYED,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
+    ROUTE,
     SHARD,
 )
 
 _GENERATION_ERRORS: Final = (404, 409, 410, 429, 500, 502, 503, 504)
 _ANTHROPIC_ERRORS: Final = (404, 409, 410, 429, 500, 502, 504, 529)
 _EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN, CACHE, RECEIPT)
-_ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE)
-_STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_ANSWER_HEADERS)
+_COMMON_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE, MODEL, ROUTE, REPLAYED)
+_ANSWER_HEADERS: Final = (*_COMMON_HEADERS, COST, BUDGET_REMAINING)
+_STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_COMMON_HEADERS)
 _MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]
 _MODEL: Final = "smollm2-135m-instruct"
 _WEATHER: Final = {
@@ -48,7 +55,7 @@ def _operation(path: str, method: str, name: str, tag: str, summary: str, *answe
     return Operation(path=path, method=method, id=name, tag=tag, summary=summary, answers=answers, **more)
 
 
-def _resumable(path: str, name: str, chunk: Any, error: Any = None) -> list[Operation]:
+def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Operation]:
     """What can be done with a response that `path` has begun."""
     return [
         _operation(
@@ -56,11 +63,11 @@ def _resumable(path: str, name: str, chunk: Any, error: Any = None) -> list[Oper
             Answer("The events after the last one that the client has.", chunk, EVENT_STREAM, headers=_STREAM_HEADERS),
             Answer("There is nothing more: stop asking.", status=204),
             parameters=("stream", "starting_after", LAST_EVENT_ID, REQUEST_ID), errors=(400, 404, 409, 410, 503),
-            error=error,
+            **more,
         ),
         _operation(
             f"{path}/{{id}}/cancel", "POST", f"cancel{name}", "Text", "End a resumable answer",
-            Answer("It has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), error=error,
+            Answer("It has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), **more,
         ),
     ]  # fmt: skip
 
@@ -70,7 +77,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/v1/chat/completions", "POST", "createChatCompletion", "Text", "Answer a conversation",
         Answer("The answer.", objects.ChatCompletion, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.ChatCompletionChunk, EVENT_STREAM, headers=_STREAM_HEADERS),
-        body=requests.ChatBody, parameters=GENERATION, errors=_GENERATION_ERRORS,
+        body=requests.ChatBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={
             "Streamed": {"model": _MODEL, "messages": _MESSAGES, "stream": True},
             "Not streamed": {"model": _MODEL, "messages": _MESSAGES, "max_tokens": 64},
@@ -82,7 +89,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/v1/completions", "POST", "createCompletion", "Text", "Continue a text",
         Answer("The continuation.", objects.Completion, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.Completion, EVENT_STREAM, headers=_STREAM_HEADERS),
-        body=requests.CompletionBody, parameters=GENERATION, errors=_GENERATION_ERRORS,
+        body=requests.CompletionBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A text": {"model": _MODEL, "prompt": "Once upon a time", "max_tokens": 32}},
     ),
     *_resumable("/v1/completions", "Completion", objects.Completion),
@@ -90,7 +97,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/v1/responses", "POST", "createResponse", "Text", "Answer by OpenAI's Responses API",
         Answer("The response.", objects.Response, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
-        body=ResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS,
+        body=ResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
     ),
     *_resumable("/v1/responses", "Response", objects.NamedEvent),
@@ -99,15 +106,19 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         Answer("The message.", objects.AnthropicMessage, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=MessagesBody, parameters=GENERATION, errors=_ANTHROPIC_ERRORS, error=objects.AnthropicError,
+        headers=ANTHROPIC_LIMITS,
         examples={"A question": {"model": _MODEL, "max_tokens": 32, "messages": _MESSAGES}},
     ),
     _operation(
         "/v1/messages/count_tokens", "POST", "countTokens", "Text", "The size of a message's prompt",
         Answer("The number of tokens.", objects.TokenCount),
         body=PromptBody, parameters=(REQUEST_ID,), errors=(404, 429, 529), error=objects.AnthropicError,
+        headers=(ANTHROPIC_REQUEST_ID,),
         examples={"A question": {"model": _MODEL, "messages": _MESSAGES}},
     ),
-    *_resumable("/v1/messages", "Message", objects.NamedEvent, objects.AnthropicError),
+    *_resumable(
+        "/v1/messages", "Message", objects.NamedEvent, error=objects.AnthropicError, headers=(ANTHROPIC_REQUEST_ID,)
+    ),
     _operation(
         "/v1/moderations", "POST", "createModeration", "Safety", "Judge texts by the safety policy",
         Answer("One result for each text.", objects.Moderation),
@@ -116,15 +127,15 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     _operation(
         "/v1/embeddings", "POST", "createEmbedding", "Embeddings", "Vectors of texts",
-        Answer("One vector for each input.", objects.EmbeddingList),
-        body=EmbeddingsBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS,
+        Answer("One vector for each input.", objects.EmbeddingList, headers=_COMMON_HEADERS),
+        body=EmbeddingsBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"Two texts": {"model": _MODEL, "input": ["Looms weave cloth.", "Cats sleep a lot."]}},
     ),
     *(
         _operation(
             path, "POST", f"rerank{number}", "Embeddings", "Order documents by their similarity to a query",
-            Answer("The best first.", objects.Ranking),
-            body=RerankBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS,
+            Answer("The best first.", objects.Ranking, headers=_COMMON_HEADERS),
+            body=RerankBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
             examples={"Two documents": {"model": _MODEL, "query": "weaving", "documents": ["Looms.", "Cats."]}},
         )
         for number, path in enumerate(("/v1/rerank", "/v2/rerank", "/rerank"), 1)
@@ -132,8 +143,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     *(
         _operation(
             path, "POST", f"score{number}", "Embeddings", "How similar texts are",
-            Answer("One score for each pair.", objects.Scores),
-            body=ScoreBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS,
+            Answer("One score for each pair.", objects.Scores, headers=_COMMON_HEADERS),
+            body=ScoreBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
             examples={"Two pairs": {"model": _MODEL, "text_1": "weaving", "text_2": ["Looms.", "Cats."]}},
         )
         for number, path in enumerate(("/v1/score", "/score"), 1)
@@ -163,10 +174,13 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         Answer("It is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law"}},
     ),
-    _operation("/v1/models", "GET", "listModels", "Models", "List the models", Answer("All.", objects.ModelList)),
+    _operation(
+        "/v1/models", "GET", "listModels", "Models", "List the models",
+        Answer("All.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
+    ),
     _operation(
         "/v1/models/{id}", "GET", "getModel", "Models", "Describe a model",
-        Answer("The model.", objects.ModelObject), errors=(404,),
+        Answer("The model.", objects.ModelObject), errors=(404,), headers=(ANTHROPIC_REQUEST_ID,),
     ),
     _operation(
         "/v1/usage", "GET", "getUsage", "Usage", "What the own tenant has used",

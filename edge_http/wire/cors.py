@@ -12,6 +12,27 @@ from typing import Final
 
 from aiohttp import web
 
+from edge_http.formatting.limit_headers import ANTHROPIC_LIMIT_HEADERS, OPENAI_LIMIT_HEADERS
+from edge_http.wire.headers import (
+    ANTHROPIC_REQUEST_ID,
+    BUDGET_REMAINING,
+    CACHE,
+    CACHED_TOKENS,
+    COST,
+    LIMITED_BY,
+    MODEL,
+    PROCESSING_MS,
+    REPLAYED,
+    REQUEST_ID,
+    RESPONSE_ID,
+    RESUME,
+    RETRY_AFTER,
+    RETRY_AFTER_MS,
+    ROUTE,
+    SHARD,
+    SHOULD_RETRY,
+)
+
 ANY_ORIGIN: Final = "*"
 MAX_AGE_SECONDS: Final = 600
 """How long a browser may remember the answer to a preflight."""
@@ -39,19 +60,25 @@ _ALLOWED_HEADERS: Final = (
 )
 _ALLOWED_PREFIXES: Final = ("x-kvloom-", "x-stainless-")  # the latter: what the official clients tell of themselves
 _EXPOSED_HEADERS: Final = (
-    "x-request-id",
-    "request-id",
-    "x-kvloom-response-id",
-    "x-kvloom-resume",
-    "x-kvloom-cache",
-    "x-kvloom-shard",
-    "x-kvloom-cached-tokens",
-    "x-kvloom-limited-by",
-    "x-should-retry",
-    "Retry-After",
-    "retry-after-ms",
-    "openai-processing-ms",
-    *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
+    REQUEST_ID,
+    ANTHROPIC_REQUEST_ID,
+    RESPONSE_ID,
+    RESUME,
+    REPLAYED,
+    CACHE,
+    SHARD,
+    CACHED_TOKENS,
+    MODEL,
+    ROUTE,
+    COST,
+    BUDGET_REMAINING,
+    LIMITED_BY,
+    SHOULD_RETRY,
+    RETRY_AFTER,
+    RETRY_AFTER_MS,
+    PROCESSING_MS,
+    *OPENAI_LIMIT_HEADERS,
+    *ANTHROPIC_LIMIT_HEADERS,
 )
 _MAX_REQUESTED_HEADERS: Final = 64
 _TOKEN: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")

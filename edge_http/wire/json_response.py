@@ -9,6 +9,7 @@ from aiohttp import web
 
 from edge_http.formatting.error_formats import OPENAI_ERRORS, ErrorFormat
 from edge_http.formatting.json_bytes import encode_json
+from edge_http.wire.headers import RETRY_AFTER, RETRY_AFTER_MS, SHOULD_RETRY
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -25,12 +26,10 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 def error_response(error: KvloomError, error_format: ErrorFormat = OPENAI_ERRORS, request_id: str = "") -> web.Response:
     response = json_response(error_format.body(error, request_id), error_format.status(error))
     if error.retry_after_seconds > 0:
-        response.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
-        response.headers["retry-after-ms"] = str(
-            round(error.retry_after_seconds * 1e3)
-        )  # OpenAI's clients read this one
+        response.headers[RETRY_AFTER] = str(math.ceil(error.retry_after_seconds))
+        response.headers[RETRY_AFTER_MS] = str(round(error.retry_after_seconds * 1e3))  # OpenAI's clients read this one
     if error.reason == ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED:
-        response.headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients retry a 429 otherwise
+        response.headers[SHOULD_RETRY] = "false"  # OpenAI's and Anthropic's clients retry a 429 otherwise
     if error.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.reason in _REST_IS_NOT_READ:

@@ -3,20 +3,23 @@ ended, and for the headers that every response has."""
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import structlog
 from aiohttp import web
 
+from edge_http.formatting.limit_headers import anthropic_limit_headers, openai_limit_headers
 from edge_http.wire.cors import Cors
-from edge_http.wire.headers import LIMITED_BY, PROCESSING_MS, REQUEST_ID, request_id, traceparent
+from edge_http.wire.headers import LIMITED_BY, PROCESSING_MS, REQUEST_ID, is_anthropic, request_id, traceparent
 from edge_http.wire.request_callers import RequestCallers
 from kvloom.errors import KvloomError
 from kvloom.process.access_log import AccessLog
 from kvloom.process.request_context import RequestContext, current_request, request_fields
-from kvloom.tenancy.limits_state import limits_state_from_proto, rate_limit_headers
-from kvloom.v1.error_reason_pb2 import LimitsState
+from kvloom.tenancy.limits_state import LimitsState, limits_state_from_proto
+from kvloom.v1 import error_reason_pb2 as pb
 
 log = structlog.get_logger()
 
@@ -41,7 +44,7 @@ class AnswerFigures(Protocol):
     def num_events(self) -> int: ...
 
     @property
-    def limits(self) -> LimitsState | None: ...
+    def limits(self) -> pb.LimitsState | None: ...
 
 
 class RequestRecord:
@@ -73,10 +76,15 @@ class RequestRecord:
             PROCESSING_MS: str(int((time.monotonic() - self._started_at) * 1e3)),
         }
         if self._callers.have_tenants and self.answer is not None:
-            headers.update(limits_headers(self.answer))
+            headers.update(limits_headers(self.answer, self._limit_format()))
         if self._cors is not None:
             headers.update(self._cors.response_headers(self._request))
         return headers
+
+    def _limit_format(self) -> Callable[[LimitsState], dict[str, str]]:
+        if is_anthropic(self._request):
+            return functools.partial(anthropic_limit_headers, seconds_since_1970=time.time())
+        return openai_limit_headers
 
     def log_end(self, access_log: AccessLog, route: str, status: int, num_body_bytes: int | None) -> None:
         """Write the line of the access log, if it is wanted. `num_body_bytes` is None for a stream, of which the events
@@ -108,12 +116,12 @@ class RequestRecord:
         log.info("http request", **self.log_fields(), **fields)
 
 
-def limits_headers(answer: AnswerFigures) -> dict[str, str]:
-    """The headers that tell a caller of its limits; they are empty if it has none."""
+def limits_headers(answer: AnswerFigures, write: Callable[[LimitsState], dict[str, str]]) -> dict[str, str]:
+    """The headers that tell a caller of its limits, as its API writes them; they are empty if it has none."""
     error = answer.error
     if error is not None and error.limits is not None:
-        return rate_limit_headers(error.limits)
-    headers = {} if answer.limits is None else rate_limit_headers(limits_state_from_proto(answer.limits))
+        return write(error.limits)
+    headers = {} if answer.limits is None else write(limits_state_from_proto(answer.limits))
     if answer.limited_by:
         headers[LIMITED_BY] = answer.limited_by
     return headers

@@ -29,9 +29,15 @@ class CacheSalts:
 
     def of(self, caller: str) -> str:
         """The salt of a caller's requests; callers are those of kvloom/callers.py."""
-        name = caller
         if self._scope_of is not None and (scope := self._scope_of(caller)):
-            name = f"scope\0{scope}"  # no caller's name has this character
+            return self._of_name(f"scope\0{scope}")  # no caller's name has this character
+        return self._of_name(caller)
+
+    def of_all_times(self, caller: str) -> set[str]:
+        """The salts of a caller's requests now, and whenever it shares with nobody."""
+        return {self.of(caller), self._of_name(caller)}
+
+    def _of_name(self, name: str) -> str:
         if not self._key:
             return name
         salt = self._kept.get(name)

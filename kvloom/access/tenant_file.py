@@ -115,16 +115,22 @@ class TenantFile:
             with self._failures():
                 self._new_bytes += _write(self._new, part)
 
-    def complete_snapshot(self) -> None:
-        file = self._new
+    def complete_snapshot(self) -> IO[bytes] | None:
+        """Returns the copy that was replaced, which must be closed. That frees its content, and with many keys takes
+        too long for an event loop."""
+        file, replaced = self._new, None
         if file is None:
-            return
+            return None
         with self._failures():
             file.flush()
+            replaced = self._file
+            if replaced is None:
+                with contextlib.suppress(FileNotFoundError):
+                    replaced = self._path.open("rb")
             Path(self._new_name).replace(self._path)
-            self._close(self._file)
             self._file, self._new, self._is_whole = file, None, True
             self._snapshot_bytes, self._changes_bytes, self._has_failed = self._new_bytes, 0, False
+        return replaced
 
     def drop_snapshot(self) -> None:
         """It will not be completed."""

@@ -26,7 +26,8 @@ from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import fabric_host
 from kvloom.discovery.process_finder import ProcessFinder
 from kvloom.process.backoff import Backoff
-from kvloom.tenancy.table import TenantTable
+from kvloom.tenancy.sliced_dict import NUM_SLICES
+from kvloom.tenancy.table import EXPIRED_SECONDS, TenantTable
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import control_service_pb2_grpc
@@ -43,6 +44,8 @@ REPORT_SECONDS: Final = 30.0
 """How often `control` is told which keys were used."""
 MAX_PENDING_PARTS: Final = 1024
 """Parts of one set of changes. Beyond that a snapshot is asked for."""
+FREED_ENTRIES: Final = 256
+"""Of each kind, between two turns of the event loop."""
 
 
 class _StartAgainError(Exception):
@@ -96,6 +99,7 @@ class TenantFollower:
                 tasks.create_task(self._finder.run(), name="control finder")
                 tasks.create_task(self._touch(), name="tenants' copy")
                 tasks.create_task(self._report_uses(), name="uses of keys")
+                tasks.create_task(self._drop_expired(), name="expired keys")
                 await self._finder.found.wait()
                 await self._follow_all()
         finally:
@@ -129,8 +133,10 @@ class TenantFollower:
             self.tenants.set_connected(False)
             self._stub = self.channel = None
             self._pending.clear()
-            self._arriving = None
             self._file.drop_snapshot()
+            arriving, self._arriving = self._arriving, None
+            if arriving is not None:
+                await _free(arriving)
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Raises AioRpcError, TimeoutError, and _StartAgainError."""
@@ -146,7 +152,7 @@ class TenantFollower:
         if wanted.table_id:
             self._connected()
         async for response in call:
-            self._apply(response)
+            await self._apply(response)
         log.info("control has ended the stream of tenants")
 
     def _connected(self) -> None:
@@ -156,8 +162,9 @@ class TenantFollower:
             log.info("the table of tenants is followed", version=self.tenants.table.version)
         self.tried.set()
 
-    def _apply(self, response: FollowResponse) -> None:
-        """Raises _StartAgainError."""
+    async def _apply(self, response: FollowResponse) -> None:
+        """Between parts others have their turn: a table may be large, and requests must not wait for it. Raises
+        _StartAgainError."""
         if response.begins_snapshot:
             self._arriving = TenantTable()
             self._file.begin_snapshot()
@@ -166,9 +173,12 @@ class TenantFollower:
             self._file.add_to_snapshot(response)
             if response.is_complete:
                 table, self._arriving = self._arriving, None
-                self._file.complete_snapshot()
+                replaced, replaced_file = self.tenants.table, self._file.complete_snapshot()
                 self.tenants.use(table, time.time())
                 self._connected()
+                if replaced_file is not None:
+                    await asyncio.to_thread(replaced_file.close)
+                await _free(replaced)
             return
         if response.table_id != self.tenants.table.table_id or len(self._pending) >= MAX_PENDING_PARTS:
             self._starts_again = True
@@ -176,9 +186,12 @@ class TenantFollower:
         self._pending.append(response)
         if response.is_complete:
             parts, self._pending = self._pending, []
+            # Until the last part the table has its old version, and each entry is as it was or as it is now.
             for part in parts:
                 self.tenants.table.apply(part)
                 self._file.append(part)
+                if part is not response:
+                    await asyncio.sleep(0)
             self.tenants.changed()
             if self._file.is_bloated:
                 raise _StartAgainError
@@ -194,8 +207,24 @@ class TenantFollower:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._stub.ReportKeyUses(report, timeout=CONNECT_SECONDS)
 
+    async def _drop_expired(self) -> None:
+        """Go through the keys once in EXPIRED_SECONDS, a slice at a time."""
+        while True:
+            for number in range(NUM_SLICES):
+                await asyncio.sleep(EXPIRED_SECONDS / NUM_SLICES)
+                self.tenants.table.drop_expired(number, time.time() - EXPIRED_SECONDS)
+
     async def _touch(self) -> None:
         while True:
             await asyncio.sleep(TOUCH_SECONDS)
             if self.tenants.connected:
                 self._file.touch()
+
+
+async def _free(table: TenantTable) -> None:
+    """A table that is not in use any more. Freed at once, a large one would hold up the event loop. Even the parts are
+    small, since most of the memory goes back to the system with the last of them."""
+    number = 0
+    while number < NUM_SLICES:
+        number += not table.drop_some(number, FREED_ENTRIES)
+        await asyncio.sleep(0)

@@ -7,5 +7,6 @@ limits_state.py   what a caller is told about its limits
 prices.py         what a request costs
 usage_record.py   what is known of a request once it has ended: the unit of metering
 usage_stream.py   how records of usage go from routers to the control service
+sliced_dict.py    a large dictionary that neither grows nor goes at once
 table.py          the tenants, keys, limits and prices of a fabric, looked up without a database
 """

@@ -35,27 +35,6 @@ def limits_state_from_proto(state: pb.LimitsState) -> LimitsState:
     )
 
 
-def rate_limit_headers(state: LimitsState) -> dict[str, str]:
-    """The headers x-ratelimit-... in OpenAI's format, in lower case."""
-    headers: dict[str, str] = {}
-    for name, rate in (("requests", state.requests), ("tokens", state.tokens)):
-        if rate is not None:
-            headers[f"x-ratelimit-limit-{name}"] = str(rate.limit)
-            headers[f"x-ratelimit-remaining-{name}"] = str(rate.remaining)
-            headers[f"x-ratelimit-reset-{name}"] = duration(rate.reset_seconds)
-    return headers
-
-
-def duration(seconds: float) -> str:
-    """As OpenAI writes it: "17ms", "1.5s" or "6m0s"."""
-    milliseconds = max(0, -int(-seconds * 1e3 // 1))
-    if milliseconds < 1000:
-        return f"{milliseconds}ms"
-    minutes, rest = divmod(milliseconds, 60_000)
-    text = f"{rest / 1e3:.3f}".rstrip("0").rstrip(".") + "s"
-    return f"{minutes}m{text}" if minutes else text
-
-
 def _rate_to_proto(rate: RateState | None) -> pb.RateState | None:
     if rate is None:
         return None

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
-from kvloom.tenancy.limits import NO_LIMITS, Limits, limits_from_proto, limits_to_proto
+from kvloom.tenancy.limits import NO_LIMITS, Limits, limits_from_proto
 from kvloom.tenancy.prices import Price, Prices
+from kvloom.tenancy.sliced_dict import SlicedDict
 from kvloom.v1 import control_service_pb2 as pb
+
+EXPIRED_SECONDS: Final = 3600.0
+"""How long after its end a key is in the table that `control` sends. It opens nothing in that time."""
+NEVER: Final = 0.0
+"""Of `Key.expires_at`: one object for all keys."""
 
 
 class Organisation(msgspec.Struct, frozen=True, gc=False):
@@ -41,7 +48,6 @@ class Key(msgspec.Struct, frozen=True, gc=False):
     digest: bytes
     """SHA-256 of the key; empty for an identity that has no key."""
     tenant: str
-    name: str = ""
     scopes: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     expires_at: float = 0.0
@@ -64,12 +70,12 @@ class TenantTable:
         self.table_id = ""
         self.version = 0
         self.prices = Prices()
-        self._organisations: dict[str, Organisation] = {}
-        self._tenants: dict[str, Tenant] = {}
-        self._keys: dict[str, Key] = {}
-        self._by_digest: dict[bytes, Key] = {}
-        self._models: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """Equal lists of models are one object, since most keys have one of a few."""
+        self._organisations: SlicedDict[str, Organisation] = SlicedDict()
+        self._tenants: SlicedDict[str, Tenant] = SlicedDict()
+        self._keys: SlicedDict[str, Key] = SlicedDict()
+        self._by_digest: SlicedDict[bytes, Key] = SlicedDict()
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Equal lists of models or scopes are one object, since most keys have one of a few."""
 
     @property
     def is_empty(self) -> bool:
@@ -122,16 +128,16 @@ class TenantTable:
                 tenant.id, _limits(tenant.limits), tenant.cache_scope, self._shared(tenant.models), tenant.disabled
             )
         for entry in response.keys:
-            self._add(_key(entry, self._shared(entry.models), self._shared(entry.scopes)))
+            self._add(self._key(entry))
         if response.has_prices:
             self.prices = Prices(price_from_proto(price) for price in response.prices)
         self.table_id, self.version = response.table_id, response.version
 
     def _remove(self, response: pb.FollowResponse) -> None:
         for organisation_id in response.removed_organisations:
-            self._organisations.pop(organisation_id, None)
+            self._organisations.pop(organisation_id)
         for tenant_id in response.removed_tenants:
-            self._tenants.pop(tenant_id, None)
+            self._tenants.pop(tenant_id)
         for key_id in response.removed_keys:
             self._drop(key_id)
 
@@ -142,62 +148,46 @@ class TenantTable:
             self._by_digest[key.digest] = key
 
     def _drop(self, key_id: str) -> None:
-        key = self._keys.pop(key_id, None)
+        key = self._keys.pop(key_id)
         if key is not None and self._by_digest.get(key.digest) is key:
-            del self._by_digest[key.digest]
+            self._by_digest.pop(key.digest)
+
+    def drop_expired(self, slice_number: int, before: float) -> None:
+        """Forget the keys of one of NUM_SLICES slices that have expired before that time (seconds since 1970). An
+        identity without a key stays: its entry says that it may not be used any more."""
+        for key in self._keys.values_of(slice_number):
+            if key.digest and 0.0 < key.expires_at < before:
+                self._drop(key.id)
+
+    def drop_some(self, slice_number: int, max_entries: int) -> bool:
+        """Free a part of a table that is not in use any more. Returns whether that slice has more."""
+        kinds = (self._by_digest, self._keys, self._tenants, self._organisations)
+        return sum(entries.drop_some(slice_number, max_entries) for entries in kinds) > 0
+
+    def _key(self, entry: pb.KeyEntry) -> Key:
+        """Most keys differ in their id and digest only. What else they have is one object for many: it would be more
+        than half of the memory of the table."""
+        tenant = entry.tenant
+        known = self._tenants.get(tenant)
+        return Key(
+            entry.id,
+            entry.digest,
+            tenant if known is None else known.id,
+            self._shared(entry.scopes),
+            self._shared(entry.models),
+            entry.expires_at or NEVER,
+            _limits(entry.limits) if entry.HasField("limits") else NO_LIMITS,
+            entry.user,
+        )
 
     def _shared(self, names: Iterable[str]) -> tuple[str, ...]:
         found = tuple(names)
-        return self._models.setdefault(found, found)
+        return self._names.setdefault(found, found)
 
 
 def _limits(limits: pb.Limits) -> Limits:
     found = limits_from_proto(limits)
     return NO_LIMITS if found == NO_LIMITS else found
-
-
-def _key(entry: pb.KeyEntry, models: tuple[str, ...], scopes: tuple[str, ...]) -> Key:
-    return Key(
-        entry.id,
-        entry.digest,
-        entry.tenant,
-        entry.name,
-        scopes,
-        models,
-        entry.expires_at,
-        _limits(entry.limits) if entry.HasField("limits") else NO_LIMITS,
-        entry.user,
-    )
-
-
-def organisation_to_proto(organisation: Organisation) -> pb.OrganisationEntry:
-    return pb.OrganisationEntry(
-        id=organisation.id, limits=limits_to_proto(organisation.limits), disabled=organisation.disabled
-    )
-
-
-def tenant_to_proto(tenant: Tenant) -> pb.TenantEntry:
-    return pb.TenantEntry(
-        id=tenant.id,
-        limits=limits_to_proto(tenant.limits),
-        cache_scope=tenant.cache_scope,
-        models=tenant.models,
-        disabled=tenant.disabled,
-    )
-
-
-def key_to_proto(key: Key) -> pb.KeyEntry:
-    return pb.KeyEntry(
-        id=key.id,
-        digest=key.digest,
-        tenant=key.tenant,
-        name=key.name,
-        scopes=key.scopes,
-        models=key.models,
-        expires_at=key.expires_at,
-        limits=limits_to_proto(key.limits),
-        user=key.user,
-    )
 
 
 def price_from_proto(price: pb.Price) -> Price:
@@ -212,7 +202,3 @@ def price_from_proto(price: pb.Price) -> Price:
         price.batch_percent if price.HasField("batch_percent") else 100,
         price.result_cache_percent,
     )
-
-
-def price_to_proto(price: Price) -> pb.Price:
-    return pb.Price(**{field: getattr(price, field) for field in Price.__struct_fields__})

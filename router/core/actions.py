@@ -12,7 +12,7 @@ from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
-from router.core.lease_messages import LeaseWant
+from router.core.lease_messages import LeaseWant, LimitCount
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.request_end import NO_MOVES, End, Moves, end_of
 from router.core.request_usage import RequestUsage
@@ -142,9 +142,7 @@ class LeasesWanted(msgspec.Struct, frozen=True):
 
 
 class LimitsCounted(msgspec.Struct, frozen=True):
-    """What limits did: (a field of Limits or "all", an outcome)."""
-
-    counts: Sequence[tuple[str, str]]
+    counts: Sequence[LimitCount]
 
 
 class CompletedChoice(msgspec.Struct, frozen=True):

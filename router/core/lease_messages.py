@@ -1,5 +1,5 @@
 """What the core asks of the owners of shared limits, and what they answer. Redis has the rates and the slots, `control`
-has the budgets."""
+has the budgets. And what limits did to requests."""
 
 from __future__ import annotations
 
@@ -53,3 +53,14 @@ class LeaseGrant(msgspec.Struct, frozen=True):
     """Of a budget, as its owner knows it; 0: there is none any more."""
     asked_at: float = 0.0
     """From the want."""
+
+
+class LimitCount(NamedTuple):
+    """What a limit did to a request, or would have done if it were not in shadow mode."""
+
+    kind: str
+    """A field of Limits, or "all"."""
+    outcome: str
+    """"held", "refused", "capped", "would_refuse" or "would_cap"."""
+    account: str = ""
+    """Whose limit it is; "" for "all"."""

@@ -7,7 +7,7 @@ all of that was the same at its end as when its request arrived (router/answer_k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -29,11 +29,11 @@ class SharedResults(Protocol):
         """Whether a look-up makes sense now."""
         ...
 
-    def look_up(self, key: bytes, tenant: str, on_found: Callable[[bytes | None], None]) -> None:
+    def look_up(self, key: bytes, scope: str, on_found: Callable[[bytes | None], None]) -> None:
         """Calls `on_found` within a short time, with the answer or None."""
         ...
 
-    def store(self, key: bytes, answer: bytes, tenant: str, seconds: float) -> None: ...
+    def store(self, key: bytes, answer: bytes, scope: str, seconds: float) -> None: ...
 
 
 PiecesOf = Callable[[Request, StoredChoice], Sequence[str] | None]
@@ -55,7 +55,7 @@ class ResultCache:
         self._config = config
         self._secret = secret
         self._pieces_of = pieces_of
-        self._scope_of = scope_of
+        self.scope_of = scope_of
         self._key_of = key_of
         self.num_clearings = 0
         self.memory = ResultMemory(config.max_bytes, config.max_entries)
@@ -65,7 +65,7 @@ class ResultCache:
         self.num_misses = 0
 
     def key(self, request: Request, fingerprint: ModelFingerprint, policy_revision: str) -> bytes:
-        return self._key_of(self._secret, self._scope_of(request), fingerprint, policy_revision, request)
+        return self._key_of(self._secret, self.scope_of(request), fingerprint, policy_revision, request)
 
     def find(self, key: bytes, request: Request, now: float) -> Sequence[CachedChoice]:
         """The answer as the core sends it; empty if there is none. `now` in seconds, as everywhere here."""
@@ -81,9 +81,9 @@ class ResultCache:
         """Whether this router itself has an answer."""
         return self.memory.get(key, now) is not None
 
-    def take(self, key: bytes, answer: bytes, tenant: str, now: float) -> None:
+    def take(self, key: bytes, answer: bytes, scope: str, now: float) -> None:
         """Keep what another router has shared; it may become twice as old as the others."""
-        self.memory.put(key, answer, tenant, now + self._config.ttl_seconds)
+        self.memory.put(key, answer, scope, now + self._config.ttl_seconds)
 
     def keep(self, key: bytes, completed: AnswerCompleted, now: float) -> None:
         """Keep a complete answer, if the same request may get it again."""
@@ -92,16 +92,16 @@ class ResultCache:
             return
         if num_tokens > self._config.max_answer_tokens:
             return
-        answer, tenant = encode_answer(completed.choices), completed.request.tenant
-        self.memory.put(key, answer, tenant, now + self._config.ttl_seconds)
+        answer, scope = encode_answer(completed.choices), self.scope_of(completed.request)
+        self.memory.put(key, answer, scope, now + self._config.ttl_seconds)
         if self.shared is not None:
-            self.shared.store(key, answer, tenant, self._config.ttl_seconds)
+            self.shared.store(key, answer, scope, self._config.ttl_seconds)
 
-    def clear(self, tenant: str | None) -> int:
-        """Forget the answers of one tenant, or all (None), and those that are being generated. Returns how many this
+    def clear(self, scopes: Collection[str] | None) -> int:
+        """Forget the answers of some scopes, or all (None), and those that are being generated. Returns how many this
         router had."""
         self.num_clearings += 1
-        return self.memory.clear(tenant)
+        return self.memory.clear(scopes)
 
     def _cached(self, encoded: bytes, request: Request) -> Sequence[CachedChoice]:
         try:

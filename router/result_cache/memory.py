@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 ENTRY_BYTES: Final = 400
@@ -11,7 +12,8 @@ ENTRY_BYTES: Final = 400
 
 class Entry(NamedTuple):
     answer: bytes
-    tenant: str
+    scope: str
+    """Who may get it: see ResultCache.scope_of."""
     expires_at: float
 
 
@@ -39,7 +41,7 @@ class ResultMemory:
         self._entries.move_to_end(key)
         return entry.answer
 
-    def put(self, key: bytes, answer: bytes, tenant: str, expires_at: float) -> None:
+    def put(self, key: bytes, answer: bytes, scope: str, expires_at: float) -> None:
         """An answer larger than everything that may be kept is not."""
         size = _size(answer)
         if size > self._max_bytes:
@@ -48,7 +50,7 @@ class ResultMemory:
         while self._entries and (self.num_bytes + size > self._max_bytes or len(self) >= self._max_entries):
             self.drop(next(iter(self._entries)))
             self.num_evicted += 1
-        self._entries[key] = Entry(answer, tenant, expires_at)
+        self._entries[key] = Entry(answer, scope, expires_at)
         self.num_bytes += size
 
     def drop(self, key: bytes) -> None:
@@ -56,9 +58,9 @@ class ResultMemory:
         if entry is not None:
             self.num_bytes -= _size(entry.answer)
 
-    def clear(self, tenant: str | None) -> int:
-        """Forget the answers of one tenant, or of all (None). Returns how many there were."""
-        keys = [key for key, entry in self._entries.items() if tenant is None or entry.tenant == tenant]
+    def clear(self, scopes: Collection[str] | None) -> int:
+        """Forget the answers of some scopes, or of all (None). Returns how many there were."""
+        keys = [key for key, entry in self._entries.items() if scopes is None or entry.scope in scopes]
         for key in keys:
             self.drop(key)
         return len(keys)

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import redis.backoff
@@ -51,15 +51,15 @@ class SharedResultCache:
         """Whether a look-up makes sense now."""
         return len(self._lookups) < MAX_LOOKUPS and time.monotonic() >= self._paused_until
 
-    def look_up(self, key: bytes, tenant: str, on_found: Callable[[bytes | None], None]) -> None:
+    def look_up(self, key: bytes, scope: str, on_found: Callable[[bytes | None], None]) -> None:
         """Calls `on_found` with the answer, or None, within the time limit. It must not raise."""
-        task = asyncio.create_task(self._look_up(self._name(key, tenant), on_found), name="result cache look-up")
+        task = asyncio.create_task(self._look_up(self._name(key, scope), on_found), name="result cache look-up")
         self._lookups.add(task)
         task.add_done_callback(self._lookups.discard)
 
-    def store(self, key: bytes, answer: bytes, tenant: str, seconds: float) -> None:
+    def store(self, key: bytes, answer: bytes, scope: str, seconds: float) -> None:
         if len(self._writes) < MAX_WAITING_WRITES:
-            self._writes[self._name(key, tenant)] = answer, seconds
+            self._writes[self._name(key, scope)] = answer, seconds
             self._has_writes.set()
 
     async def watch(self) -> None:
@@ -77,12 +77,12 @@ class SharedResultCache:
                 self._pause(error)
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def clear(self, tenant: str | None) -> None:
-        """Forget the answers of one tenant, or all. Raises RedisError, OSError."""
+    async def clear(self, scopes: Collection[str] | None) -> None:
+        """Forget the answers of some scopes, or all. Raises RedisError, OSError."""
         self._writes.clear()
-        pattern = f"{self._prefix}:*" if tenant is None else f"{self._prefix}:{_tag(tenant)}:*"
-        async for name in self._redis.scan_iter(match=pattern, count=_SCAN_COUNT):
-            await self._redis.unlink(name)
+        for tag in ("*",) if scopes is None else map(_tag, scopes):
+            async for name in self._redis.scan_iter(match=f"{self._prefix}:{tag}:*", count=_SCAN_COUNT):
+                await self._redis.unlink(name)
 
     async def close(self) -> None:
         for task in self._lookups:
@@ -107,10 +107,10 @@ class SharedResultCache:
         self._paused_until = time.monotonic() + PAUSE_SECONDS
         log.info("the shared result cache is not used for a while", cause=repr(error)[:200])
 
-    def _name(self, key: bytes, tenant: str) -> str:
-        return f"{self._prefix}:{_tag(tenant)}:{key.hex()}"
+    def _name(self, key: bytes, scope: str) -> str:
+        return f"{self._prefix}:{_tag(scope)}:{key.hex()}"
 
 
-def _tag(tenant: str) -> str:
-    """Tells tenants apart in Redis' keys, without their names."""
-    return hashlib.sha256(tenant.encode()).hexdigest()[:16]
+def _tag(scope: str) -> str:
+    """Tells scopes apart in Redis' keys, without their names."""
+    return hashlib.sha256(scope.encode(errors="surrogateescape")).hexdigest()[:16]

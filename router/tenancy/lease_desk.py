@@ -17,6 +17,7 @@ from router.core.events import LeasesGranted
 from router.core.tenancy.limiter import Limiter
 from router.tenancy.budget_leases import BudgetLeases
 from router.tenancy.rate_leases import RateLeases
+from router.tenancy.shadow_log import SHADOW_OUTCOMES, ShadowLog
 
 
 def epoch_clock() -> Callable[[float], float]:
@@ -46,10 +47,12 @@ class LeaseDesk:
         self._budgets = BudgetLeases(producer, control_candidates, trust, on_answer)
         self._counter = Counter(
             "kvloom_router_limit_decisions",
-            "What limits of keys, tenants and organisations did to requests, by the limit. Unit: decisions.",
+            "What limits did to requests, by the limit: held, refused, capped, or in shadow mode would_refuse, "
+            "would_cap. Unit: decisions.",
             ("kind", "outcome"),
             registry=registry,
         )
+        self._shadow_log = ShadowLog()
         registry.register(_Gauges(limiter, self._rates, self._budgets))
 
     async def run(self) -> None:
@@ -67,8 +70,10 @@ class LeaseDesk:
             self._rates.ask(rates)
 
     def limits_counted(self, action: LimitsCounted) -> None:
-        for kind, outcome in action.counts:
-            self._counter.labels(kind, outcome).inc()
+        for count in action.counts:
+            self._counter.labels(count.kind, count.outcome).inc()
+            if count.outcome in SHADOW_OUTCOMES:
+                self._shadow_log.note(count)
 
 
 class _Gauges(Collector):

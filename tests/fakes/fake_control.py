@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvloom.tenancy.table import Key, Organisation, Tenant, key_to_proto, organisation_to_proto, tenant_to_proto
+from kvloom.tenancy.table import Key, Organisation, Tenant
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import (
@@ -17,6 +17,7 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesRequest,
     ReportKeyUsesResponse,
 )
+from tests.fakes.tenant_entries import key_to_proto, organisation_to_proto, tenant_to_proto
 
 
 def digest_of(key: str) -> bytes:

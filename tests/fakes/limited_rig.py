@@ -8,7 +8,7 @@ from typing import Any
 from kvloom.errors import reason_name
 from kvloom.tenancy.limits import Limits, limits_to_proto
 from kvloom.tenancy.prices import Price
-from kvloom.tenancy.table import TenantTable, price_to_proto
+from kvloom.tenancy.table import TenantTable
 from kvloom.v1 import control_service_pb2 as pb
 from router.core.actions import Action, LeasesWanted, RequestEnded, SendStep, SubmitAttempt
 from router.core.events import LeasesGranted
@@ -17,6 +17,7 @@ from router.core.lease_messages import LeaseWant
 from router.core.tenancy.limiter import Limiter
 from tests.fakes.core_rig import CoreRig
 from tools.dst.tenancy.lease_owners import BudgetOwner, RateOwner
+from tools.dst.tenancy.sim_limits import price_to_proto
 
 NOON = 1_764_072_000.0
 """2025-11-25 12:00 UTC."""

@@ -25,8 +25,15 @@ from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
-from router.core.actions import LimitsCounted, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
+from router.core.actions import (
+    LimitsCounted,
+    RequestEnded,
+    RequestsMoved,
+    SequencesPreempted,
+    ShardHealthChanged,
+)
 from router.core.fleet.shard_health import HealthState
+from router.core.lease_messages import LimitCount
 from router.core.request_end import Moves
 from router.core.tenancy.limiter import Limiter
 from router.metering.metrics import MeteringMetrics
@@ -142,7 +149,7 @@ def _limits(registry: CollectorRegistry) -> None:
     config.redis.url = "redis://127.0.0.1:1"
     limiter = Limiter(TenantTable, lambda now: now)
     desk = LeaseDesk(config, limiter, "router-0/1", list, NO_SECRET, lambda _: None, registry)
-    desk.limits_counted(LimitsCounted([("requests_per_minute", "refused")]))
+    desk.limits_counted(LimitsCounted([LimitCount("requests_per_minute", "refused")]))
 
 
 def _shard() -> CollectorRegistry:

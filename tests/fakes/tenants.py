@@ -10,17 +10,10 @@ from typing import Any
 from kvloom.access.identities import Identities
 from kvloom.callers import Callers
 from kvloom.config import ControlConfig, KvloomConfig, TlsConfig
-from kvloom.tenancy.table import (
-    Key,
-    Organisation,
-    Tenant,
-    TenantTable,
-    key_to_proto,
-    organisation_to_proto,
-    tenant_to_proto,
-)
+from kvloom.tenancy.table import Key, Organisation, Tenant, TenantTable
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.control_service_pb2 import FollowResponse
+from tests.fakes.tenant_entries import key_to_proto, organisation_to_proto, tenant_to_proto
 
 Entry = Organisation | Tenant | Key
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -12,13 +13,13 @@ import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
 from control.database.database import make_engine
-from control.database.schema import table_state
+from control.database.schema import keys, table_state
 from control.database.url import with_driver
 from control.directory import transaction
 from kvloom.enums import ErrorReason
-from kvloom.tenancy.table import TenantTable
+from kvloom.tenancy.table import EXPIRED_SECONDS, TenantTable
 from kvloom.transport.grpc_errors import error_from_peer
-from kvloom.v1.control_service_pb2 import FollowRequest
+from kvloom.v1.control_service_pb2 import FollowRequest, LeaseBudgetsRequest, LeaseBudgetsResponse
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 
 
@@ -58,6 +59,19 @@ async def test_a_follower_that_comes_back_gets_only_what_it_has_missed(world: Co
     assert not response.keys
 
 
+async def test_what_has_long_expired_leaves_the_table_and_stays_in_the_database(world: ControlWorld) -> None:
+    """Short-lived keys would fill the memory of every process. The entry of an identity stays: it is what ends it."""
+    made = await world.ask("CreateKey", key=Pb.ApiKey(project="acme/search"), create_project=True)
+    await world.ask("CreateKey", key=Pb.ApiKey(project="acme/search", id="oidc:login:ada"))
+    for seconds, is_kept in ((EXPIRED_SECONDS / 2, True), (2 * EXPIRED_SECONDS, False)):
+        async with world.database.writing() as connection:
+            await connection.execute(sa.update(keys).values(expires_at=time.time() - seconds))
+        table = await world.table()
+        assert (table.key(made.key.id) is not None) == is_kept
+        assert table.key("oidc:login:ada") is not None
+    assert len((await world.ask("ListKeys")).keys) == 2
+
+
 @pytest.mark.parametrize("has", ["another database's table", "a version of the future", "a forgotten version"])
 async def test_a_follower_whose_version_says_nothing_gets_everything(world: ControlWorld, has: str) -> None:
     """A database that was restored from a backup has other versions than those that followers have seen."""
@@ -89,6 +103,20 @@ async def test_a_change_of_very_many_entries_becomes_a_snapshot(
     call = world.control.Follow(FollowRequest(table_id=table.table_id, version=table.version))
     assert (await call.read()).begins_snapshot
     call.cancel()
+
+
+async def test_routers_that_lease_budgets_do_not_hold_up_a_stop(world: ControlWorld) -> None:
+    """Their streams are open for as long as they run: a restart would always take all of its patience."""
+    call = world.control.LeaseBudgets()
+    await call.write(LeaseBudgetsRequest(producer="r0/1"))
+    assert isinstance(await call.read(), LeaseBudgetsResponse)
+    world.versions.close()
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        async with asyncio.timeout(20.0):
+            await call.read()
+    error = error_from_peer(info.value)
+    assert error is not None
+    assert error.reason == ErrorReason.DRAINING
 
 
 async def test_streams_end_with_a_reason_when_the_service_stops(world: ControlWorld) -> None:

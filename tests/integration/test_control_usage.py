@@ -194,6 +194,21 @@ async def test_an_account_without_a_budget_gets_what_it_wants(database_url: str)
             assert not (await connection.execute(sa.select(budget_leases))).all()
 
 
+async def test_a_budget_in_shadow_mode_is_leased_as_if_it_were_hard(database_url: str) -> None:
+    """A router that is granted all it wants never finds out what the budget would refuse. What is spent beyond it is
+    nobody's lease, and no notice is sent: the limit does not hold yet."""
+    async with usage_database(database_url, monthly_budget_nanos=100, shadow=True) as database:
+        assert await change(database, "r0/1", wanted=90) == BudgetGrant(
+            budget=MONTH, granted=90, remaining=10, limit=100
+        )
+        charge = Charge(TENANT, BUDGET_UNIT_NANOS, "2025-11", own=90, total=500)
+        await store(database, [entry(usage_record(1, "a", charges=(charge,)))], [50, 100], now=NOON)
+        assert await change(database, "r1/1", wanted=1) == BudgetGrant(budget=MONTH, granted=0, remaining=0, limit=100)
+        async with database.reading() as connection:
+            assert not (await connection.execute(sa.select(budget_leases))).all()
+            assert not (await connection.execute(sa.select(budget_alerts))).all()
+
+
 async def test_each_threshold_is_noted_once_a_period(database_url: str) -> None:
     """Nobody reads the tenth notice about the same budget."""
     async with usage_database(database_url, monthly_budget_nanos=100) as database:

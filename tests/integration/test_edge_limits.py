@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import datetime
+import time
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,16 @@ HEADERS = {
     "x-ratelimit-remaining-tokens": "39000",
     "x-ratelimit-reset-tokens": "1.5s",
 }
+ANTHROPIC_HEADERS = {
+    "anthropic-ratelimit-requests-limit": "60",
+    "anthropic-ratelimit-requests-remaining": "41",
+    **{
+        f"anthropic-ratelimit-{unit}-{what}": value
+        for unit in ("tokens", "input-tokens", "output-tokens")
+        for what, value in (("limit", "40000"), ("remaining", "39000"))
+    },
+}
+RESETS = {"requests": 19.0, "tokens": 1.5, "input-tokens": 1.5, "output-tokens": 1.5}
 BUDGET = "tenant:acme/search monthly_budget_nanos"
 
 
@@ -57,7 +69,6 @@ def cut_answer(request: FakeRequest) -> None:
         ("/v1/chat/completions", chat_body()),
         ("/v1/completions", {"model": "tiny", "prompt": "the fox"}),
         ("/v1/responses", {"model": "tiny", "input": "the fox"}),
-        ("/v1/messages", chat_body(max_tokens=5)),
     ],
 )
 async def test_every_answer_tells_of_the_limits(
@@ -68,14 +79,52 @@ async def test_every_answer_tells_of_the_limits(
     async with world.http.post(world.url + path, json={**body, "stream": stream}) as response:
         assert response.status == 200
         await response.read()
-        assert {name: response.headers.get(name) for name in HEADERS} == HEADERS
+        assert limit_headers(response.headers) == HEADERS
+
+
+def limit_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items() if "ratelimit" in name.lower()}
+
+
+def check_anthropic_headers(headers: Mapping[str, str], began_at: float) -> None:
+    """Anthropic's names, and times where OpenAI has durations."""
+    found = limit_headers(headers)
+    for unit, seconds in RESETS.items():
+        reset = found.pop(f"anthropic-ratelimit-{unit}-reset")
+        at = datetime.datetime.strptime(reset, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=datetime.UTC).timestamp()
+        assert began_at + seconds <= at <= time.time() + seconds + 1.0
+    assert found == ANTHROPIC_HEADERS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_tell_of_the_limits_as_anthropic_does(world: EdgeWorld, stream: bool) -> None:
+    """Its clients read no other headers."""
+    world.link.script, began_at = limited_answer, time.time()
+    body = chat_body(max_tokens=5, stream=stream)
+    async with world.http.post(f"{world.url}/v1/messages", json=body) as response:
+        assert response.status == 200
+        await response.read()
+        check_anthropic_headers(response.headers, began_at)
+
+
+async def test_a_refused_message_is_a_rate_limit_error_of_the_official_client(world: EdgeWorld) -> None:
+    """It waits as long as Retry-After says, and its user finds the limits in the response."""
+    world.link.script, began_at = refuse(ErrorReason.ERROR_REASON_RATE_LIMITED, 1.25), time.time()
+    async with anthropic.AsyncAnthropic(base_url=world.url, api_key=SEARCH_KEY, max_retries=0) as client:
+        with pytest.raises(anthropic.RateLimitError) as caught:
+            await client.messages.create(model="tiny", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["error"]["type"] == "rate_limit_error"
+    headers = caught.value.response.headers
+    assert headers["retry-after"] == "2"
+    check_anthropic_headers(headers, began_at)
 
 
 async def test_a_caller_without_limits_gets_no_headers_of_them(world: EdgeWorld) -> None:
     """A header without a limit would be a lie."""
     world.link.script = cut_answer
     async with world.http.post(f"{world.url}/v1/chat/completions", json=chat_body()) as response:
-        assert not [name for name in response.headers if name.lower().startswith("x-ratelimit")]
+        assert not limit_headers(response.headers)
 
 
 async def test_an_answer_that_a_budget_cuts_short_says_so(world: EdgeWorld) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,12 +25,19 @@ from edge_http.openai.response_objects import (
 from edge_http.server.api_docs import document_bytes
 from edge_http.server.http_router import OPEN_ROUTES, ROUTES
 from edge_http.server.operations import OPERATIONS
+from edge_http.tenant_usage import TenantUsage
 from kvloom.access.api_keys import ApiKeys
 from kvloom.callers import Callers
-from kvloom.config import EdgeConfig
+from kvloom.config import EdgeConfig, RouteConfig
+from kvloom.errors import KvloomError
+from kvloom.models.model_routes import ModelRoutes
 from kvloom.parsers.spec import ParserSpec
+from kvloom.tenancy.limits_state import LimitsState, RateState, limits_state_from_proto, limits_state_to_proto
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.edge_world import chat_body, edge_world
-from tests.fakes.fake_router_link import FakeRequest, answer
+from tests.fakes.fake_control import ACME, SEARCH, SEARCH_KEY, key_of
+from tests.fakes.fake_router_link import ERROR, LENGTH, FakeRequest, answer
+from tests.fakes.tenants import callers_of
 
 DOCUMENT = json.loads(document_bytes(needs_key=False, has_tenants=True))
 FUNCTION = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -151,6 +160,72 @@ async def test_other_answers_are_as_described() -> None:
             msgspec.convert(answered, kind)
         async with world.http.get(f"{world.url}/v1/models") as response:
             msgspec.json.decode(await response.read(), type=ModelList)
+
+
+OF_HTTP = {"content-type", "content-length", "date", "connection", "transfer-encoding", "cache-control"} | {
+    "x-accel-buffering",
+    "vary",
+}
+TRIES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (path, {**body, "stream": stream})
+        for path, body in (
+            ("/v1/chat/completions", chat_body()),
+            ("/v1/chat/completions", chat_body(model="either")),
+            ("/v1/completions", {"model": "tiny", "prompt": "the fox"}),
+            ("/v1/responses", {"model": "tiny", "input": "the fox"}),
+            ("/v1/messages", chat_body(max_tokens=5)),
+        )
+        for stream in (False, True)
+    ),
+    ("/v1/embeddings", {"model": "tiny", "input": "the fox"}),
+    ("/v1/rerank", {"model": "tiny", "query": "a", "documents": ["b"]}),
+    ("/v1/score", {"model": "tiny", "text_1": "a", "text_2": "b"}),
+    ("/v1/messages/count_tokens", chat_body()),
+]
+
+
+@pytest.mark.parametrize("outcome", ["answered", "refused"])
+async def test_every_header_of_a_response_is_described(tmp_path: Path, outcome: str) -> None:
+    """Clients are generated from the document; those of tenants must learn of their limits and costs from it."""
+    limits = limits_state_to_proto(LimitsState(RateState(60, 41, 19.0), RateState(400, 300, 1.5)))
+
+    def play(request: FakeRequest) -> None:
+        if outcome == "refused":
+            error = KvloomError(
+                ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED, "No.", limit="key:k", limits=limits_state_from_proto(limits)
+            )
+            request.finish(ERROR, error=error)
+            return
+        request.start(limits=limits)
+        request.tokens("Hi")
+        request.finish(LENGTH, limited_by="key:k max_output_tokens")
+
+    callers = callers_of(tmp_path, [ACME, SEARCH, key_of(SEARCH_KEY, "acme/search")])
+    routes = ModelRoutes([RouteConfig(name="either", targets=["tiny"])])
+    seen: set[str] = set()
+    async with edge_world(callers=callers, routes=routes) as world:
+        world.link.script, world.edge.has_result_cache = play, True
+        assert callers.identities is not None
+        world.edge.usage = TenantUsage(callers.identities)
+        world.edge.usage._known["acme/search", key_of(SEARCH_KEY, "acme/search").id] = time.monotonic(), 10**9
+        headers = {"Authorization": f"Bearer {SEARCH_KEY}", "x-kvloom-explain": "1"}
+        for path, body in TRIES:
+            headers["Idempotency-Key"] = f"{path.replace('/', '.')}-{body['model']}-{body.get('stream')}"
+            for _ in range(2):  # the second one is answered from the kept answer
+                async with world.http.post(world.url + path, json=body, headers=headers) as response:
+                    await response.read()
+                responses = DOCUMENT["paths"][path]["post"]["responses"]
+                described = responses.get(str(response.status), responses["default"])["headers"]
+                sent = {name.lower() for name in response.headers} - OF_HTTP
+                assert sent <= {name.lower() for name in described}, (path, response.status)
+                seen |= sent
+    if outcome == "answered":
+        assert {"x-kvloom-cost", "x-kvloom-budget-remaining", "x-kvloom-limited-by", "x-kvloom-route"} <= seen
+        assert {"x-kvloom-cache", "idempotent-replayed"} <= seen
+    else:
+        assert "x-should-retry" in seen
+    assert {"x-ratelimit-limit-requests", "anthropic-ratelimit-input-tokens-reset"} <= seen
 
 
 async def test_served_without_a_key_and_without_other_hosts() -> None:

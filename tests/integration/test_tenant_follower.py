@@ -75,6 +75,18 @@ async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_p
     assert versions == [4, 5]
 
 
+async def test_a_table_that_was_replaced_is_freed_in_parts(control: FakeControl, tmp_path: Path) -> None:
+    """Freed at once, one with a million keys holds up the event loop for a sixth of a second."""
+    follower = follower_of(tmp_path, config_of(control))
+    async with following(follower):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        replaced = follower.tenants.table
+        control.table_id = "another"
+        control.put(key_of("kvl-new", "acme/search"))
+        await eventually(lambda: replaced.num_keys == 0, "that the old table is freed")
+        assert follower.tenants.of_credential(SEARCH_KEY).tenant == "acme/search"
+
+
 async def test_changes_larger_than_the_table_are_replaced_by_a_snapshot(
     control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

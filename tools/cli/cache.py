@@ -28,7 +28,7 @@ def cache() -> None:
 
 
 @cache.command()
-@option("--tenant", scope="cache", metavar="ORGANISATION/PROJECT", help="Only the answers of this tenant.")
+@option("--tenant", scope="cache", metavar="ORGANISATION/PROJECT", help="Only the answers that this tenant can get.")
 @data_dir_option
 @config_option
 def clear(tenant: str | None, data_dir: Path | None, config_file: Path | None) -> None:

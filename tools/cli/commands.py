@@ -57,6 +57,7 @@ def main() -> None:
         "index": "tools.bench.prefix_index:bench_index",
         "conversations": "tools.bench.conversations_command:bench_conversations",
         "data-plane": "tools.bench.data_plane.command:bench_data_plane",
+        "directory": "tools.bench.directory:bench_directory",
         "memory": "tools.bench.memory:bench_memory",
         "overload": "tools.bench.overload:bench_overload",
         "tenant-timing": "tools.bench.tenant_timing:bench_tenant_timing",

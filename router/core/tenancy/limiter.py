@@ -14,7 +14,7 @@ from kvloom.errors import KvloomError
 from kvloom.tenancy.limits_state import LimitsState, RateState
 from kvloom.tenancy.table import TenantTable
 from router.core.events import SHADOW_TIER, LeasesGranted, Request, Tier
-from router.core.lease_messages import LeaseKind, LeaseWant
+from router.core.lease_messages import LeaseKind, LeaseName, LeaseWant, LimitCount
 from router.core.tenancy.accounts import Account, AccountBook, Lease
 from router.core.tenancy.answer_cost import money_cost, token_cost
 from router.core.tenancy.expected_output import ExpectedOutput
@@ -35,6 +35,9 @@ HOLD_SECONDS: Final = 1.0
 SWEEP_SECONDS: Final = 0.5
 """How often unused leases are given back, and those in use are renewed."""
 EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()
+MAX_UNDECIDED: Final = 10_000
+"""Requests for which one budget in shadow mode is being asked for. Of further ones nothing is reserved or counted."""
+_PROMPT_LIMIT: Final = "max_prompt_tokens"
 _OUTPUT_LIMIT: Final = "max_output_tokens"
 
 
@@ -50,7 +53,10 @@ class Limiter:
         self._touched: dict[int, Lease] = {}
         """Leases that may have to be asked for after this event."""
         self._sweep_at = math.inf
-        self._counts: list[tuple[str, str]] = []
+        self._counts: list[LimitCount] = []
+        self._undecided: dict[LeaseName, list[tuple[RequestCharge, BudgetNeed, int]]] = {}
+        """Requests that were admitted before it was known what a budget in shadow mode has for them, with the output
+        tokens that they may have. They are decided when `control` has answered, even if they have ended."""
         self._num_routers = 1
         self._day = (-1, "")
         """The last day that was asked for: its number since 1970, and its name."""
@@ -71,7 +77,7 @@ class Limiter:
         for account in accounts:
             limit = account.limits.max_prompt_tokens
             if limit and num_prompt_tokens > limit and not charge.is_continued:
-                self._count("max_prompt_tokens", "would_refuse" if account.limits.shadow else "refused")
+                self._count(_PROMPT_LIMIT, "would_refuse" if account.limits.shadow else "refused", account.name)
                 if not account.limits.shadow:
                     return prompt_too_long(account.name, limit, num_prompt_tokens)
         self._limit_output(charge, window)
@@ -102,8 +108,10 @@ class Limiter:
                 refusal = rate_limited(need.lease.name, need.lease.limit, verdict.retry_after_seconds)
         num_tokens, scarce, is_unknown = charge.most_tokens, None, False
         for need in charge.budgets:
+            if need.limits.shadow:
+                continue
             verdict = need.lease.verdict(need.cost.units(charge.most_tokens), now)
-            if verdict.is_ready or need.limits.shadow:
+            if verdict.is_ready:
                 continue
             if verdict.is_wanted and not is_last_try:
                 must_wait = True
@@ -179,11 +187,13 @@ class Limiter:
             lease = self._lease(grant.name.account, grant.name)
             if lease is not None:
                 lease.on_grant(grant, now)
+                self._decide_waiting(grant.name, now)
                 self._touch(lease)
         for name in event.failed:
             lease = self._lease(name.account, name)
             if lease is not None:
                 lease.on_failure(self._num_routers, now)
+                self._decide_waiting(name, now)
 
     def take_wants(self, now: float) -> list[LeaseWant]:
         """What is to be asked of the owners of limits after this event."""
@@ -194,8 +204,8 @@ class Limiter:
         touched, self._touched = self._touched, {}
         return [want for lease in touched.values() if (want := lease.want(now)) is not None]
 
-    def take_counts(self) -> list[tuple[str, str]]:
-        """What limits did since the last call: a field of Limits, or "all", and an outcome."""
+    def take_counts(self) -> list[LimitCount]:
+        """What limits did since the last call."""
         counts, self._counts = self._counts, []
         return counts
 
@@ -239,6 +249,9 @@ class Limiter:
                 waiting[id(lease)] = waiting.get(id(lease), 0) + units
             for need, units in (*charge.taken, *charge.reserved):
                 in_use[id(need.lease)] = in_use.get(id(need.lease), 0) + units
+        for undecided in self._undecided.values():
+            for _, need, num_tokens in undecided:
+                waiting[id(need.lease)] = waiting.get(id(need.lease), 0) + need.cost.units(num_tokens)
         for account in self._book:
             for lease in account.leases:
                 assert lease.waiting == waiting.get(id(lease), 0)
@@ -261,7 +274,7 @@ class Limiter:
             if not limit or limit >= per_choice:
                 continue
             if account.limits.shadow:
-                self._count(_OUTPUT_LIMIT, "would_cap")
+                self._count(_OUTPUT_LIMIT, "would_cap", account.name)
                 continue
             per_choice = charge.max_tokens = limit
             charge.capped_by = f"{account.name} {_OUTPUT_LIMIT}"
@@ -280,7 +293,7 @@ class Limiter:
         if account.tokens is not None and limits.tokens_per_minute:
             num_prompt = 0 if is_continued else num_prompt_tokens
             if num_prompt > limits.tokens_per_minute and not is_forced:
-                self._count(LeaseKind.TOKENS.value, "refused")
+                self._count(LeaseKind.TOKENS.value, "refused", account.name)
                 return never_admitted(account.tokens.name, limits.tokens_per_minute, num_prompt)
             expected = self._expected.tokens(request.key_id, request.model) * len(request.choices)
             num_output = min(expected, charge.most_tokens - charge.num_resumed_tokens)
@@ -323,8 +336,8 @@ class Limiter:
         for account in charge.accounts:
             account.num_charges += 1
         for need in charge.rates:
-            if need.limits.shadow and self._is_short(need, now):
-                self._count(need.kind.value, "would_refuse")
+            if need.limits.shadow and need.lease.is_short(need.units, now):
+                self._count(need.kind.value, "would_refuse", need.lease.name.account)
             elif need.units:
                 charge.taken.append((need, need.lease.take(need.units)))
                 if need.lease.is_low:
@@ -333,16 +346,44 @@ class Limiter:
             num_tokens = self._cap(charge, max(num_tokens, 0), scarce)
         for need in charge.budgets:
             units = need.cost.units(num_tokens)
-            if need.lease.free >= units:
-                charge.reserved.append((need, need.lease.take(units, now)))
-                if need.lease.is_low:
-                    self._touch(need.lease)
-            elif need.limits.shadow and not need.lease.verdict(units, now).is_wanted:
-                self._count(need.kind.value, "would_refuse")
+            if need.limits.shadow:
+                self._try_budget(charge, need, num_tokens, now)
+            elif need.lease.free >= units:
+                self._reserve(charge, need, units, now)
 
-    def _is_short(self, need: RateNeed, now: float) -> bool:
-        verdict = need.lease.verdict(need.units, now)
-        return not (verdict.is_ready or verdict.is_wanted)
+    def _reserve(self, charge: RequestCharge, need: BudgetNeed, units: int, now: float) -> None:
+        charge.reserved.append((need, need.lease.take(units, now)))
+        if need.lease.is_low:
+            self._touch(need.lease)
+
+    def _try_budget(self, charge: RequestCharge, need: BudgetNeed, num_tokens: int, now: float) -> None:
+        """A request with a budget in shadow mode begins without waiting for a lease of it."""
+        units = need.cost.units(num_tokens)
+        if not need.lease.verdict(units, now).is_wanted:
+            self._decide(charge, need, num_tokens, now)
+            return
+        undecided = self._undecided.setdefault(need.lease.name, [])
+        if len(undecided) < MAX_UNDECIDED:
+            undecided.append((charge, need, num_tokens))
+            need.lease.waiting += units
+            self._touch(need.lease)
+
+    def _decide_waiting(self, name: LeaseName, now: float) -> None:
+        """`control` has said what there is of a budget, or cannot be asked."""
+        for charge, need, num_tokens in self._undecided.pop(name, ()):
+            need.lease.waiting -= need.cost.units(num_tokens)
+            self._decide(charge, need, num_tokens, now)
+
+    def _decide(self, charge: RequestCharge, need: BudgetNeed, num_tokens: int, now: float) -> None:
+        """Reserve what a budget in shadow mode has for a request, and count what it would have done to it."""
+        affordable = need.cost.affordable_tokens(need.lease.free, num_tokens)
+        has_enough = affordable is not None and affordable >= min(charge.min_tokens, num_tokens)
+        if not has_enough and not charge.is_continued:
+            self._count(need.kind.value, "would_refuse", need.lease.name.account)
+        elif affordable is None or affordable < num_tokens:
+            self._count(need.kind.value, "would_cap", need.lease.name.account)
+        if has_enough and affordable is not None and charge.is_admitted:
+            self._reserve(charge, need, need.cost.units(affordable), now)
 
     def _cap(self, charge: RequestCharge, num_tokens: int, scarce: BudgetNeed) -> int:
         """Let every choice have so many more tokens that all have at most `num_tokens`. Returns how many they have then
@@ -352,7 +393,7 @@ class Limiter:
         charge.is_exhausted = num_more < 1
         charge.max_tokens = min(len(choice.output_token_ids) for choice in choices) + max(0, num_more)
         charge.capped_by = limit_name(scarce.lease.name)
-        self._count(scarce.kind.value, "capped")
+        self._count(scarce.kind.value, "capped", scarce.lease.name.account)
         return charge.num_output_tokens(charge.max_tokens)
 
     def _lease(self, account_name: str, name: object) -> Lease | None:
@@ -374,11 +415,12 @@ class Limiter:
     def _touch(self, lease: Lease) -> None:
         self._touched[id(lease)] = lease
 
-    def _count(self, kind: str, outcome: str) -> None:
-        self._counts.append((kind, outcome))
+    def _count(self, kind: str, outcome: str, account: str = "") -> None:
+        self._counts.append(LimitCount(kind, outcome, account))
 
     def _count_refusal(self, refusal: KvloomError) -> None:
-        self._count(refusal.limit.rpartition(" ")[2], "refused")
+        account, _, kind = refusal.limit.rpartition(" ")
+        self._count(kind, "refused", account)
 
 
 def _priced_model(request: Request) -> str:

@@ -105,6 +105,13 @@ class RateLease:
             return refused(missing / self.per_second)
         return WANTED
 
+    def is_short(self, need: int, now: float) -> bool:
+        """Whether there is too little for a request that does not wait for a lease, as far as it is known here."""
+        need = min(need, self.limit)
+        if self.local_at is not None:
+            return not self.verdict(need, now).is_ready
+        return need > self.units + self._known_level(now)
+
     def take(self, need: int) -> int:
         """Returns what was taken, for `give_back`. More than a minute's limit is never asked of it."""
         need = min(need, self.limit)

@@ -115,7 +115,7 @@ class RequestCharge:
         if not self.is_admitted:
             return self.settled
         num_prompt_tokens = len(self.request.prompt_token_ids)
-        own = {id(need): reserved for need, reserved in self.reserved}
+        reserved_of = {id(need): reserved for need, reserved in self.reserved}
         found: list[Charge] = []
         for need in self.budgets:
             used, of_prompt, name = 0, 0, need.lease.name
@@ -130,16 +130,10 @@ class RequestCharge:
                 used = cost(num_prompt_tokens, num_cached_tokens, num_output_tokens)
                 of_prompt = cost(num_prompt_tokens, num_cached_tokens, 0)
             unit = BUDGET_UNIT_TOKENS if need.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
-            found.append(
-                Charge(
-                    name.account,
-                    unit,
-                    name.period,
-                    used if id(need) in own else 0,
-                    used,
-                    of_prompt if is_part(self.request.answer_id) else 0,
-                )
-            )
+            # In shadow mode an answer may use more than the budget has for it, which is then nobody's lease.
+            own = min(used, reserved_of.get(id(need), 0))
+            of_prompt = of_prompt if is_part(self.request.answer_id) else 0
+            found.append(Charge(name.account, unit, name.period, own, used, of_prompt))
         return tuple(found)
 
     @property

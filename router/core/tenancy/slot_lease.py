@@ -50,6 +50,12 @@ class SlotLease:
             return refused(ADVICE_SECONDS)
         return WANTED
 
+    def is_short(self, need: int, now: float) -> bool:
+        """Whether there are too few for a request that does not wait for a lease, as far as it is known here."""
+        if self._local_share is not None:
+            return not self.verdict(need, now).is_ready
+        return self.used + need > min(self.limit, max(self.held, self.used) + self._num_left)
+
     def take(self, need: int) -> int:
         self.used += need
         return need

@@ -87,6 +87,20 @@ def test_a_snapshot_that_breaks_off_leaves_the_copy_as_it_was(tmp_path: Path) ->
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
+def test_a_copy_that_is_replaced_is_left_to_be_closed(tmp_path: Path) -> None:
+    """To close it frees its content, which holds up an event loop if that is large."""
+    file = TenantFile(written(tmp_path))
+    file.load()
+    file.begin_snapshot()
+    file.add_to_snapshot(FollowResponse(table_id="other", version=1, begins_snapshot=True, is_complete=True))
+    replaced = file.complete_snapshot()
+    assert replaced is not None
+    assert not replaced.closed
+    replaced.close()
+    file.close()
+    assert TenantFile(tmp_path / "tenants" / "router-0.table").load()[0].table_id == "other"
+
+
 def test_a_disk_that_takes_nothing_stops_nothing(tmp_path: Path) -> None:
     """Serving matters more than the copy."""
     (tmp_path / "tenants").write_text("a file where a folder should be")

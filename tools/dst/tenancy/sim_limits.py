@@ -13,7 +13,7 @@ import msgspec
 
 from kvloom.tenancy.limits import Limits, limits_to_proto
 from kvloom.tenancy.prices import Price
-from kvloom.tenancy.table import TenantTable, price_to_proto
+from kvloom.tenancy.table import TenantTable
 from kvloom.v1 import control_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
 from router.core.actions import LeasesWanted, RequestEnded
@@ -187,3 +187,8 @@ class SimLimits:
         )
         self.limits_of[account] = limits
         return limits
+
+
+def price_to_proto(price: Price) -> pb.Price:
+    """As `control` sends it."""
+    return pb.Price(**{field: getattr(price, field) for field in Price.__struct_fields__})

@@ -5,17 +5,10 @@ from __future__ import annotations
 import hashlib
 
 from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.table import (
-    Key,
-    Organisation,
-    Tenant,
-    TenantTable,
-    allows_model,
-    key_to_proto,
-    organisation_to_proto,
-    tenant_to_proto,
-)
+from kvloom.tenancy.sliced_dict import NUM_SLICES
+from kvloom.tenancy.table import Key, Organisation, Tenant, TenantTable, allows_model
 from kvloom.v1 import control_service_pb2 as pb
+from tests.fakes.tenant_entries import key_to_proto, organisation_to_proto, tenant_to_proto
 
 
 def _digest(key: str) -> bytes:
@@ -24,7 +17,7 @@ def _digest(key: str) -> bytes:
 
 ACME = Organisation("acme", Limits(requests_per_minute=60))
 SEARCH = Tenant("acme/search", Limits(tokens_per_day=1000, shadow=True, cached_token_percent=0), "", ("a", "b*"))
-KEY = Key("k1", _digest("secret"), "acme/search", "ci", ("inference",), ("a",), 100.0, Limits(max_output_tokens=5))
+KEY = Key("k1", _digest("secret"), "acme/search", ("inference",), ("a",), 100.0, Limits(max_output_tokens=5))
 
 
 def _table() -> TenantTable:
@@ -82,3 +75,43 @@ def test_lists_of_models_have_prefixes() -> None:
     assert allows_model(SEARCH.models, "a")
     assert allows_model(SEARCH.models, "b:adapter")
     assert not allows_model(SEARCH.models, "ab")
+
+
+def test_expired_keys_leave_and_the_entries_of_identities_stay() -> None:
+    """Keys for an hour would fill the memory of every process. Without its entry, an identity would have no
+    restriction any more."""
+    table = _table()
+    entries = [
+        Key("ended", _digest("ended"), "acme/search", expires_at=100.0),
+        Key("runs", _digest("runs"), "acme/search", expires_at=200.0),
+        Key("oidc:login:ada", b"", "acme/search", expires_at=100.0),
+    ]
+    table.apply(pb.FollowResponse(table_id="t", version=2, is_complete=True, keys=map(key_to_proto, entries)))
+    for number in range(NUM_SLICES):
+        table.drop_expired(number, before=150.0)
+    assert [table.key(key.id) is not None for key in (KEY, *entries)] == [False, False, True, True]
+    assert table.key_of_digest(_digest("ended")) is None
+    assert table.num_keys == 2
+
+
+def test_keys_share_what_they_have_in_common() -> None:
+    """A million keys of a few kinds must not be a million copies of their tenants' names."""
+    table = _table()
+    keys = [Key(f"k{number}", _digest(str(number)), "acme/search", ("inference",)) for number in range(2)]
+    table.apply(pb.FollowResponse(table_id="t", version=2, is_complete=True, keys=map(key_to_proto, keys)))
+    one, other = table.key("k0"), table.key("k1")
+    assert one is not None
+    assert other is not None
+    assert one.tenant is other.tenant
+    assert one.scopes is other.scopes
+    assert one.expires_at is other.expires_at
+
+
+def test_a_table_can_be_freed_in_parts() -> None:
+    """Each of them is small, whatever the size of the table."""
+    table = _table()
+    for number in range(NUM_SLICES):
+        while table.drop_some(number, max_entries=1):
+            pass
+    assert (table.num_keys, table.num_tenants, table.organisation("acme")) == (0, 0, None)
+    assert table.key_of_digest(_digest("secret")) is None

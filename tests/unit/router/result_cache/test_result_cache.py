@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvloom.access.cache_salts import CacheSalts
 from kvloom.config import ResultCacheConfig
 from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams, StopConditions
@@ -30,12 +32,14 @@ TEXT = "the quick brown fox"
 
 
 class World:
-    def __init__(self) -> None:
+    """A router, as far as its result cache needs one."""
+
+    def __init__(self, scope_of: Callable[[Request], str] = lambda request: request.tenant) -> None:
         self.revision: str | None = "policy-1"
         self.now = 100.0
         config = ResultCacheConfig(enabled=True, max_answer_tokens=20, ttl_seconds=60.0)
         pieces = functools.partial(pieces_of, TOKENIZER)
-        self.cache = ResultCache(config, b"k" * 32, pieces)
+        self.cache = ResultCache(config, b"k" * 32, pieces, scope_of)
         self.keeper = AnswerKeeper(self.cache, None, lambda: self.revision, lambda: self.now)
         self.keeper.fleet_changed([SHARD])
 
@@ -184,7 +188,7 @@ def test_a_clearing_also_concerns_answers_that_are_being_generated() -> None:
     """Otherwise what was to be forgotten would be back a moment later."""
     world = World()
     ticket = world.ticket()
-    world.cache.clear("a/b")
+    world.cache.clear({"a/b"})
     world.keep(ticket=ticket)
     assert not world.finds()
 
@@ -216,12 +220,12 @@ class Shared:
         self.stored: dict[bytes, bytes] = {}
         self.asked: list[tuple[bytes, Any]] = []
 
-    def look_up(self, key: bytes, tenant: str, on_found: Any) -> None:
-        assert tenant
+    def look_up(self, key: bytes, scope: str, on_found: Any) -> None:
+        assert scope
         self.asked.append((key, on_found))
 
-    def store(self, key: bytes, answer: bytes, tenant: str, seconds: float) -> None:
-        assert tenant
+    def store(self, key: bytes, answer: bytes, scope: str, seconds: float) -> None:
+        assert scope
         assert seconds > 0
         self.stored[key] = answer
 
@@ -266,3 +270,87 @@ def test_an_unusable_shared_answer_is_a_miss() -> None:
     world.keeper.arrived(REQUEST)
     shared.asked.pop()[1](b"garbage")
     assert not passed[0].cached
+
+
+class FakeSharedResults:
+    """What routers share, which answers at once."""
+
+    is_asked = True
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, bytes], bytes] = {}
+
+    def look_up(self, key: bytes, scope: str, on_found: Callable[[bytes | None], None]) -> None:
+        on_found(self.answers.get((scope, key)))
+
+    def store(self, key: bytes, answer: bytes, scope: str, seconds: float) -> None:
+        self.answers[scope, key] = answer
+
+    def clear(self, scopes: Collection[str]) -> None:
+        self.answers = {name: answer for name, answer in self.answers.items() if name[0] not in scopes}
+
+
+class TwoRouters:
+    """They share their answers. `scopes`: the cache scopes of tenants."""
+
+    def __init__(self, scopes: dict[str, str]) -> None:
+        self.salts = CacheSalts(b"k" * 32, lambda tenant: scopes.get(tenant, ""))
+        self.shared = FakeSharedResults()
+        self.first, self.second = (World(lambda request: self.salts.of(request.tenant)) for _ in range(2))
+        self._passed: list[RequestArrived] = []
+        for world in (self.first, self.second):
+            world.keeper.share(self.shared, self._passed.append)
+
+    def finds(self, world: World, tenant: str) -> bool:
+        event = world.keeper.arrived(replaced(tenant=tenant)) or self._passed.pop()
+        return bool(event.cached)
+
+    def answer(self, world: World, tenant: str) -> None:
+        """A shard of this router answers the tenant's request."""
+        request = replaced(tenant=tenant)
+        event = world.keeper.arrived(request) or self._passed.pop()
+        world.keep(request, event.ticket)
+
+    def clear(self, tenant: str) -> None:
+        """As `kvloom cache clear --tenant` does in every router."""
+        scopes = self.salts.of_all_times(tenant)
+        for world in (self.first, self.second):
+            world.keeper.clear(scopes)
+        self.shared.clear(scopes)
+
+
+def test_without_a_scope_only_the_same_tenant_gets_an_answer_wherever_it_is_kept() -> None:
+    """Whether an answer was kept tells what was asked, so sharing needs a decision of the operator."""
+    routers = TwoRouters({})
+    routers.answer(routers.first, "a/b")
+    assert routers.finds(routers.second, "a/b")
+    for world in (routers.first, routers.second):
+        assert not routers.finds(world, "a/c")
+
+
+def test_tenants_with_one_cache_scope_get_one_anothers_answers_from_all_routers() -> None:
+    """A scope must mean the same in a router's memory and in Redis; and it ends when the operator ends it."""
+    scopes = {"a/b": "a", "a/c": "a", "a/e": "other"}
+    routers = TwoRouters(scopes)
+    routers.answer(routers.first, "a/b")
+    assert routers.finds(routers.second, "a/c")
+    assert not any(routers.finds(routers.second, tenant) for tenant in ("a/d", "a/e"))
+    del scopes["a/c"]
+    assert not any(routers.finds(world, "a/c") for world in (routers.first, routers.second))
+    assert routers.finds(routers.second, "a/b")
+
+
+def test_clearing_a_tenant_clears_what_it_can_get() -> None:
+    """What a tenant must not get any more may have been made for another one of its scope, or before it had one."""
+    scopes = {"a/b": "a", "a/c": "a"}
+    routers = TwoRouters(scopes)
+    routers.answer(routers.first, "a/b")
+    routers.answer(routers.first, "x/y")
+    del scopes["a/c"]
+    routers.answer(routers.first, "a/c")
+    scopes["a/c"] = "a"
+    routers.clear("a/c")
+    del scopes["a/c"]
+    for tenant in ("a/b", "a/c"):
+        assert not any(routers.finds(world, tenant) for world in (routers.first, routers.second))
+    assert routers.finds(routers.second, "x/y")

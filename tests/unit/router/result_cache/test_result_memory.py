@@ -40,7 +40,7 @@ def test_its_size_is_exact_whatever_happens() -> None:
             kept[key] = rng.randbytes(rng.randrange(900))
             memory.put(key, kept[key], f"t{rng.randrange(3)}", FAR)
         elif rng.random() < 0.1:
-            memory.clear(f"t{rng.randrange(3)}")
+            memory.clear({f"t{rng.randrange(3)}"})
         else:
             memory.drop(key)
         found = [answer for name in kept if (answer := memory.get(name, 0.0)) is not None]
@@ -63,7 +63,7 @@ def test_clearing_one_tenant() -> None:
     memory = ResultMemory(max_bytes=2**20, max_entries=30)
     for number in range(6):
         memory.put(b"%d" % number, b"x", f"t{number % 2}", FAR)
-    assert memory.clear("t0") == 3
+    assert memory.clear({"t0"}) == 3
     assert len(memory) == 3
     assert memory.clear(None) == 3
     assert memory.num_bytes == 0

@@ -6,9 +6,9 @@ import pytest
 
 from kvloom.tenancy.limits import Limits
 from kvloom.tenancy.prices import Price
-from router.core.actions import LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
+from router.core.actions import Action, LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, SlotsCancelled, Tick
-from router.core.lease_messages import LeaseKind
+from router.core.lease_messages import LeaseKind, LimitCount
 from tests.fakes.core_rig import has, only, sent
 from tests.fakes.limited_rig import LimitedRig, error_of, tenant_table
 
@@ -147,8 +147,57 @@ def test_shadow_mode_counts_and_refuses_nothing():
     log = [action for i in range(4) for action in world.submit(f"r{i}")]
     assert sum(isinstance(action, SubmitAttempt) for action in log) == 4
     counts = [count for action in log if isinstance(action, LimitsCounted) for count in action.counts]
-    assert counts.count(("requests_per_minute", "would_refuse")) >= 1
-    assert not any(outcome == "refused" for _, outcome in counts)
+    assert counts.count(LimitCount("requests_per_minute", "would_refuse", "key:k1")) == 2
+    assert not any(count.outcome == "refused" for count in counts)
+
+
+def _counts(actions: list[Action]) -> list[tuple[str, str]]:
+    return [(count.kind, count.outcome) for one in actions if isinstance(one, LimitsCounted) for count in one.counts]
+
+
+def test_a_rate_in_shadow_mode_counts_sparse_requests_too():
+    """A limit that is above a request a second is reached by clients who ask that often."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=2, max_concurrent_requests=3, shadow=True)))
+    log: list[Action] = []
+    for i in range(6):
+        log += world.submit(f"r{i}")
+        world.rig.now += 1.0
+    assert sum(isinstance(action, SubmitAttempt) for action in log) == 6
+    assert _counts(log).count(("requests_per_minute", "would_refuse")) == 4
+    assert _counts(log).count(("max_concurrent_requests", "would_refuse")) == 3
+
+
+@pytest.mark.parametrize("seconds_between", [0.0, 1.0])
+def test_a_budget_in_shadow_mode_counts_what_it_would_have_done(seconds_between: float):
+    """The same requests as with a hard budget (below) are cut and refused on paper only, and spend what they use."""
+    limits = Limits(monthly_budget_nanos=2000, shadow=True)
+    world = LimitedRig(tenant_table(tenant=limits, prices=[PRICE]), meters_usage=True)
+    log: list[Action] = []
+    for name in "abcd":
+        log += world.submit(name, max_tokens=10)  # 1050 at most
+        world.rig.now += seconds_between
+    attempts = [action for action in log if isinstance(action, SubmitAttempt)]
+    assert [attempt.max_tokens for attempt in attempts] == [10] * 4
+    kind = "monthly_budget_nanos"
+    assert _counts(log) == [(kind, "would_cap"), (kind, "would_refuse"), (kind, "would_refuse")]
+    ends = [only(world.answer([attempt], 10), RequestEnded) for attempt in attempts]
+    charges = [charge for end in ends if end.usage is not None for charge in end.usage.charges]
+    assert [charge.total for charge in charges] == [1014] * 4  # 4 of 5 prompt tokens were cached
+    assert [charge.own for charge in charges] == [1014, 950, 0, 0]
+
+
+def test_a_budget_in_shadow_mode_waits_for_nobody():
+    """Neither a slow service nor one that is away may be noticed by whom the limit does not bind yet."""
+    world = LimitedRig(tenant_table(tenant=Limits(tokens_per_day=100, shadow=True)))
+    actions = world.submit("a", grants=False, max_tokens=10)
+    assert has(actions, SubmitAttempt)
+    world.raw_answer(actions, 3)
+    assert _counts(world.grant()) == []  # it has ended, and there was enough
+    world.rig.now += 10.0
+    assert has(world.submit("b", grants=False, max_tokens=10), SubmitAttempt)
+    world.rig.handle(Tick())
+    assert not any(error_of(world.submit(name, grants=False, max_tokens=80)) for name in "cde")
+    assert ("tokens_per_day", "would_refuse") in _counts(world.fail())
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""Entries of the table of tenants as `control` sends them."""
+
+from __future__ import annotations
+
+from kvloom.tenancy.limits import limits_to_proto
+from kvloom.tenancy.table import Key, Organisation, Tenant
+from kvloom.v1 import control_service_pb2 as pb
+
+
+def organisation_to_proto(organisation: Organisation) -> pb.OrganisationEntry:
+    return pb.OrganisationEntry(
+        id=organisation.id, limits=limits_to_proto(organisation.limits), disabled=organisation.disabled
+    )
+
+
+def tenant_to_proto(tenant: Tenant) -> pb.TenantEntry:
+    return pb.TenantEntry(
+        id=tenant.id,
+        limits=limits_to_proto(tenant.limits),
+        cache_scope=tenant.cache_scope,
+        models=tenant.models,
+        disabled=tenant.disabled,
+    )
+
+
+def key_to_proto(key: Key) -> pb.KeyEntry:
+    return pb.KeyEntry(
+        id=key.id,
+        digest=key.digest,
+        tenant=key.tenant,
+        scopes=key.scopes,
+        models=key.models,
+        expires_at=key.expires_at,
+        limits=limits_to_proto(key.limits),
+        user=key.user,
+    )
