@@ -21,15 +21,21 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LONGEST_FIRST = (
-    "tests/e2e/test_fabric_chaos.py",
-    "tests/e2e/test_fabric_bench_data_plane.py",
     "tests/conformance/test_engines.py",
-    "tests/integration/test_failover_torch.py",
-    "tests/e2e/test_fabric_conversations.py",
+    "tests/simulation/test_router_core_simulation.py",
     "tests/e2e/test_fabric_rolling_restart.py",
-    "tests/integration/test_torch_guided.py",
+    "tests/e2e/test_fabric_chaos.py",
+    "tests/e2e/test_fabric_fleet.py",
     "tests/e2e/test_fabric_hostile.py",
+    "tests/e2e/test_fabric_bench_data_plane.py",
+    "tests/integration/test_failover_torch.py",
     "tests/e2e/test_fabric_resume.py",
+    "tests/e2e/test_fabric_commands.py",
+    "tests/integration/test_torch_model_invariance.py",
+    "tests/integration/test_torch_adapters.py",
+    "tests/e2e/test_fabric_conversations.py",
+    "tests/e2e/test_fabric_metering.py",
+    "tests/integration/test_torch_guided.py",
 )
 """With pytest-xdist these begin first, so that the processes end together."""
 
