@@ -45,6 +45,8 @@ class LoadedModels:
             yield load_runner
         finally:
             self._idle = [*lent, *self._idle][:MAX_IDLE]
+            # pytest keeps the instance of every test, which may have kept `load_runner`, until the end of the run.
+            lent.clear()
 
     def _taken(self, key: object) -> ModelRunner | None:
         for index, (idle_key, runner) in enumerate(self._idle):

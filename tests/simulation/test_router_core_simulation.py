@@ -16,7 +16,7 @@ from tools.dst.run_seed import run_seed
 from tools.dst.scenario import FAULT_KINDS
 from tools.dst.trace import join_lines
 
-NUM_SEEDS = 220
+NUM_SEEDS = 120
 GROUP = 10
 EXTRA_SEEDS = list(map(int, os.environ.get("KVLOOM_SEED", "").split()))
 

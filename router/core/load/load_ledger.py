@@ -309,8 +309,11 @@ class LoadLedger:
         """Assert that every sum is the sum of its parts, that nothing is negative, and that nothing is kept of models
         that have gone."""
         assert self._fleet_speeds.keys() == {view.model for view in self._views.values()}
+        by_shard: dict[str, dict[ReservationKey, Reservation]] = {shard_id: {} for shard_id in self._views}
+        for key, reservation in self._reservations.items():
+            by_shard.setdefault(reservation.shard_id, {})[key] = reservation
         for shard_id, view in self._views.items():
-            reserved = {key: r for key, r in self._reservations.items() if r.shard_id == shard_id}
+            reserved = by_shard[shard_id]
             running = [r for key, r in reserved.items() if key not in view.queued]
             assert view.queued.items() <= reserved.items()
             assert view.running.keys() == reserved.keys() - view.queued.keys()

@@ -176,16 +176,18 @@ class BlockRuns:
                 continue
             hashes = array(HASH_TYPECODE, packed)
             assert 0 < len(hashes) <= self._run_blocks
-            masks = self._mixed.get(run) or (self._uniform[run],) * len(hashes)
             num_blocks += len(hashes)
-            for block_hash, mask in zip(hashes, masks, strict=True):
+            assert all(self._segments[block_hash & SEGMENT_MASK][block_hash] == run for block_hash in hashes)
+            masks = self._mixed.get(run)
+            for mask in masks or (self._uniform[run],):
                 assert mask
-                assert self._segments[block_hash & SEGMENT_MASK][block_hash] == run
                 assert not self._sweeping & mask or run < self._next_swept
-                if mask & ~gone:
-                    held[block_hash] = mask & ~gone
+            if masks is None:
+                held |= dict.fromkeys(hashes, self._uniform[run] & ~gone)
+            else:
+                held |= {block_hash: mask & ~gone for block_hash, mask in zip(hashes, masks, strict=True)}
         assert num_blocks == len(self)
-        return held
+        return {block_hash: bits for block_hash, bits in held.items() if bits} if gone else held
 
     # -- one run --------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -202,16 +202,14 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Assert that the bits are exactly what is counted and placed, and that the parts fit together."""
         self._bits.check_integrity([(shard.shard_id, shard.bit) for shard in self._shards.values()])
-        num_held = dict.fromkeys(self._shards, 0)
-        for block_hash, bits in self._runs.check_integrity().items():
+        held = self._runs.check_integrity()
+        num_by_bits = Counter(held.values())
+        for bits in num_by_bits:
             assert not bits & ~self._bits.all
-            for shard in self._shards.values():
-                if bits & shard.bit:
-                    num_held[shard.shard_id] += 1
-                else:
-                    assert block_hash not in shard.placed
-        for shard_id, shard in self._shards.items():
-            assert num_held[shard_id] == shard.num_stored + len(shard.placed)
+        for shard in self._shards.values():
+            num_held = sum(number for bits, number in num_by_bits.items() if bits & shard.bit)
+            assert num_held == shard.num_stored + len(shard.placed)
+            assert all(held.get(block_hash, 0) & shard.bit for block_hash in shard.placed)
             assert shard.num_stored <= shard.max_blocks
             assert len(shard.placed) <= shard.max_blocks
             assert (shard.num_unread > 0) == (shard in self._reading)
