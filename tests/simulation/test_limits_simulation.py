@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvloom.tenancy.usage_record import Charge
 from router.core.lease_messages import LeaseGrant, LeaseWant
 from router.core.relay.lifecycle import Lifecycle
 from router.core.tenancy.budget_lease import BudgetLease
@@ -15,8 +16,9 @@ from router.core.tenancy.rate_lease import RateLease
 from router.core.tenancy.request_charge import RequestCharge
 from tools.dst.checker import Checker
 from tools.dst.checkers import LIMIT_CHECKERS
-from tools.dst.checkers.limits import BudgetsKept, LeasesConserved, RatesKept
+from tools.dst.checkers.limits import BudgetsKept, ChargesExact, LeasesConserved, RatesKept
 from tools.dst.run_seed import run_seed
+from tools.dst.tenancy.lease_owners import Budget
 from tools.dst.trace import join_lines
 
 NUM_SEEDS = 60
@@ -89,6 +91,41 @@ def keeps_what_it_returns(patch: Patch) -> None:
     patch.setattr(BudgetLease, "want", want)
 
 
+def asks_anew_after_a_lost_answer(patch: Patch) -> None:
+    """A budget that had no answer is asked for as if nothing had been granted."""
+    original = BudgetLease.on_failure
+
+    def on_failure(self: BudgetLease, num_routers: int, now: float) -> None:
+        original(self, num_routers, now)
+        self._unanswered = None
+
+    patch.setattr(BudgetLease, "on_failure", on_failure)
+
+
+def takes_one_grant_for_two(patch: Patch) -> None:
+    """Control does not remember what it has granted: a change that is repeated is done again."""
+    original = Budget.lease
+
+    def lease(self: Budget, router: str, want: LeaseWant) -> LeaseGrant:
+        self._last_changes.clear()
+        return original(self, router, want)
+
+    patch.setattr(Budget, "lease", lease)
+
+
+def charges_what_has_no_answer(patch: Patch) -> None:
+    """A request that was refused, or failed before its first token, is charged for its prompt."""
+    original = RequestCharge.charges
+
+    def charges(
+        self: RequestCharge, num_cached_tokens: int, num_output_tokens: int, *, has_answer: bool
+    ) -> tuple[Charge, ...]:
+        del has_answer
+        return original(self, num_cached_tokens, num_output_tokens, has_answer=True)
+
+    patch.setattr(RequestCharge, "charges", charges)
+
+
 def never_settles(patch: Patch) -> None:
     """What a request has reserved stays reserved after its end."""
     patch.setattr(Lifecycle, "_end_charged", lambda *_arguments: None)
@@ -100,6 +137,9 @@ BUGS: list[tuple[Callable[[Patch], None], type[Checker]]] = [
     (counts_a_grant_twice, RatesKept),
     (keeps_what_it_returns, LeasesConserved),
     (never_settles, LeasesConserved),
+    (asks_anew_after_a_lost_answer, LeasesConserved),
+    (takes_one_grant_for_two, LeasesConserved),
+    (charges_what_has_no_answer, ChargesExact),
 ]
 
 

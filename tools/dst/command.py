@@ -41,7 +41,7 @@ from tools.options import option
     "with_limits",
     is_flag=True,
     scope="dst",
-    help="Tenants have limits and budgets, and their owners (Redis, control) fail too.",
+    help="Tenants have limits and budgets in all seeds, not only in some, and their owners (Redis, control) fail too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def dst(
