@@ -45,14 +45,15 @@ async def _change(
     limit: int,
 ) -> BudgetGrant:
     last = await _last_change(connection, producer, budget)
-    left = max(0, limit - await spent_of(connection, budget) - await leased_of(connection, budget))
+    # Less than nothing where the limit has been lowered.
+    left = limit - await spent_of(connection, budget) - await leased_of(connection, budget)
     if last is not None and change.number <= last.number:
         # Asked for again, since the answer was lost; or by a connection that has been given up meanwhile.
         granted = last.granted if change.number == last.number else 0
-        return BudgetGrant(budget=change.budget, granted=granted, remaining=left, limit=limit)
+        return BudgetGrant(budget=change.budget, granted=granted, remaining=max(0, left), limit=limit)
     leased = 0 if last is None else last.leased
     returned = min(change.returned, leased)
-    left = max(0, left + returned) if limit else 0
+    left = max(0, left + returned)
     granted = min(change.wanted, left) if limit else change.wanted
     row = {
         **budget._asdict(),

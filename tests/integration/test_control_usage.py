@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from control.database.database import Database
+from control.database.schema import projects
 from control.database.usage_tables import budget_alerts, budget_leases
 from control.usage.leases import ProducerClosedError, change_leases
 from control.usage.ledger import forget_records, store
@@ -178,6 +179,17 @@ async def test_a_change_that_comes_too_late_does_nothing(database_url: str) -> N
         late = await change(database, "r0/1", wanted=30, returned=60, number=7)
         assert (late.granted, late.remaining) == (0, 40)
         assert await leases_of(database) == [("r0/1", "2025-11", 60)]
+
+
+async def test_what_is_returned_is_not_granted_again_if_the_budget_was_lowered(database_url: str) -> None:
+    """Spent and leased may then be more than there is; it must become less."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        await change(database, "r0/1", wanted=90)
+        async with database.writing() as connection:
+            await connection.execute(sa.update(projects).values(limits={"monthly_budget_nanos": 50}))
+        grant = await change(database, "r0/1", returned=40, wanted=40)
+        assert (grant.granted, grant.remaining, grant.limit) == (0, 0, 50)
+        assert (await change(database, "r0/1", returned=20, wanted=40)).granted == 20
 
 
 async def test_leases_of_periods_that_are_over_are_forgotten(database_url: str) -> None:
