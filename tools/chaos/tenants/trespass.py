@@ -11,12 +11,16 @@ from typing import Final
 
 import aiohttp
 
+from kvloom.client.client import Client
+from kvloom.errors import KvloomError
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.tenants.population import ChaosTenant, IssuedKey
 
 WATCHED_SECONDS: Final = 6.0
 """How long a revoked key is tried again and again."""
 _PAUSE_SECONDS: Final = 0.3
+_GRPC_SHARE: Final = 0.3
+_GRPC_SECONDS: Final = 5.0
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)
 
 
@@ -25,13 +29,13 @@ class Trespass:
     """One request, and its answer. Times are those of the monotonic clock."""
 
     kind: str
-    """ "revoked key" or "other tenant"."""
+    """ "revoked key", "revoked key over gRPC" or "other tenant"."""
     what: str
     since: float
     """When it became forbidden."""
     sent_at: float
     status: int
-    """0: no answer."""
+    """That of HTTP, or what stands for the gRPC error there. 0: no answer."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,8 +91,25 @@ class Trespasser:
 
     async def _use(self, key: IssuedKey) -> None:
         assert key.revoked_at is not None
+        if self._rng.random() < _GRPC_SHARE:
+            await self._use_over_grpc(key, key.revoked_at)
+            return
         body = {"model": self._rng.choice(self._cluster.model_names), "prompt": "x", "max_tokens": 1}
         await self._ask("POST", "/v1/completions", key.secret, body, "revoked key", key.id, key.revoked_at)
+
+    async def _use_over_grpc(self, key: IssuedKey, revoked_at: float) -> None:
+        sent_at, status = time.monotonic(), 0
+        model, address = self._rng.choice(self._cluster.model_names), self._cluster.router_address
+        client = Client(address, api_key=key.secret, max_retries=0, reattach_seconds=0.0, connect_timeout_seconds=2.0)
+        try:
+            async with asyncio.timeout(_GRPC_SECONDS), client:
+                async for _ in client.generate(model=model, token_ids=[1, 2, 3], max_tokens=1):
+                    status = 200
+        except KvloomError as error:
+            status = status or error.kind.http_status
+        except TimeoutError:
+            pass
+        self.found.append(Trespass("revoked key over gRPC", key.id, revoked_at, sent_at, status))
 
     async def _read_another_s_answer(self) -> None:
         answers = [one for one in self._open_answers.values() if one.response_ids]
