@@ -135,7 +135,8 @@ class Transcript:
 
 
 def cut_short(expected: Expected, transcript: Transcript) -> Expected:
-    """What is expected of an answer that a limit has cut short somewhere: the beginning of it."""
+    """What is expected of an answer that a limit has cut short somewhere: the beginning of it, but all of a choice that
+    ended before that."""
     choices = []
     for choice, received in zip(expected.choices, transcript.choices, strict=True):
         count = (
@@ -143,7 +144,8 @@ def cut_short(expected: Expected, transcript: Transcript) -> Expected:
             if received.token_ids is None
             else len(received.token_ids)
         )
-        is_whole = count >= len(choice.token_ids)
+        # The text of a choice that ended at a stop string is without that.
+        is_whole = count >= len(choice.token_ids) or received.finish_reason == choice.finish_reason == "stop"
         choices.append(choice if is_whole else _beginning(choice, count))
     return dataclasses.replace(expected, choices=tuple(choices))
 

@@ -125,6 +125,16 @@ def test_an_answer_that_a_budget_cuts_short_is_the_beginning_of_the_right_one():
         assert judge(EXPECTED, transcript).verdict is not Verdict.OK
 
 
+def test_a_choice_that_ended_before_the_limit_is_whole():
+    """Its text is without the stop string, so it looks shorter than it is."""
+    stopped = cut_at_stop([1, 2, 3, 4], WORDS, (" three",))
+    expected = Expected((stopped, EXPECTED.choices[0]), num_prompt_tokens=5)
+    choices = [ReceivedChoice(" one two", None, "stop"), ReceivedChoice(" one two three", None, "length")]
+    transcript = Transcript(choices, 0.0, End.COMPLETE, num_prompt_tokens=5, num_output_tokens=6)
+    assert cut_short(expected, transcript).num_output_tokens == 6
+    assert judge(cut_short(expected, transcript), transcript).verdict is Verdict.OK
+
+
 def test_limits_explain_only_the_refusals_of_their_tenant():
     """A tenant with an ample budget must never be refused for it."""
     fleet = FleetSize(num_edges=2, num_routers=2, num_shards=2, max_attempts=3)
