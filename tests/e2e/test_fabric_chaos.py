@@ -12,6 +12,8 @@ import pytest
 from tests.e2e.fabric import kvloom_environment, run_kvloom
 
 MINUTES = 1
+SEED = "3194"
+"""Of which models, the control service, Redis and routers are struck within that time."""
 
 
 @pytest.mark.timeout(480)
@@ -23,7 +25,7 @@ def test_a_minute_of_chaos_loses_doubles_and_changes_nothing(
     three tenants, whose keys are revoked and whose limits change meanwhile."""
     scratch = tmp_path_factory.mktemp("chaos")
     done = run_kvloom(
-        *("chaos", "--minutes", str(MINUTES), "--seed", "3", "--shards", "2", "--users", "8", "--json"),
+        *("chaos", "--minutes", str(MINUTES), "--seed", SEED, "--shards", "2", "--users", "8", "--json"),
         *("--models", "2", "--tenants", "3"),
         *("--model", str(model_dir)),
         env=kvloom_environment(tmp_path, TMPDIR=str(scratch)),
@@ -37,7 +39,8 @@ def test_a_minute_of_chaos_loses_doubles_and_changes_nothing(
     assert (verdicts["wrong"], verdicts["lost"], verdicts["doubled"], verdicts["miscounted"]) == (0, 0, 0, 0)
     assert report["num_faults"] >= 6 * MINUTES
     assert report["requests"] > 70 * MINUTES
-    assert verdicts["ok"] > 0.7 * report["requests"]
+    num_over_limits = sum(row["refused"] for row in report["tenancy"]["tenants"])
+    assert verdicts["ok"] > 0.7 * (report["requests"] - num_over_limits)
     assert report["metering"]["exact"] > 0
     assert report["absences"]["sleep-model: 503 no_shard_ready"] > 0
     assert report["absences"]["unload-model: 404 model_not_found"] > 0
