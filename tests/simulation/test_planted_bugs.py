@@ -10,10 +10,11 @@ from tools.dst.run_seed import run_seed
 
 
 def seeds_to_catch(bug: PlantedBug) -> int | None:
-    """The number of seeds that it takes, from its first one on; None: more than it may take."""
+    """The number of seeds that it takes, from its first one on; None: more than it may take. They are without limits,
+    which not all checkers can be used with."""
     checkers = () if bug.checker is None else (bug.checker,)
     for seed in range(bug.max_seeds):
-        failure = run_seed(bug.first_seed + seed, checkers).failure
+        failure = run_seed(bug.first_seed + seed, checkers, with_limits=False).failure
         if failure is not None and failure.invariant == bug.invariant:
             return seed + 1
     return None

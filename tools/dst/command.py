@@ -75,7 +75,7 @@ def dst(
 
 def _run_traced(seed: int, with_limits: bool) -> Summary:
     history: list[str] = []
-    result = run_seed(seed, history=history, with_limits=with_limits)
+    result = run_seed(seed, history=history, with_limits=with_limits or None)
     print("\n".join(history))
     summary = Summary()
     summary.add(result)

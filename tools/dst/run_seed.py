@@ -60,13 +60,13 @@ def run_seed(
     checkers: Iterable[type[Checker]] | None = None,
     history: list[str] | None = None,
     *,
-    with_limits: bool = False,
+    with_limits: bool | None = None,
 ) -> SeedResult:
-    """`checkers`: None for all; those that do not fit a seed with limits are left out there. `with_limits`: tenants
-    have limits, also in a seed without, which changes its history.
+    """`checkers`: None for all; those that do not fit a seed with limits are left out there. `with_limits`: whether
+    tenants have limits, which changes the seed's history; None: as the seed says.
     Never raises for an error of the router or of the simulation: the result has a failure instead. The remembered
     history, one line per event, is appended to `history`."""
-    has_any_limits = with_limits or has_limits(seed)
+    has_any_limits = has_limits(seed) if with_limits is None else with_limits
     fitting = LIMIT_CHECKERS if has_any_limits else CHECKERS
     checkers = fitting if checkers is None else [checker for checker in checkers if checker in fitting]
     world = World(seed, Checks(checkers), with_limits=has_any_limits)
@@ -75,10 +75,10 @@ def run_seed(
     try:
         _run(world)
     except Violation as violation:
-        failure = _failure(world, violation.invariant, violation.detail, begin_seconds, with_limits=with_limits)
+        failure = _failure(world, violation.invariant, violation.detail, begin_seconds, with_limits=bool(with_limits))
     except Exception:  # a broken core may send something that the simulation cannot handle
         detail = traceback.format_exc(limit=-4)
-        failure = _failure(world, "simulation", detail, begin_seconds, with_limits=with_limits)
+        failure = _failure(world, "simulation", detail, begin_seconds, with_limits=bool(with_limits))
     finally:
         world.close()
     if history is not None:

@@ -38,7 +38,7 @@ def preempts_for_requests_that_have_not_waited(patch: Patch) -> None:
     patch.setattr(FairShares, "_starved", starved)
 
 
-@caught_by(ReserveKept, first_seed=330)
+@caught_by(ReserveKept, first_seed=240)
 def ignores_the_reserve_of_blocks(patch: Patch) -> None:
     """A tenant that holds most blocks is sent more sequences as long as places are free."""
     patch.setattr(FairShares, "_must_leave_blocks", lambda *_: False)

@@ -122,7 +122,7 @@ def leaves_the_names_to_a_withdrawn_version(patch: Patch) -> None:
     patch.setattr(ModelRoutes, "follow_successors", lambda _self, _successors: None)
 
 
-@caught_by(UnloadsHarmless, first_seed=1460)
+@caught_by(UnloadsHarmless, first_seed=120)
 def overlooks_what_comes_and_goes_between_polls(patch: Patch) -> None:
     """A model counts as idle if nothing runs at the moment of a poll. A prompt is prefilled in chunks, between which
     nothing does."""
