@@ -57,7 +57,8 @@ budget_spending = sa.Table(
     sa.Column("spent", sa.BigInteger, nullable=False),
 )
 
-# What a router may spend, and what it has spent of it without that its records have arrived.
+# What a router may spend, and what it has spent of it without that its records have arrived; and the last change that
+# it has asked for, in case that it asks for it again.
 budget_leases = sa.Table(
     "budget_leases",
     metadata,
@@ -66,6 +67,8 @@ budget_leases = sa.Table(
     sa.Column("period", sa.Text, primary_key=True),
     sa.Column("producer", sa.Text, primary_key=True, index=True),
     sa.Column("leased", sa.BigInteger, nullable=False),
+    sa.Column("number", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("granted", sa.BigInteger, nullable=False, server_default="0"),
 )
 
 # Thresholds that were reached, each once. `sent_at` is empty until a webhook has got it.

@@ -12,7 +12,7 @@ from control.database.usage_tables import budget_leases, usage_producers
 from control.usage.account_limits import hard_limits
 from control.usage.accounts import Budget
 from control.usage.alerts import spent_of
-from control.usage.ledger import lock_usage, release_lease, upsert
+from control.usage.ledger import lock_usage, put
 from kvloom.v1.control_service_pb2 import BudgetChange, BudgetGrant, BudgetName
 
 
@@ -21,8 +21,8 @@ class ProducerClosedError(Exception):
 
 
 async def change_leases(database: Database, producer: str, changes: Sequence[BudgetChange]) -> list[BudgetGrant]:
-    """Take back what a router returns and grant what it wants, as far as there is any, in one transaction. Raises
-    ProducerClosedError."""
+    """Take back what a router returns and grant what it wants, as far as there is any, in one transaction. A change
+    that is repeated is answered as before. Raises ProducerClosedError."""
     budgets = [Budget(one.budget.account, one.budget.unit, one.budget.period) for one in changes]
     async with database.writing() as connection:
         await lock_usage(database, connection)
@@ -44,20 +44,50 @@ async def _change(
     change: BudgetChange,
     limit: int,
 ) -> BudgetGrant:
-    if change.returned:
-        await release_lease(connection, budget, producer, change.returned)
-    if not limit:
-        return BudgetGrant(budget=change.budget, granted=change.wanted, remaining=0, limit=0)
-    left = max(0, limit - await spent_of(connection, budget) - await leased_of(connection, budget))
-    granted = min(change.wanted, left)
-    if granted:
-        statement = upsert(database, budget_leases)
-        added = budget_leases.c.leased + statement.excluded.leased
-        await connection.execute(
-            statement.on_conflict_do_update(index_elements=list(budget_leases.primary_key), set_={"leased": added}),
-            {**budget._asdict(), "producer": producer, "leased": granted},
-        )
-    return BudgetGrant(budget=change.budget, granted=granted, remaining=left - granted, limit=limit)
+    last = await _last_change(connection, producer, budget)
+    # Less than nothing where the limit has been lowered.
+    left = limit - await spent_of(connection, budget) - await leased_of(connection, budget)
+    if last is not None and change.number <= last.number:
+        # Asked for again, since the answer was lost; or by a connection that has been given up meanwhile.
+        granted = last.granted if change.number == last.number else 0
+        return BudgetGrant(budget=change.budget, granted=granted, remaining=max(0, left), limit=limit)
+    leased = 0 if last is None else last.leased
+    returned = min(change.returned, leased)
+    left = max(0, left + returned)
+    granted = min(change.wanted, left) if limit else change.wanted
+    row = {
+        **budget._asdict(),
+        "producer": producer,
+        "leased": leased - returned + (granted if limit else 0),
+        "number": change.number,
+        "granted": granted,
+    }
+    if last is None:
+        await _forget_earlier(connection, producer, budget)
+    await put(database, connection, budget_leases, row)
+    return BudgetGrant(budget=change.budget, granted=granted, remaining=max(0, left - granted), limit=limit)
+
+
+async def _last_change(connection: AsyncConnection, producer: str, budget: Budget) -> sa.Row | None:
+    """The router's lease, with the number and the grant of its last change; None: it has none."""
+    leases = budget_leases.c
+    query = sa.select(leases.leased, leases.number, leases.granted).where(
+        *_lease_of(producer, budget), leases.period == budget.period
+    )
+    return (await connection.execute(query)).one_or_none()
+
+
+async def _forget_earlier(connection: AsyncConnection, producer: str, budget: Budget) -> None:
+    """A lease of a period begins: those of periods of which nothing is leased any more are forgotten."""
+    leases = budget_leases.c
+    is_over = sa.and_(leases.period < budget.period, leases.leased == 0)
+    await connection.execute(sa.delete(budget_leases).where(*_lease_of(producer, budget), is_over))
+
+
+def _lease_of(producer: str, budget: Budget) -> tuple[sa.ColumnElement[bool], ...]:
+    """In any period."""
+    leases = budget_leases.c
+    return leases.producer == producer, leases.account == budget.account, leases.unit == budget.unit
 
 
 async def leased_of(connection: AsyncConnection, budget: Budget) -> int:

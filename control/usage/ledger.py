@@ -142,8 +142,8 @@ async def release_lease(connection: AsyncConnection, budget: Budget, producer: s
         leases.period == budget.period,
         leases.producer == producer,
     )
-    await connection.execute(sa.delete(budget_leases).where(here, leases.leased <= amount))
-    await connection.execute(sa.update(budget_leases).where(here).values(leased=leases.leased - amount))
+    left = sa.case((leases.leased > amount, leases.leased - amount), else_=0)
+    await connection.execute(sa.update(budget_leases).where(here).values(leased=left))
 
 
 async def _advance(database: Database, connection: AsyncConnection, entries: Sequence[UsageEntry]) -> dict[str, Stored]:
@@ -166,7 +166,7 @@ async def _advance(database: Database, connection: AsyncConnection, entries: Seq
             is_closed = True
             await connection.execute(sa.delete(budget_leases).where(budget_leases.c.producer == producer))
         found[producer] = Stored(number, is_closed)
-        await _put(
+        await put(
             database,
             connection,
             usage_producers,
@@ -203,7 +203,8 @@ async def _add(
     )
 
 
-async def _put(database: Database, connection: AsyncConnection, table: sa.Table, row: dict[str, Any]) -> None:
+async def put(database: Database, connection: AsyncConnection, table: sa.Table, row: dict[str, Any]) -> None:
+    """Insert a row, or replace the one of its primary key."""
     statement = upsert(database, table)
     key = list(table.primary_key)
     changed = {column.name: statement.excluded[column.name] for column in table.columns if not column.primary_key}

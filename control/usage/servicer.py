@@ -56,6 +56,8 @@ async def lease_budgets(database: Database, requests: AsyncIterator[LeaseBudgets
             await abort(context, invalid_argument("The first request must name the producer.", "producer"))
         if len(request.changes) > MAX_CHANGES:
             await abort(context, invalid_argument(f"changes may have at most {MAX_CHANGES} entries.", "changes"))
+        if not all(change.number for change in request.changes):
+            await abort(context, invalid_argument("Every change must have a number above 0.", "changes.number"))
         try:
             grants = await change_leases(database, producer, request.changes)
         except ProducerClosedError:

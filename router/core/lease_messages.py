@@ -42,6 +42,8 @@ class LeaseWant(msgspec.Struct, frozen=True):
     held: int = 0
     """What the router keeps of its lease."""
     asked_at: float = 0.0
+    number: int = 0
+    """Of budgets: tells what is asked for again, because there was no answer, from what is asked for once more."""
 
 
 class LeaseGrant(msgspec.Struct, frozen=True):
@@ -52,6 +54,8 @@ class LeaseGrant(msgspec.Struct, frozen=True):
     limit: int = 0
     """Of a budget, as its owner knows it; 0: there is none any more."""
     asked_at: float = 0.0
+    """From the want."""
+    number: int = 0
     """From the want."""
 
 

@@ -38,7 +38,8 @@ _FAILURES: Final = (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateErro
 
 
 class BudgetLeases:
-    """`ask` never blocks. Every want is answered. What was granted but not received stays leased: nobody uses it."""
+    """`ask` never blocks. Every want is answered. A want that has failed may have been granted; the core asks for it
+    again under the same number."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class BudgetLeases:
             async with asyncio.timeout(ANSWER_SECONDS):
                 response = await self._ask(wants)
             grants = [
-                LeaseGrant(want.name, grant.granted, grant.remaining, grant.limit, want.asked_at)
+                LeaseGrant(want.name, grant.granted, grant.remaining, grant.limit, want.asked_at, want.number)
                 for want, grant in zip(wants, response.grants, strict=True)
             ]
         except (*_FAILURES, ValueError, asyncio.CancelledError) as error:  # gRPC cancels the reader of a broken call.
@@ -134,4 +135,4 @@ class BudgetLeases:
 def _change(want: LeaseWant) -> BudgetChange:
     unit = BUDGET_UNIT_TOKENS if want.name.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
     name = BudgetName(account=want.name.account, unit=unit, period=want.name.period)
-    return BudgetChange(budget=name, returned=want.returned, wanted=want.wanted)
+    return BudgetChange(budget=name, returned=want.returned, wanted=want.wanted, number=want.number)

@@ -27,6 +27,8 @@ class FakeBudgets(control_service_pb2_grpc.ControlServiceServicer):
     def __init__(self, limit: int) -> None:
         self.owner = BudgetOwner()
         self.producers: list[str] = []
+        self.loses_next_answer = False
+        """The stream dies after what was asked for has been done."""
         self._limit = limit
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -66,9 +68,13 @@ class FakeBudgets(control_service_pb2_grpc.ControlServiceServicer):
                     self._limit,
                     change.wanted,
                     change.returned,
+                    number=change.number,
                 )
                 grant = budget.lease(producer, want)
                 grants.append(
                     BudgetGrant(budget=name, granted=grant.granted, remaining=grant.remaining, limit=grant.limit)
                 )
+            if self.loses_next_answer:
+                self.loses_next_answer = False
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is restarted")
             yield LeaseBudgetsResponse(grants=grants)

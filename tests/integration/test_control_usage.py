@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import msgspec
 import pytest
 import sqlalchemy as sa
 
+from control.database.database import Database
+from control.database.schema import projects
 from control.database.usage_tables import budget_alerts, budget_leases
 from control.usage.leases import ProducerClosedError, change_leases
 from control.usage.ledger import forget_records, store
@@ -146,9 +149,30 @@ async def test_a_gap_in_the_numbers_is_not_stored(database_url: str) -> None:
         assert await store(database, [entry(usage_record(1, "a"))]) == {"r0/1": Stored(2)}
 
 
-async def change(database, producer: str, *, wanted: int = 0, returned: int = 0) -> BudgetGrant:
-    [grant] = await change_leases(database, producer, [BudgetChange(budget=MONTH, wanted=wanted, returned=returned)])
+numbers = itertools.count(1)
+
+
+async def change(
+    database: Database,
+    producer: str,
+    *,
+    wanted: int = 0,
+    returned: int = 0,
+    number: int = 0,
+    budget: BudgetName = MONTH,
+) -> BudgetGrant:
+    """`number`: 0 for the next one."""
+    one = BudgetChange(budget=budget, wanted=wanted, returned=returned, number=number or next(numbers))
+    [grant] = await change_leases(database, producer, [one])
     return grant
+
+
+async def leases_of(database: Database) -> list[tuple[str, str, int]]:
+    """(producer, period, leased)"""
+    columns = budget_leases.c
+    async with database.reading() as connection:
+        query = sa.select(columns.producer, columns.period, columns.leased).order_by(columns.producer, columns.period)
+        return [tuple(row) for row in await connection.execute(query)]
 
 
 async def test_spent_and_leased_are_never_more_than_the_budget(database_url: str) -> None:
@@ -190,8 +214,52 @@ async def test_an_account_without_a_budget_gets_what_it_wants(database_url: str)
     async with usage_database(database_url) as database:
         grant = await change(database, "r0/1", wanted=7)
         assert (grant.granted, grant.limit) == (7, 0)
-        async with database.reading() as connection:
-            assert not (await connection.execute(sa.select(budget_leases))).all()
+        assert await leases_of(database) == [("r0/1", "2025-11", 0)]
+
+
+async def test_a_change_that_is_repeated_is_done_once(database_url: str) -> None:
+    """A router that has lost the answer asks again: what it was granted must not be leased twice, and what it returned
+    must not be taken twice."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        first = await change(database, "r0/1", wanted=60, number=7)
+        assert await change(database, "r0/1", wanted=60, number=7) == first
+        assert (await change(database, "r1/1", wanted=60, number=1)).granted == 40
+        returned = await change(database, "r0/1", returned=25, number=8)
+        assert await change(database, "r0/1", returned=25, number=8) == returned
+        assert (returned.granted, returned.remaining) == (0, 25)
+        assert await leases_of(database) == [("r0/1", "2025-11", 35), ("r1/1", "2025-11", 40)]
+
+
+async def test_a_change_that_comes_too_late_does_nothing(database_url: str) -> None:
+    """A connection that the router has given up may still deliver it, when nobody waits for the answer."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        await change(database, "r0/1", wanted=60, number=8)
+        late = await change(database, "r0/1", wanted=30, returned=60, number=7)
+        assert (late.granted, late.remaining) == (0, 40)
+        assert await leases_of(database) == [("r0/1", "2025-11", 60)]
+
+
+async def test_what_is_returned_is_not_granted_again_if_the_budget_was_lowered(database_url: str) -> None:
+    """Spent and leased may then be more than there is; it must become less."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        await change(database, "r0/1", wanted=90)
+        async with database.writing() as connection:
+            await connection.execute(sa.update(projects).values(limits={"monthly_budget_nanos": 50}))
+        grant = await change(database, "r0/1", returned=40, wanted=40)
+        assert (grant.granted, grant.remaining, grant.limit) == (0, 0, 50)
+        assert (await change(database, "r0/1", returned=20, wanted=40)).granted == 20
+
+
+async def test_leases_of_periods_that_are_over_are_forgotten(database_url: str) -> None:
+    """A router that is up for years has a lease of every day; what it has used of one is never forgotten."""
+    october = BudgetName(account=MONTH.account, unit=MONTH.unit, period="2025-10")
+    september = BudgetName(account=MONTH.account, unit=MONTH.unit, period="2025-09")
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        await change(database, "r0/1", wanted=10, budget=september)
+        await change(database, "r0/1", wanted=10, budget=october)
+        await change(database, "r0/1", returned=10, budget=october)
+        await change(database, "r0/1", wanted=10)
+        assert await leases_of(database) == [("r0/1", "2025-09", 10), ("r0/1", "2025-11", 10)]
 
 
 async def test_a_budget_in_shadow_mode_is_leased_as_if_it_were_hard(database_url: str) -> None:

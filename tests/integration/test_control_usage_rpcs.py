@@ -39,9 +39,9 @@ async def test_a_stream_of_leases_answers_every_request_in_order(world: ControlW
     project = {"id": "acme/search", "limits": {"monthly_budget_nanos": 100}}
     await world.ask("CreateProject", project=project, create_organisation=True)
     call = world.control.LeaseBudgets()
-    await call.write(LeaseBudgetsRequest(producer="r0/1", changes=[BudgetChange(budget=BUDGET, wanted=70)]))
-    await call.write(LeaseBudgetsRequest(changes=[BudgetChange(budget=BUDGET, wanted=70)]))
-    await call.write(LeaseBudgetsRequest(changes=[BudgetChange(budget=BUDGET, returned=50)]))
+    await call.write(LeaseBudgetsRequest(producer="r0/1", changes=[BudgetChange(budget=BUDGET, wanted=70, number=1)]))
+    await call.write(LeaseBudgetsRequest(changes=[BudgetChange(budget=BUDGET, wanted=70, number=2)]))
+    await call.write(LeaseBudgetsRequest(changes=[BudgetChange(budget=BUDGET, returned=50, number=3)]))
     answers = [await call.read() for _ in range(3)]
     assert [(one.grants[0].granted, one.grants[0].remaining) for one in answers] == [(70, 30), (30, 0), (0, 50)]
     await call.done_writing()
@@ -51,8 +51,16 @@ async def test_a_stream_of_leases_answers_every_request_in_order(world: ControlW
 async def test_a_stream_without_a_name_is_refused(world: ControlWorld) -> None:
     """Nobody could settle its leases."""
     call = world.control.LeaseBudgets()
-    await call.write(LeaseBudgetsRequest(changes=[BudgetChange(budget=BUDGET, wanted=1)]))
+    await call.write(LeaseBudgetsRequest(changes=[BudgetChange(budget=BUDGET, wanted=1, number=1)]))
     with pytest.raises(grpc.aio.AioRpcError, match="must name the producer"):
+        await call.read()
+
+
+async def test_a_change_without_a_number_is_refused(world: ControlWorld) -> None:
+    """It could not be told from one that is repeated, and would be done twice."""
+    call = world.control.LeaseBudgets()
+    await call.write(LeaseBudgetsRequest(producer="r0/1", changes=[BudgetChange(budget=BUDGET, wanted=1)]))
+    with pytest.raises(grpc.aio.AioRpcError, match="must have a number"):
         await call.read()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -36,8 +37,10 @@ from router.core.events import (
 )
 from router.core.frames import Finish, Start, Step
 from router.core.lease_messages import LeaseKind, LeaseName, LeaseWant
+from router.core.tenancy.budget_lease import BudgetLease
 from router.core.tenancy.limiter import Limiter
 from router.core_driver import CoreDriver
+from router.tenancy.budget_leases import BudgetLeases
 from router.tenancy.lease_desk import LeaseDesk, epoch_clock
 from router.tenancy.rate_leases import RateLeases
 from tests.fakes.fake_budgets import FakeBudgets
@@ -124,6 +127,39 @@ async def test_a_redis_that_is_away_is_said_so_at_once(server: ValkeyServer):
         server.stop()
         answer = await a.lease(LeaseKind.REQUESTS, 10, 1)
         assert [name.kind for name in answer.failed] == [LeaseKind.REQUESTS]
+
+
+async def test_a_grant_whose_answer_was_lost_is_not_granted_again():
+    """Otherwise a part of the budget would be nobody's until the router's spool is closed: each time that the service
+    is restarted, all routers lost some of it."""
+    control = FakeBudgets(100)
+    await control.start()
+    answers: asyncio.Queue[LeasesGranted] = asyncio.Queue()
+    desk = BudgetLeases("r0/1", lambda: [control.address], NO_SECRET, answers.put_nowait)
+    name = LeaseName("tenant:acme/web", LeaseKind.MONTH_NANOS, "2026-11")
+    lease = BudgetLease(name, 100, itertools.count(1))
+    running = asyncio.create_task(desk.run())
+    try:
+        lease.waiting = 60
+        control.loses_next_answer = True
+        for now in (0.0, 2.0):
+            want = lease.want(now)
+            assert want is not None
+            desk.ask([want])
+            async with asyncio.timeout(5.0):
+                answer = await answers.get()
+            for grant in answer.grants:
+                lease.on_grant(grant, now)
+                lease.on_grant(grant, now)  # the same answer once more
+            for _ in answer.failed:
+                lease.on_failure(1, now)
+        [budget] = control.owner.budgets.values()
+        assert lease.free == budget.leased["r0/1"] == 60
+        assert control.producers == ["r0/1", "r0/1"]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await control.stop()
 
 
 # -- routers ----------------------------------------------------------------------------------------------------------

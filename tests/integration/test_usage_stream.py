@@ -166,7 +166,7 @@ async def test_a_killed_router_s_records_are_finished_by_its_successor(world: Wo
     """Neither ended nor running requests may be lost with a router, and its lease must come free."""
     month = BudgetName(account="tenant:acme/search", unit=BUDGET_UNIT_NANOS)
     month.period = "2999-01"
-    await change_leases(world.database, "r0/1", [BudgetChange(budget=month, wanted=10_000)])
+    await change_leases(world.database, "r0/1", [BudgetChange(budget=month, wanted=10_000, number=1)])
     world.server.kill()  # so that nothing is forwarded
     async with world.router("1", killed=True) as metering:
         metering.request_ended(ended("done"))
@@ -179,7 +179,7 @@ async def test_a_killed_router_s_records_are_finished_by_its_successor(world: Wo
         metering.request_ended(ended("continued", 6, num_resumed=5))
         await world.until(3, 5 + 3 + 11)
         await eventually(lambda: not (world.folder / "usage" / "r0" / "1").exists())
-        [grant] = await change_leases(world.database, "r0/2", [BudgetChange(budget=month, wanted=10_000)])
+        [grant] = await change_leases(world.database, "r0/2", [BudgetChange(budget=month, wanted=10_000, number=1)])
         assert grant.granted == 10_000
 
 

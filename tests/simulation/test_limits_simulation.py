@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvloom.tenancy.usage_record import Charge
 from router.core.lease_messages import LeaseGrant, LeaseWant
 from router.core.relay.lifecycle import Lifecycle
 from router.core.tenancy.budget_lease import BudgetLease
@@ -15,8 +16,10 @@ from router.core.tenancy.rate_lease import RateLease
 from router.core.tenancy.request_charge import RequestCharge
 from tools.dst.checker import Checker
 from tools.dst.checkers import LIMIT_CHECKERS
-from tools.dst.checkers.limits import BudgetsKept, LeasesConserved, RatesKept
+from tools.dst.checkers.limits import BudgetsKept, ChargesExact, LeasesConserved, RatesKept
 from tools.dst.run_seed import run_seed
+from tools.dst.scenario import has_limits
+from tools.dst.tenancy.lease_owners import Budget
 from tools.dst.trace import join_lines
 
 NUM_SEEDS = 60
@@ -36,7 +39,7 @@ def test_limits_hold_under_faults(begin: int) -> None:
 
 def test_limits_have_their_own_random_numbers() -> None:
     """Seeds without limits keep their histories, and those with limits can be replayed."""
-    assert run_seed(3, ()).digest != run_seed(3, (), with_limits=True).digest
+    assert run_seed(3, (), with_limits=False).digest != run_seed(3, (), with_limits=True).digest
     assert run_seed(3, (), with_limits=True).digest == run_seed(3, (), with_limits=True).digest
 
 
@@ -89,6 +92,41 @@ def keeps_what_it_returns(patch: Patch) -> None:
     patch.setattr(BudgetLease, "want", want)
 
 
+def asks_anew_after_a_lost_answer(patch: Patch) -> None:
+    """A budget that had no answer is asked for as if nothing had been granted."""
+    original = BudgetLease.on_failure
+
+    def on_failure(self: BudgetLease, num_routers: int, now: float) -> None:
+        original(self, num_routers, now)
+        self._unanswered = None
+
+    patch.setattr(BudgetLease, "on_failure", on_failure)
+
+
+def takes_one_grant_for_two(patch: Patch) -> None:
+    """Control does not remember what it has granted: a change that is repeated is done again."""
+    original = Budget.lease
+
+    def lease(self: Budget, router: str, want: LeaseWant) -> LeaseGrant:
+        self._last_changes.clear()
+        return original(self, router, want)
+
+    patch.setattr(Budget, "lease", lease)
+
+
+def charges_what_has_no_answer(patch: Patch) -> None:
+    """A request that was refused, or failed before its first token, is charged for its prompt."""
+    original = RequestCharge.charges
+
+    def charges(
+        self: RequestCharge, num_cached_tokens: int, num_output_tokens: int, *, has_answer: bool
+    ) -> tuple[Charge, ...]:
+        del has_answer
+        return original(self, num_cached_tokens, num_output_tokens, has_answer=True)
+
+    patch.setattr(RequestCharge, "charges", charges)
+
+
 def never_settles(patch: Patch) -> None:
     """What a request has reserved stays reserved after its end."""
     patch.setattr(Lifecycle, "_end_charged", lambda *_arguments: None)
@@ -100,6 +138,9 @@ BUGS: list[tuple[Callable[[Patch], None], type[Checker]]] = [
     (counts_a_grant_twice, RatesKept),
     (keeps_what_it_returns, LeasesConserved),
     (never_settles, LeasesConserved),
+    (asks_anew_after_a_lost_answer, LeasesConserved),
+    (takes_one_grant_for_two, LeasesConserved),
+    (charges_what_has_no_answer, ChargesExact),
 ]
 
 
@@ -118,3 +159,11 @@ def test_every_checker_of_limits_has_a_planted_bug() -> None:
     """A new checker comes with a proof that it works."""
     own = {checker for checker in LIMIT_CHECKERS if checker.__module__.endswith(".limits")}
     assert {checker for _, checker in BUGS} == own
+
+
+def test_a_share_of_ordinary_seeds_has_limits() -> None:
+    """What only some command asks for is not run by those who change something else."""
+    share = sum(map(has_limits, range(1000))) / 1000
+    assert 0.1 < share < 0.2
+    seed = next(seed for seed in range(1000) if has_limits(seed))
+    assert run_seed(seed, ()).digest == run_seed(seed, (), with_limits=True).digest

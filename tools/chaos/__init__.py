@@ -5,6 +5,7 @@ run.py      one run: the fabric, its users, the faults and the report
 users.py    simulated users
 clients/    their questions, the correct answers, and the clients that they use
 fabric/     the processes under test and the faults
+tenants/    keys, limits and budgets of the users, and what must hold of them
 attackers/  a process that attacks the fabric
 checking/   judges answers, failures, usage records and memory
 """

@@ -29,6 +29,8 @@ _NUM_USERS: Final = 12
 _NUM_SOAK_USERS: Final = 4
 """A steady load that leaves most of a small machine idle. Leaks grow with requests and with time, not with load."""
 _NAMES: Final = ", ".join(FaultKind)
+_OPTIONAL_PARTS: Final = frozenset({"model", "control"})
+"""Parts that only some fabrics have."""
 
 
 def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: str) -> list[FaultKind]:
@@ -44,15 +46,30 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
     return kinds
 
 
+def _for_tenants(kinds: list[FaultKind], num_tenants: int, engine: str) -> list[FaultKind]:
+    """The faults that there are with so many tenants. Raises UsageError."""
+    if num_tenants:
+        if engine != "sim":
+            raise click.UsageError("--tenants: answers that a budget cuts short are only known with --engine sim")
+        # A budget is one of a month: a process whose clock jumps to the next has another one.
+        return [kind for kind in kinds if kind is not FaultKind.CLOCK_JUMP]
+    return _without(kinds, "control", "--tenants 1")
+
+
 def _for_models(kinds: list[FaultKind], num_models: int, engine: str) -> list[FaultKind]:
     """The faults that there are with so many models. Raises UsageError."""
     if num_models > 1:
         if engine != "sim":
             raise click.UsageError("--models: several models have answers of their own only with --engine sim")
         return kinds
-    others = [kind for kind in kinds if kind.part != "model"]
-    if len(others) < len(kinds) and len(kinds) < len(_available()):
-        raise click.UsageError(f"--faults: {', '.join(sorted({*kinds} - {*others}))} needs --models 2 or more")
+    return _without(kinds, "model", "--models 2")
+
+
+def _without(kinds: list[FaultKind], part: str, need: str) -> list[FaultKind]:
+    """Raises UsageError if faults of that part were named."""
+    others = [kind for kind in kinds if kind.part != part]
+    if len(others) < len(kinds) and {kind for kind in _available() if kind.part not in _OPTIONAL_PARTS} - {*kinds}:
+        raise click.UsageError(f"--faults: {', '.join(sorted({*kinds} - {*others}))} needs {need} or more")
     return others
 
 
@@ -119,6 +136,15 @@ def _list_faults(context: click.Context, _parameter: click.Parameter, value: boo
     default=1,
     show_default=True,
     help="The number of models (sim engine). Users ask for one at random, and models are unloaded and put to sleep.",
+)
+@option(
+    "--tenants",
+    "num_tenants",
+    type=click.IntRange(0, 16),
+    scope="chaos",
+    default=0,
+    show_default=True,
+    help="The number of tenants (sim engine). Users have keys, limits and budgets, which change during the run.",
 )
 @option(
     "--edges",
@@ -224,6 +250,7 @@ def chaos(
     if soak and attack_seconds:
         raise click.UsageError("--soak is without faults: leave --attack-seconds out")
     kinds = _for_models(kinds, sizes["num_models"], sizes["engine"])
+    kinds = _for_tenants(kinds, sizes["num_tenants"], sizes["engine"])
     table = "soak" if soak else "attack" if attack_seconds else "chaos"
     if page is not None:
         check_page(page, [table])
@@ -263,16 +290,22 @@ def _command(plan: ChaosPlan, kinds: list[FaultKind], soak: bool) -> str:
     words += [f"--users {plan.num_users}"]
     if plan.num_models > 1:
         words.append(f"--models {plan.num_models}")
+    if plan.num_tenants:
+        words.append(f"--tenants {plan.num_tenants}")
     if soak:
         words.append("--soak")
     elif plan.attack_seconds:
         words[1] = f"--attack-seconds {plan.attack_seconds:g}"
         words += [f"--attacks {','.join(plan.attacks)}"] if plan.attacks else []
-    elif len(kinds) < len(_for_models(_available(), plan.num_models, plan.engine)):
+    elif len(kinds) < len(_default_kinds(plan)):
         words.append("--faults " + ",".join(kinds))
     if plan.long_hang_share != LONG_HANG_SHARE:
         words.append(f"--long-hangs {plan.long_hang_share:g}")
     return " ".join(words)
+
+
+def _default_kinds(plan: ChaosPlan) -> list[FaultKind]:
+    return _for_tenants(_for_models(_available(), plan.num_models, plan.engine), plan.num_tenants, plan.engine)
 
 
 class _ProgressLine:

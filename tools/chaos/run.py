@@ -36,6 +36,7 @@ from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import LONG_HANG_SHARE, Fault, FaultKind, plan_faults
 from tools.chaos.fabric.injector import Injector
 from tools.chaos.fabric.quiescence import wait_for_quiescence
+from tools.chaos.tenants.tenancy import Tenancy
 from tools.chaos.users import PATIENCE_SECONDS, QuestionSource, UserContext, run_user
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
@@ -67,6 +68,8 @@ class ChaosPlan:
     """More only with simulated shards: all have the files of `model`, and each has answers of its own."""
     num_shards: int = 3
     """Of each model."""
+    num_tenants: int = 0
+    """0: users are callers without keys."""
     num_edges: int = 2
     num_routers: int = 2
     num_users: int = 12
@@ -121,6 +124,7 @@ class ChaosPlan:
         config.router.num_routers = self.num_routers
         config.router.decision_log.max_remembered = 256
         config.shard.num_blocks = 1024  # soon full, like the cache of a shard that has been up for long
+        config.control.enabled = config.control.witness = self.num_tenants > 0
         config.log.format = "json"  # usage records are read from it
         for section in (config.edge, config.router, config.shard):
             section.drain_timeout_seconds = 15.0
@@ -178,10 +182,13 @@ class _Run:
         self._cluster.user_seed, self._cluster.attacks = plan.seed, plan.attacks
         self._records: list[Record] = []
         self._memory = MemoryWatch()
+        self._tenancy = Tenancy(self._cluster, plan.num_tenants, plan.seed) if plan.num_tenants else None
 
     async def run(self) -> dict[str, Any]:
         try:
             await self._cluster.start()
+            if self._tenancy is not None:
+                await self._set_up_tenants(self._tenancy)
             self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
             log_dir = self._cluster.folder.log_dir
             attackers = attackers_tenants(self._cluster.trust.caller_key)
@@ -189,11 +196,19 @@ class _Run:
             async with self._context() as context:
                 await self._run_users_and_faults(context)
             problems = await wait_for_quiescence(self._cluster)
+            if self._tenancy is not None:
+                await self._tenancy.close()
             await asyncio.sleep(_USAGE_LOG_SECONDS)  # the supervisor may not have written the last lines yet
             self._usage_log.read()
         finally:
             await self._cluster.stop()
         return self._report(problems)
+
+    async def _set_up_tenants(self, tenancy: Tenancy) -> None:
+        try:
+            await tenancy.set_up()
+        except KvloomError as error:
+            raise CommandError(f"the tenants could not be set up: {error.message}") from error
 
     def _change_spec(self, spec: ChildSpec) -> ChildSpec:
         if FaultKind.CLOCK_JUMP in self._plan.kinds:
@@ -204,11 +219,16 @@ class _Run:
     async def _context(self) -> AsyncIterator[UserContext]:
         cluster, plan = self._cluster, self._plan
         oracle, questions = await self._oracle()
-        async with (
-            HttpClient(cluster.edge_urls) as http,
-            SdkClient(cluster.router_address, 2 * plan.num_routers) as sdk,
-        ):
-            yield UserContext(http, sdk, oracle, self._tokenizer, questions, self._note_record)
+        tenants = [] if self._tenancy is None else self._tenancy.tenants
+        open_answers = {} if self._tenancy is None else self._tenancy.open_answers
+        keys = [tenant.lasting_key.secret for tenant in tenants] or [""]
+        async with contextlib.AsyncExitStack() as stack:
+            http = await stack.enter_async_context(HttpClient(cluster.edge_urls))
+            sdks = [
+                await stack.enter_async_context(SdkClient(cluster.router_address, 2 * plan.num_routers, key))
+                for key in keys
+            ]
+            yield UserContext(http, sdks, oracle, self._tokenizer, questions, self._note_record, tenants, open_answers)
 
     async def _oracle(self) -> tuple[Oracle, QuestionSource]:
         rng = random.Random(f"questions of {self._plan.seed}")
@@ -236,6 +256,8 @@ class _Run:
             asyncio.create_task(self._cluster.watch(), name="supervisor"),
             asyncio.create_task(self._watch(), name="watch"),
         ]
+        if self._tenancy is not None:
+            users.append(asyncio.create_task(self._tenancy.run(stop), name="tenants"))
         injecting = asyncio.create_task(self._injector.run(plan.faults, self._begin), name="faults")
         timer = asyncio.create_task(self._until_end(injecting), name="end of the run")
         try:
@@ -287,6 +309,9 @@ class _Run:
         figures["problems"] += [*self._injector.never_restarted, *problems]
         figures["problems"] += absence_problems(self._cluster.probes, disturbances, self._begin)
         figures["absences"] = absence_figures(self._cluster.probes)
+        if self._tenancy is not None:
+            figures["tenancy"] = self._tenancy.judge(self._records, disturbances)
+            figures["problems"] += figures["tenancy"].pop("problems")
         if plan.attack_seconds:
             (attack,) = self._injector.disturbances
             answers = self._cluster.attack_answers
@@ -298,6 +323,7 @@ class _Run:
             "seed": plan.seed,
             "engine": plan.engine,
             "models": plan.num_models,
+            "tenants": plan.num_tenants,
             "shards": plan.num_shards,
             "edges": plan.num_edges,
             "routers": plan.num_routers,

@@ -82,7 +82,7 @@ def run_campaign(
 
 def _results(seeds: Sequence[int], num_jobs: int, with_limits: bool) -> Iterator[SeedResult]:
     if num_jobs == 1 or len(seeds) == 1:
-        yield from (run_seed(seed, with_limits=with_limits) for seed in seeds)
+        yield from (run_seed(seed, with_limits=with_limits or None) for seed in seeds)
         return
     tasks = [seeds[i : i + SEEDS_PER_TASK] for i in range(0, len(seeds), SEEDS_PER_TASK)]
     context = multiprocessing.get_context("spawn")
@@ -96,4 +96,4 @@ def _results(seeds: Sequence[int], num_jobs: int, with_limits: bool) -> Iterator
 
 
 def _run_task(seeds: Sequence[int], with_limits: bool) -> list[SeedResult]:
-    return [run_seed(seed, with_limits=with_limits) for seed in seeds]
+    return [run_seed(seed, with_limits=with_limits or None) for seed in seeds]

@@ -41,7 +41,7 @@ from tools.options import option
     "with_limits",
     is_flag=True,
     scope="dst",
-    help="Tenants have limits and budgets, and their owners (Redis, control) fail too.",
+    help="Tenants have limits and budgets in all seeds, not only in some, and their owners (Redis, control) fail too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def dst(
@@ -75,7 +75,7 @@ def dst(
 
 def _run_traced(seed: int, with_limits: bool) -> Summary:
     history: list[str] = []
-    result = run_seed(seed, history=history, with_limits=with_limits)
+    result = run_seed(seed, history=history, with_limits=with_limits or None)
     print("\n".join(history))
     summary = Summary()
     summary.add(result)

@@ -87,6 +87,7 @@ class ObservedRequest:
         "deadline",
         "is_duplicate",
         "is_ending",
+        "is_held",
         "num_attempts",
         "num_ends",
         "num_prefill_chunks",
@@ -102,7 +103,8 @@ class ObservedRequest:
         self.deadline = now + (request.timeout_seconds or config.request_timeout_seconds)
         self.queue_deadline = min(self.deadline, now + config.max_queue_seconds)
         self.policy = policy
-        """The policy of the safety service when the request arrived."""
+        """The policy of the safety service when the request arrived. It is not known which one was in force when a
+        request ceased to be held: then the weakest since its arrival."""
         self.choices = [ObservedChoice(self, spec) for spec in request.choices]
         self.num_attempts = 0
         self.num_prefill_chunks = 0
@@ -112,6 +114,8 @@ class ObservedRequest:
         """The shard where it failed last."""
         self.is_duplicate = False
         self.is_ending = False
+        self.is_held = False
+        """Whether it had to wait for a lease of its limits."""
         self.num_ends = 0
 
     @property
@@ -122,6 +126,12 @@ class ObservedRequest:
     def is_continued(self) -> bool:
         """Whether it brings along the beginning of an answer."""
         return any(choice.spec.output_token_ids for choice in self.choices)
+
+    def note_policy(self, screens_prompts: bool, screens_answers: bool) -> None:
+        """A safety service has come."""
+        if self.is_held and not self.was_dispatched:
+            prompts, answers = self.policy or (True, True)
+            self.policy = prompts and screens_prompts, answers and screens_answers
 
     @property
     def was_dispatched(self) -> bool:

@@ -11,6 +11,7 @@ from tools.dst.checker import Checker, Violation
 from tools.dst.checkers import CHECKERS, LIMIT_CHECKERS, Checks
 from tools.dst.environment import MAX_TRACE
 from tools.dst.faults import Faults
+from tools.dst.scenario import has_limits
 from tools.dst.trace import history_lines, scenario_lines
 from tools.dst.world import World
 
@@ -33,6 +34,7 @@ class Failure:
     """Virtual time since the start."""
     history: tuple[str, ...]
     with_limits: bool = False
+    """Whether it was told to have limits, which not all seeds have by themselves."""
 
     @property
     def replay(self) -> str:
@@ -58,22 +60,25 @@ def run_seed(
     checkers: Iterable[type[Checker]] | None = None,
     history: list[str] | None = None,
     *,
-    with_limits: bool = False,
+    with_limits: bool | None = None,
 ) -> SeedResult:
-    """`checkers`: None for all. `with_limits`: tenants have limits, which changes the seed's history.
+    """`checkers`: None for all; those that do not fit a seed with limits are left out there. `with_limits`: whether
+    tenants have limits, which changes the seed's history; None: as the seed says.
     Never raises for an error of the router or of the simulation: the result has a failure instead. The remembered
     history, one line per event, is appended to `history`."""
-    if checkers is None:
-        checkers = LIMIT_CHECKERS if with_limits else CHECKERS
-    world = World(seed, Checks(checkers), with_limits=with_limits)
+    has_any_limits = has_limits(seed) if with_limits is None else with_limits
+    fitting = LIMIT_CHECKERS if has_any_limits else CHECKERS
+    checkers = fitting if checkers is None else [checker for checker in checkers if checker in fitting]
+    world = World(seed, Checks(checkers), with_limits=has_any_limits)
     begin_seconds, begin_cpu = world.env.timeline.now, time.process_time()
     failure: Failure | None = None
     try:
         _run(world)
     except Violation as violation:
-        failure = _failure(world, violation.invariant, violation.detail, begin_seconds)
+        failure = _failure(world, violation.invariant, violation.detail, begin_seconds, with_limits=bool(with_limits))
     except Exception:  # a broken core may send something that the simulation cannot handle
-        failure = _failure(world, "simulation", traceback.format_exc(limit=-4), begin_seconds)
+        detail = traceback.format_exc(limit=-4)
+        failure = _failure(world, "simulation", detail, begin_seconds, with_limits=bool(with_limits))
     finally:
         world.close()
     if history is not None:
@@ -84,7 +89,7 @@ def run_seed(
         num_events=world.env.num_events,
         num_requests=world.traffic.num_requests,
         num_tokens=world.env.num_delivered_tokens,
-        faults=dict(world.env.faults),
+        faults={**world.env.faults, **({} if world.limits is None else world.limits.faults)},
         virtual_seconds=world.env.timeline.now - begin_seconds,
         cpu_seconds=time.process_time() - begin_cpu,
         failure=failure,
@@ -126,7 +131,7 @@ def _quiesce(world: World) -> None:
         env.timeline.run_until(env.timeline.now + SETTLE_SECONDS)
 
 
-def _failure(world: World, invariant: str, detail: str, begin_seconds: float) -> Failure:
+def _failure(world: World, invariant: str, detail: str, begin_seconds: float, *, with_limits: bool) -> Failure:
     return Failure(
         seed=world.env.scenario.seed,
         invariant=invariant,
@@ -134,5 +139,5 @@ def _failure(world: World, invariant: str, detail: str, begin_seconds: float) ->
         num_events=world.env.num_events,
         at_seconds=world.env.timeline.now - begin_seconds,
         history=(*scenario_lines(world.env.scenario), *history_lines(world.env.trace, NUM_HISTORY_LINES)),
-        with_limits=world.env.limits is not None,
+        with_limits=with_limits,
     )

@@ -75,6 +75,9 @@ ROLLOUT_CHANGES_PER_SECOND: Final[dict[str, float]] = {
 """Rollouts of new versions, in about a fifth of the seeds, and what befalls them; each of these seeds has a part of
 it."""
 
+LIMITS_SHARE: Final = 0.15
+"""The share of seeds in which tenants have limits and budgets."""
+
 ROLLOUT_OUTCOMES: Final = ("rollout_done", "rollout_rolled_back", "rollout_failed")
 
 REGISTRY_FAULTS_PER_SECOND: Final[dict[str, float]] = {
@@ -182,6 +185,10 @@ class Scenario:
 
 
 DEFAULT_POLICY: Final = CoreConfig().policy
+
+
+def has_limits(seed: int) -> bool:
+    return random.Random(f"{seed} has limits").random() < LIMITS_SHARE
 
 
 def draw_scenario(seed: int, rng: random.Random) -> Scenario:

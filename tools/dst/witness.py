@@ -12,6 +12,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.actions import (
     Action,
     CancelOnShard,
+    LimitsCounted,
     RequestEnded,
     SendStep,
     SequencesPreempted,
@@ -142,6 +143,8 @@ class Witness:
             case SafetyUp():
                 self.policy = (event.screens_prompts, event.screens_answers)
                 self.safety_waited_for_until = None
+                for observed in self.live.values():
+                    observed.note_policy(*self.policy)
             case SafetyDown():
                 if self.policy is not None and self.config.safety_patience_seconds > 0:
                     self.safety_waited_for_until = now + self.config.safety_patience_seconds
@@ -235,6 +238,9 @@ class Witness:
                     hooks.on_dispatch(node, observed, action)
                     if observed is not None:
                         self._take_attempt(observed, action)
+                case LimitsCounted():
+                    if self.arriving is not None and ("all", "held") in action.counts:
+                        self.arriving.is_held = True
                 case CancelOnShard():
                     self._take_cancel(action)
                 case SequencesPreempted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from kvloom.tenancy.limits import Limits
@@ -21,6 +22,7 @@ class Account:
     __slots__ = (
         "_continued_at",
         "_num_continued",
+        "_want_numbers",
         "budgets",
         "limits",
         "name",
@@ -30,8 +32,10 @@ class Account:
         "tokens",
     )
 
-    def __init__(self, name: str, limits: Limits) -> None:
+    def __init__(self, name: str, limits: Limits, want_numbers: Iterator[int]) -> None:
+        """`want_numbers`: see BudgetLease."""
         self.name = name
+        self._want_numbers = want_numbers
         self.limits = limits
         self.requests: RateLease | None = None
         self.tokens: RateLease | None = None
@@ -53,7 +57,7 @@ class Account:
         name = LeaseName(self.name, kind, period)
         lease = self.budgets.get(name)
         if lease is None:
-            lease = self.budgets[name] = BudgetLease(name, limit)
+            lease = self.budgets[name] = BudgetLease(name, limit, self._want_numbers)
         lease.set_limit(limit)
         return lease
 
@@ -106,6 +110,7 @@ class AccountBook:
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
+        self._want_numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -138,7 +143,7 @@ class AccountBook:
     def _account(self, name: str, limits: Limits) -> Account:
         account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[name] = Account(name, limits)
+            account = self._accounts[name] = Account(name, limits, self._want_numbers)
         else:
             account.set_limits(limits)
         return account

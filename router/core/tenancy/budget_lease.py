@@ -4,6 +4,7 @@ records of its requests have arrived. A request reserves the most that it can co
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
@@ -19,13 +20,18 @@ NUM_SPARE_REQUESTS: Final = 16
 
 
 class BudgetLease:
-    """Units are weighted tokens or billionths of the currency."""
+    """Units are weighted tokens or billionths of the currency.
+
+    What was asked for and not answered is asked for again, under its number, until it is answered: `control` may have
+    granted it, or taken back what was returned, and does neither twice."""
 
     __slots__ = (
         "_ask_at",
         "_failed_at",
         "_last_need",
+        "_numbers",
         "_told_at",
+        "_unanswered",
         "_used_at",
         "free",
         "limit",
@@ -35,7 +41,10 @@ class BudgetLease:
         "waiting",
     )
 
-    def __init__(self, name: LeaseName, limit: int) -> None:
+    def __init__(self, name: LeaseName, limit: int, numbers: Iterator[int]) -> None:
+        """`numbers`: what all budgets of the router number their wants with."""
+        self._numbers = numbers
+        self._unanswered: LeaseWant | None = None
         self.name = name
         self.limit = limit
         self.free = 0
@@ -85,6 +94,9 @@ class BudgetLease:
     def want(self, now: float) -> LeaseWant | None:
         if now < self._ask_at:
             return None
+        if self._unanswered is not None:
+            self._ask_at = now + ANSWER_SECONDS
+            return self._unanswered
         wanted = returned = 0
         if self.waiting > self.free:
             wanted = self.waiting - self.free + self._spare()
@@ -95,9 +107,14 @@ class BudgetLease:
         if not (wanted or returned):
             return None
         self._ask_at = now + ANSWER_SECONDS
-        return LeaseWant(self.name, self.limit, wanted, returned, held=self.free + self.reserved, asked_at=now)
+        held, number = self.free + self.reserved, next(self._numbers)
+        self._unanswered = LeaseWant(self.name, self.limit, wanted, returned, held=held, asked_at=now, number=number)
+        return self._unanswered
 
     def on_grant(self, grant: LeaseGrant, now: float) -> None:
+        if self._unanswered is None or grant.number != self._unanswered.number:
+            return  # it was asked for twice, and has been answered
+        self._unanswered = None
         self._ask_at = self._failed_at = -math.inf
         self.free += grant.granted
         self.num_left, self._told_at = grant.remaining, now
@@ -114,7 +131,7 @@ class BudgetLease:
 
     def is_idle(self, now: float) -> bool:
         used = self.free or self.reserved or self.waiting
-        return not used and now - self._used_at >= IDLE_SECONDS and now >= self._ask_at
+        return not used and self._unanswered is None and now - self._used_at >= IDLE_SECONDS
 
     def _is_due(self, now: float) -> bool:
         """Whether the next request is likely to come soon, and `control` was not asked just now."""

@@ -20,11 +20,12 @@ TABLE = Path(__file__).with_suffix(".json")
 
 def seed_that_catches(bug: PlantedBug, known_seed: int | None = None) -> int | None:
     """A seed in whose run the bug, which must be planted, breaks its invariant. The known one is tried first, if it is
-    one of the bug's seeds. None: none of these catches it."""
+    one of the bug's seeds. None: none of these catches it. They are without limits, which not all checkers can be used
+    with."""
     checkers = () if bug.checker is None else (bug.checker,)
     seeds = range(bug.first_seed, bug.first_seed + bug.max_seeds)
     for seed in sorted(seeds, key=lambda seed: (seed != known_seed, seed)):
-        failure = run_seed(seed, checkers).failure
+        failure = run_seed(seed, checkers, with_limits=False).failure
         if failure is not None and failure.invariant == bug.invariant:
             return seed
     return None

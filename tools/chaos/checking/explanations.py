@@ -30,6 +30,8 @@ class FleetSize:
 _ALL_SHARDS: Final = frozenset({"no_shard_ready", "shard_lost", "queue_timeout", "queue_full"})
 _LOST_ROUTER: Final = frozenset({"router_unavailable", "no_shard_ready", "model_not_found", "draining", "queue_full"})
 _LOST_EVENTS: Final = frozenset({"not_found", "events_gone"})
+_WITHOUT_CONTROL: Final = frozenset({"budget_unavailable", "auth_unavailable", "invalid_api_key"})
+"""The last: of a key that is newer than what an edge knows."""
 _CAUSED_BY_CLIENT: Final = frozenset({"client_too_slow"})
 _EDGE_VERBS: Final = frozenset({"kill", "stop", "reset"})
 """The faults that break a connection. An edge that only hangs keeps its connections."""
@@ -64,6 +66,8 @@ def is_explained(
     if transcript.end is End.UNREACHABLE:
         return "edge" in by_part or "clients" in by_part
     code = transcript.code
+    if code in transcript.refusal_codes or (code in _WITHOUT_CONTROL and "control" in by_part):
+        return True
     if _is_refused_for_its_model(transcript, by_part):
         return True
     if code in _CAUSED_BY_CLIENT:

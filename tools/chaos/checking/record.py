@@ -17,10 +17,15 @@ class Record:
     finding: Finding
     num_due_tokens: int
     num_received_tokens: int
+    num_prompt_tokens: int = 0
+    tenant: str = ""
 
     @classmethod
-    def of(cls, call: UserCall, expected: Expected, transcript: Transcript, finding: Finding) -> Record:
-        record = cls(call, transcript, finding, expected.num_output_tokens, transcript.num_received_tokens(expected))
+    def of(
+        cls, call: UserCall, expected: Expected, transcript: Transcript, finding: Finding, tenant: str = ""
+    ) -> Record:
+        num_due, num_received = expected.num_output_tokens, transcript.num_received_tokens(expected)
+        record = cls(call, transcript, finding, num_due, num_received, expected.num_prompt_tokens, tenant)
         for choice in transcript.choices:  # they have been judged, and the texts would fill the memory
             choice.text, choice.token_ids = "", None
         if not (transcript.num_breaks or transcript.num_takeovers or finding.verdict not in (Verdict.OK, Verdict.LEFT)):

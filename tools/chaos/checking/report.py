@@ -37,12 +37,14 @@ def make_report(
         and not is_explained(record.call, record.transcript, record.finding, disturbances, fleet)
     ]
     metering = compare_metering(
-        (record.delivery(may_miss_usage_record=_may_miss_usage_record(record, disturbances)) for record in records),
+        (record.delivery(may_miss_usage_record=may_miss_usage_record(record, disturbances)) for record in records),
         usage_records,
     )
     never = [record for record in records if record.finding.verdict in NEVER_ALLOWED]
     failed = [record for record in records if _has_failed(record)]
-    explained = [record for record in failed if record not in unexplained and record not in never]
+    explained = [
+        record for record in failed if record not in unexplained and record not in never and not _is_over_limit(record)
+    ]
     explained.sort(key=lambda record: record.finding.verdict is Verdict.BROKEN)  # the most common last
     return {
         "requests": len(records),
@@ -89,6 +91,11 @@ def _has_failed(record: Record) -> bool:
     return record.finding.verdict not in (Verdict.OK, Verdict.LEFT)
 
 
+def _is_over_limit(record: Record) -> bool:
+    """Its tenant's limits explain it, and there may be many."""
+    return record.transcript.code in record.transcript.refusal_codes
+
+
 def _failure_name(record: Record) -> str:
     verdict, code = record.finding.verdict, record.transcript.code
     return f"{verdict} ({code})" if code and verdict in (Verdict.FAILED, Verdict.REFUSED) else verdict.value
@@ -103,7 +110,8 @@ _LOSES_RECORDS: Final = frozenset({FaultKind.KILL_ROUTER, FaultKind.DISK_FULL})
 """A router that is killed has not logged its last usage records; on a full disk its log is not kept."""
 
 
-def _may_miss_usage_record(record: Record, disturbances: Sequence[Disturbance]) -> bool:
+def may_miss_usage_record(record: Record, disturbances: Sequence[Disturbance]) -> bool:
+    """Whether its usage record, or the end of it, may have been lost."""
     return any(
         one.kind in _LOSES_RECORDS
         and one.is_felt(record.transcript.sent_at, record.transcript.ended_at + USAGE_RECORD_SECONDS)

@@ -30,6 +30,8 @@ def summary(report: dict[str, Any]) -> str:
     if report["absences"]:
         counts = ", ".join(f"{count} {name}" for name, count in report["absences"].items())
         lines.append(f"requests for models that were away: {counts}")
+    if "tenancy" in report:
+        lines += _tenancy_lines(report["tenancy"])
     if report["failures"]:
         lines.append("failures: " + ", ".join(f"{count} {name}" for name, count in report["failures"].items()))
         lines += report["explained"]
@@ -37,6 +39,27 @@ def summary(report: dict[str, Any]) -> str:
         lines += ["", _fault_table(report)]
     lines += ["", attack_page(report) if "attack" in report else _memory_table(report)]
     return "\n".join(lines)
+
+
+def _tenancy_lines(figures: dict[str, Any]) -> list[str]:
+    if "reconciliation" not in figures:
+        return []
+    found = figures["reconciliation"]
+    counts = ", ".join(f"{count} {name}" for name, count in figures["changes"].items())
+    return [
+        f"usage reconcile: {found['exact']:,} answers exact, {found['metered_tokens']:,} tokens metered, "
+        f"{found['delivered_tokens']:,} delivered, {found['in_flight_tokens']:,} on their way, difference "
+        f"{found['difference']:,}; as clients count them: {figures['exact_for_clients']:,} complete answers exact, "
+        f"{figures['lost_with_their_router']} not known, with their router",
+        *(
+            f"{row['tenant']}: {row['requests']:,} requests, {row['complete']:,} complete, {row['cut_short']:,} cut "
+            f"short, {row['refused']:,} over a limit; spent {row['spent_nanos']:,} of {row['budget_nanos']:,} nanos, "
+            f"received {row['received_nanos']:,}"
+            for row in figures["tenants"]
+        ),
+        f"changes: {counts}; trespasses: "
+        + ", ".join(f"{name} ({count})" for name, count in figures["trespasses"].items()),
+    ]
 
 
 def _models(report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
@@ -22,7 +22,7 @@ _RETRY_SECONDS: Final = 0.3
 _MAX_RETRY_AFTER_SECONDS: Final = 2.0
 _SLOW_PIECE_BYTES: Final = 256
 _SLOW_PAUSE_SECONDS: Final = 0.02
-_PATHS: Final = {Endpoint.CHAT: "/v1/chat/completions", Endpoint.COMPLETION: "/v1/completions"}
+PATHS: Final = {Endpoint.CHAT: "/v1/chat/completions", Endpoint.COMPLETION: "/v1/completions"}
 _RESUMED: Final = frozenset({Behaviour.RESUMABLE, Behaviour.FLAKY})
 _REJECTIONS: Final = frozenset({429, 503})
 
@@ -44,10 +44,18 @@ class HttpClient:
         await self._session.close()
 
     async def ask(
-        self, call: UserCall, prompt_ids: Sequence[int], transcript: Transcript, rng: random.Random, name: str
+        self,
+        call: UserCall,
+        prompt_ids: Sequence[int],
+        transcript: Transcript,
+        rng: random.Random,
+        name: str,
+        key: Callable[[], str] | None = None,
     ) -> None:
-        """Fill the transcript. `name` must be unique; it is the Idempotency-Key. The caller sets the time limit."""
-        await _HttpCall(self._session, self._edge_urls, call, self._body(call, prompt_ids), transcript, rng, name).run()
+        """Fill the transcript. `name` must be unique; it is the Idempotency-Key. `key` returns the user's key, which
+        may be replaced at any time; None: any name will do. The caller sets the time limit."""
+        body = self._body(call, prompt_ids)
+        await _HttpCall(self._session, self._edge_urls, call, body, transcript, rng, name, key).run()
 
     def _body(self, call: UserCall, prompt_ids: Sequence[int]) -> dict[str, Any]:
         question = call.question
@@ -79,6 +87,7 @@ class _HttpCall:
         transcript: Transcript,
         rng: random.Random,
         name: str,
+        key: Callable[[], str] | None,
     ) -> None:
         self._session = session
         self._edge_urls = edge_urls
@@ -86,10 +95,12 @@ class _HttpCall:
         self._body = body
         self._transcript = transcript
         self._rng = rng
-        self._headers = {"Authorization": f"Bearer {name.partition('-')[0]}"}
+        self._has_own_key = key is not None
+        self._key = key or (lambda: name.partition("-")[0])
+        self._headers: dict[str, str] = {}
         self._can_resume = call.behaviour in _RESUMED
         if self._can_resume:
-            self._headers |= {"x-kvloom-resume": "on", "Idempotency-Key": name}
+            self._headers = {"x-kvloom-resume": "on", "Idempotency-Key": name}
         self._breaks = list(call.breaks)
         self._response_id = ""
         self._edge = rng.choice(list(edge_urls))
@@ -128,6 +139,7 @@ class _HttpCall:
                 return None
             if response.status != 200:
                 return await self._note_rejection(response)
+            transcript.limited_by = response.headers.get("x-kvloom-limited-by", transcript.limited_by)
             response_id = response.headers.get("x-kvloom-response-id", "")
             if response_id and response_id != self._response_id:
                 if self._response_id or transcript.num_events:
@@ -140,14 +152,15 @@ class _HttpCall:
             return await self._read(response)
 
     def _request(self) -> Any:
-        transcript, url = self._transcript, self._edge_urls[self._edge] + _PATHS[self._call.endpoint]
+        transcript, url = self._transcript, self._edge_urls[self._edge] + PATHS[self._call.endpoint]
+        authorization = {"Authorization": f"Bearer {self._key()}"}
         if not (self._response_id and self._can_resume):
             transcript.log(f"POST at {self._edge}")
-            return self._session.post(url, json=self._body, headers=self._headers)
+            return self._session.post(url, json=self._body, headers=self._headers | authorization)
         transcript.num_resumes += 1
         after = transcript.num_events
         transcript.log(f"GET at {self._edge} after event {after}")
-        headers = {"Authorization": self._headers["Authorization"]}
+        headers = authorization
         params = {"stream": "true"}
         if after and self._rng.random() < 0.5:
             headers["Last-Event-ID"] = str(after)
@@ -159,6 +172,11 @@ class _HttpCall:
         transcript = self._transcript
         transcript.code, transcript.message = error_in(await response.read())
         transcript.code = transcript.code or str(response.status)
+        if response.status == 401 and self._has_own_key:
+            # It may have been replaced just now, or be so new that this edge has not heard of it.
+            transcript.num_denials += 1
+            transcript.end = End.REFUSED
+            return _RETRY_SECONDS
         retry_after = response.headers.get("Retry-After")
         transcript.end = End.REFUSED if response.status in _REJECTIONS else End.ERROR
         if retry_after is None:

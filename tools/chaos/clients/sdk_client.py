@@ -24,8 +24,10 @@ _FINISH_REASONS: Final = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "len
 class SdkClient:
     """Keeps several connections to the address that the routers share. Use `async with`."""
 
-    def __init__(self, address: str, num_connections: int) -> None:
-        self._clients = [Client(address, client_id=f"chaos-{number}") for number in range(num_connections)]
+    def __init__(self, address: str, num_connections: int, api_key: str = "") -> None:
+        self._clients = [
+            Client(address, client_id=f"chaos-{number}", api_key=api_key) for number in range(num_connections)
+        ]
 
     async def __aenter__(self) -> SdkClient:
         for client in self._clients:
@@ -48,7 +50,7 @@ class SdkClient:
                 await self._ask(rng.choice(self._clients), call, prompt_ids, transcript, request_id)
             except KvloomError as error:
                 _note_failure(transcript, error)
-            if transcript.end is not End.REFUSED:
+            if transcript.end is not End.REFUSED or transcript.code == "insufficient_quota":
                 return
             transcript.num_refusals += 1
             await asyncio.sleep(RETRY_SECONDS)
@@ -72,6 +74,7 @@ class SdkClient:
                     received.token_ids.extend(delta.token_ids)
                 if delta.finish is not None:
                     num_open -= 1
+                    transcript.limited_by = delta.finish.limited_by or transcript.limited_by
                     received.finish_reason = _FINISH_REASONS.get(delta.finish.reason)
                     if received.finish_reason is None:
                         transcript.end, transcript.code = End.ERROR, FinishReason.Name(delta.finish.reason)

@@ -63,6 +63,7 @@ class EventReader:
             take_choice(transcript, choice, choice.get("delta", choice))
             transcript.record_piece(now)
         take_usage(transcript, chunk.get("usage"))
+        transcript.limited_by = chunk.get("kvloom", {}).get("limited_by", transcript.limited_by)
 
 
 def take_choice(transcript: Transcript, choice: dict[str, Any], holder: dict[str, Any]) -> None:

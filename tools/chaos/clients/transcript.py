@@ -86,6 +86,12 @@ class Transcript:
     num_breaks: int = 0
     """Connections that broke, other than by the client itself."""
     num_resumes: int = 0
+    num_denials: int = 0
+    """Answers that its key was not accepted, after which its client has used the next one."""
+    limited_by: str = ""
+    """The limit of its tenant that cut the answer short."""
+    refusal_codes: frozenset[str] = frozenset()
+    """The errors that the limits of its tenant explain."""
     num_takeovers: int = 0
     """Connections that an edge closed because the stream was being read at another edge."""
     num_refusals: int = 0
@@ -105,6 +111,7 @@ class Transcript:
                 choice.token_ids.clear()
         self.num_events = 0
         self.first_at = None
+        self.limited_by = ""
 
     def log(self, what: str) -> None:
         self.connection_log.append((time.monotonic(), what))
@@ -125,6 +132,27 @@ class Transcript:
             else len(received.token_ids)
             for received, choice in zip(self.choices, expected.choices, strict=True)
         )
+
+
+def cut_short(expected: Expected, transcript: Transcript) -> Expected:
+    """What is expected of an answer that a limit has cut short somewhere: the beginning of it, but all of a choice that
+    ended before that."""
+    choices = []
+    for choice, received in zip(expected.choices, transcript.choices, strict=True):
+        count = (
+            _num_tokens_for(len(received.text), choice.text_lengths)
+            if received.token_ids is None
+            else len(received.token_ids)
+        )
+        # The text of a choice that ended at a stop string is without that.
+        is_whole = count >= len(choice.token_ids) or received.finish_reason == choice.finish_reason == "stop"
+        choices.append(choice if is_whole else _beginning(choice, count))
+    return dataclasses.replace(expected, choices=tuple(choices))
+
+
+def _beginning(choice: ExpectedChoice, count: int) -> ExpectedChoice:
+    length = choice.text_lengths[count - 1] if count else 0
+    return ExpectedChoice(choice.text[:length], choice.token_ids[:count], "length", choice.text_lengths[:count])
 
 
 def _num_tokens_for(num_chars: int, text_lengths: Sequence[int]) -> int:

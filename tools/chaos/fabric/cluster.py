@@ -70,6 +70,8 @@ class Cluster:
         self.trust: FabricTrust = NO_SECRET
         self.user_seed = 0
         """The seed in the names of the users' requests, which a hostile neighbour guesses."""
+        self.probe_key = "probe"
+        """The key of the run's own requests. Without tenants any name will do."""
         self.attacks: Sequence[str] = ()
         """What hostile neighbours do; everything if it is empty."""
         self.attack_answers: Counter[str] = Counter()

@@ -17,11 +17,13 @@ class FaultKind(enum.StrEnum):
     KILL_EDGE = "kill-edge"
     KILL_SAFETY = "kill-safety"
     KILL_REDIS = "kill-redis"
+    KILL_CONTROL = "kill-control"
     HANG_SHARD = "hang-shard"
     HANG_ROUTER = "hang-router"
     HANG_EDGE = "hang-edge"
     HANG_SAFETY = "hang-safety"
     HANG_REDIS = "hang-redis"
+    HANG_CONTROL = "hang-control"
     STOP_SHARD = "stop-shard"
     STOP_ROUTER = "stop-router"
     STOP_EDGE = "stop-edge"
@@ -54,8 +56,8 @@ class FaultKind(enum.StrEnum):
 
     @property
     def part(self) -> str:
-        """ "shard", "router", "edge", "safety", "redis", "clients", "link" or "model"; of a fault of the surroundings
-        "redis" or its own name, which explains no failure."""
+        """ "shard", "router", "edge", "safety", "redis", "control", "clients", "link" or "model"; of a fault of the
+        surroundings "redis" or its own name, which explains no failure."""
         if self in SURROUNDINGS:
             return "redis" if self in (FaultKind.REDIS_FULL, FaultKind.REDIS_TAKEOVER) else self.value
         return self.value.partition("-")[2]
@@ -82,6 +84,7 @@ _PARTS: Final = {
     "edge": "an edge",
     "safety": "the safety service",
     "redis": "Redis",
+    "control": "the control service",
     "clients": "the connections between clients and an edge",
     "link": "the connections between the routers and a shard",
 }

@@ -85,17 +85,18 @@ async def _ask_again_and_again(cluster: Cluster, kind: FaultKind, model: str) ->
     timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=timeout) as session:
         for edge_url in itertools.cycle(list(cluster.edge_urls.values())):
-            cluster.probes.append(await _probe(session, edge_url, kind, model))
+            cluster.probes.append(await _probe(session, edge_url, kind, model, cluster.probe_key))
             with contextlib.suppress(CommandError):
                 await cluster.keep_asleep()
             await asyncio.sleep(_PROBE_SECONDS)
 
 
-async def _probe(session: aiohttp.ClientSession, edge_url: str, kind: FaultKind, model: str) -> Probe:
+async def _probe(session: aiohttp.ClientSession, edge_url: str, kind: FaultKind, model: str, key: str) -> Probe:
     began_at = time.monotonic()
     body = {"model": model, "prompt": "x", "max_tokens": 1}
     try:
-        async with session.post(f"{edge_url}/v1/completions", json=body) as response:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with session.post(f"{edge_url}/v1/completions", json=body, headers=headers) as response:
             code, _ = error_in(await response.read())
             answer = f"{response.status} {code}".rstrip()
     except (aiohttp.ClientError, OSError, TimeoutError):

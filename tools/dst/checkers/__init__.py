@@ -7,7 +7,7 @@ ends.py        how requests end: once, metered exactly, and for a reason
 fairness.py    who is preempted for other tenants, and what is left to them
 fleet.py       the fleet reports that clients get
 health.py      hung and draining shards, and the bounds of suspicion
-limits.py      budgets, rates and leases, in runs with limits
+limits.py      budgets, rates, leases and charges, in seeds with limits
 integrity.py   the core's own consistency check
 models.py      shards of several models, and models that are loaded and unloaded
 overload.py    rejections, service tiers, and patience with outages
@@ -41,7 +41,7 @@ from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
-from tools.dst.checkers.limits import BudgetsKept, LeasesConserved, RatesKept
+from tools.dst.checkers.limits import BudgetsKept, ChargesExact, LeasesConserved, RatesKept
 from tools.dst.checkers.models import ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
 from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
@@ -116,8 +116,9 @@ LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
     BudgetsKept,
     RatesKept,
     LeasesConserved,
+    ChargesExact,
 )
-"""Of runs with limits. The others expect that a request is queued or placed as soon as it has arrived."""
+"""Of seeds with limits. The others expect that a request is queued or placed as soon as it has arrived."""
 
 
 class Checks(Hooks):

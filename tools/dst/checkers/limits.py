@@ -1,4 +1,5 @@
-"""The limits of keys, tenants and organisations. Checked only in runs with limits (`kvloom dst --limits`)."""
+"""The limits of keys, tenants and organisations. Checked only in seeds with limits, and in all with `kvloom dst
+--limits`."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
@@ -7,10 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvloom.tenancy.limits import Limits
-from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.actions import RequestEnded, SubmitAttempt
 from router.core.events import Request, Tier
-from router.core.lease_messages import LeaseKind
+from router.core.lease_messages import LeaseKind, LeaseName
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedChoice, ObservedRequest
 from tools.dst.tenancy.sim_limits import PRICE
@@ -108,7 +110,8 @@ class RatesKept(Checker):
 
 class LeasesConserved(Checker):
     """Once nothing is in flight, every router holds exactly as much of a budget as control believes, and less than
-    there is; and no slot of a concurrent request is in use."""
+    there is: what it does not use is given back, whatever was lost on the way. No slot of a concurrent request is in
+    use."""
 
     invariant = "leases_conserved"
 
@@ -123,11 +126,66 @@ class LeasesConserved(Checker):
             limiter = node.core.limiter
             if limiter is None:
                 continue
+            held: dict[LeaseName, int] = {}
             for account in limiter.accounts:
                 if account.slots is not None and account.slots.used:
                     self.fail(f"{account.name} has {account.slots.used} slots in use on {node.name}")
                 for name, lease in account.budgets.items():
-                    budget = limits.budget(name)
-                    leased = 0 if budget is None else budget.leased.get(node.name, 0)
-                    if lease.reserved or lease.free > leased:
-                        self.fail(f"{node.name} holds {lease.free} and {lease.reserved} of {name}, leased are {leased}")
+                    held[name] = lease.free
+                    if lease.reserved:
+                        self.fail(f"{node.name} has {lease.reserved} of {name} reserved")
+            for name, budget in limits.budgets.budgets.items():
+                leased = budget.leased.get(node.name, 0)
+                if leased != held.get(name, 0):
+                    self.fail(f"{node.name} holds {held.get(name, 0)} of {name}, leased are {leased}")
+
+
+class ChargesExact(Checker):
+    """A budget is charged for the tokens that were sent, at their price, and for nothing else: what was refused, or
+    never reached a shard, or failed before its first token, costs nothing. What control has settled is the sum of
+    it."""
+
+    invariant = "charges_exact"
+
+    def __init__(self) -> None:
+        self._settled: Counter[LeaseName] = Counter()
+
+    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+        if node.limits is None or observed is None or end.usage is None:
+            return
+        for charge in end.usage.charges:
+            kind = LeaseKind.DAY_TOKENS if charge.unit == BUDGET_UNIT_TOKENS else LeaseKind.MONTH_NANOS
+            due = _due(kind, node.limits.limits_of[charge.account], observed, end)
+            if charge.total != due:
+                self.fail(f"{end.request_id} costs {charge.account} {charge.total} of {kind.value}, due are {due}")
+            if charge.own not in (0, due):
+                self.fail(f"{end.request_id} takes {charge.own} of {charge.account}, due are {due}")
+            self._settled[LeaseName(charge.account, kind, charge.period)] += charge.own
+
+    def on_quiescence(self, world: WorldView) -> None:
+        if world.limits is None:
+            return
+        for name, settled in self._settled.items():
+            budget = world.limits.budget(name)
+            if (0 if budget is None else budget.spent) != settled:
+                self.fail(f"{name}: {settled} were charged, control has settled {budget and budget.spent}")
+
+
+def _due(kind: LeaseKind, limits: Limits, observed: ObservedRequest, end: RequestEnded) -> int:
+    """What the whole answer costs, with what it has of an earlier router."""
+    request = observed.request
+    num_sent = sum(choice.num_sent_tokens for choice in observed.choices)
+    num_output = num_sent + sum(len(spec.output_token_ids) for spec in request.choices)
+    has_run = end.num_attempts > 0 or end.is_result_cache_hit
+    if not has_run or (not num_output and end.reason not in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)):
+        return 0
+    num_prompt = len(request.prompt_token_ids)
+    if kind is LeaseKind.DAY_TOKENS:
+        return limits.weighted_tokens(num_prompt, end.num_cached_tokens, num_output, 0)
+    return PRICE.cost_nanos(
+        num_prompt,
+        end.num_cached_tokens,
+        num_output,
+        is_batch=request.tier is Tier.BATCH,
+        is_result_cache_hit=end.is_result_cache_hit,
+    )

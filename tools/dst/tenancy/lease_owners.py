@@ -76,16 +76,23 @@ class Budget:
         """Of requests that have ended."""
         self.leased: dict[str, int] = {}
         """Router -> what it was granted, less what it returned or reported."""
+        self._last_changes: dict[str, tuple[int, int]] = {}
+        """Router -> the number of the last change that it asked for, and what it was granted."""
 
     @property
     def remaining(self) -> int:
         return self.limit - self.spent - sum(self.leased.values())
 
     def lease(self, router: str, want: LeaseWant) -> LeaseGrant:
-        self.leased[router] = self.leased.get(router, 0) - want.returned
-        granted = max(0, min(want.wanted, self.remaining))
-        self.leased[router] += granted
-        return LeaseGrant(want.name, granted, max(0, self.remaining), self.limit, want.asked_at)
+        number, granted = self._last_changes.get(router, (0, 0))
+        if want.number < number:
+            granted = 0  # by a connection that the router has given up
+        elif want.number > number:
+            self.leased[router] = self.leased.get(router, 0) - want.returned
+            granted = max(0, min(want.wanted, self.remaining))
+            self.leased[router] += granted
+            self._last_changes[router] = want.number, granted
+        return LeaseGrant(want.name, granted, max(0, self.remaining), self.limit, want.asked_at, want.number)
 
     def record(self, router: str, used: int) -> None:
         """The usage record of a request has arrived."""

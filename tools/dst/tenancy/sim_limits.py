@@ -6,6 +6,7 @@ All random numbers come from a generator of its own, so that seeds without limit
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -24,7 +25,13 @@ from tools.dst.tenancy.lease_owners import Budget, BudgetOwner, RateOwner
 
 NOON: Final = 1_764_072_000.0
 PRICE: Final = Price("p", "*", prompt_nanos=2, cached_nanos=1, output_nanos=10, request_nanos=5, batch_percent=50)
-FAULTS_PER_SECOND: Final = {"redis_away": 1.5, "redis_forgets": 0.5, "control_away": 1.5, "lease_lost": 3.0}
+FAULTS_PER_SECOND: Final = {
+    "redis_away": 1.5,
+    "redis_forgets": 0.5,
+    "control_away": 1.5,
+    "lease_lost": 3.0,
+    "lease_late": 2.0,
+}
 KEYS_PER_TENANT: Final = 2
 
 
@@ -58,6 +65,8 @@ class SimLimits:
         """By account."""
         self._is_away = {"redis": False, "control": False}
         self._loses_next = False
+        self._delays_next = False
+        self.faults: Counter[str] = Counter()
         self.num_faults = 0
         """Those after which rates may be exceeded."""
         self.is_calm = True
@@ -80,7 +89,7 @@ class SimLimits:
     def repair(self) -> None:
         self.is_calm = True
         self._is_away = {"redis": False, "control": False}
-        self._loses_next = False
+        self._loses_next = self._delays_next = False
 
     def limiter(self, node: LimitedRouter) -> Limiter:
         """For the core of a router, whose clock is not that of the world."""
@@ -116,16 +125,23 @@ class SimLimits:
         return self.budgets.budgets.get(name)
 
     def _answer(self, node: LimitedRouter, wants: Sequence[LeaseWant], is_budget: bool) -> None:
-        """The owner decides, unless it cannot be reached. Its answer may be lost, which the router takes for a failure:
-        what was granted is then nobody's."""
+        """The owner decides, unless it cannot be reached. Its answer may be lost, which the router takes for a failure;
+        and control may read what it is asked only when the router has given up that connection."""
         answer = LeasesGranted(failed=[want.name for want in wants], num_routers=self._num_routers)
-        if not self._is_away["control" if is_budget else "redis"]:
+        if is_budget and self._delays_next:
+            self._delays_next = False
+            self._timeline.after(self.rng.choice((0.05, 1.2, 3.0)), self._decide_late, node.name, wants)
+        elif not self._is_away["control" if is_budget else "redis"]:
             lease = self.budgets.lease if is_budget else self._lease_rate
             grants = [lease(node.name, want) for want in wants]
             if not self._loses_next:
                 answer = LeasesGranted(grants, num_routers=self._num_routers)
             self._loses_next = False
         self._timeline.after(self.rng.random() * 0.01, node.post, node.handle, answer)
+
+    def _decide_late(self, router: str, wants: Sequence[LeaseWant]) -> None:
+        for want in wants:
+            self.budgets.lease(router, want)
 
     def _lease_rate(self, router: str, want: LeaseWant) -> LeaseGrant:
         return self.rates.lease(router, want, self._timeline.now)
@@ -138,6 +154,7 @@ class SimLimits:
     def _strike(self, kind: str) -> None:
         if self.is_calm:
             return
+        self.faults[kind] += 1
         match kind:
             case "redis_away" | "control_away":
                 who = kind.partition("_")[0]
@@ -147,6 +164,8 @@ class SimLimits:
             case "redis_forgets":
                 self.num_faults += 1
                 self.rates.forget()
+            case "lease_late":
+                self._delays_next = True
             case _:
                 self.num_faults += 1  # the router does not know whether Redis has decided
                 self._loses_next = True

@@ -1,5 +1,6 @@
 """The steps, in their order.
 
-r0001_directory.py   organisations, projects, users, keys, limits, prices, audit, and the log of changes
-r0002_usage.py       usage records and their sums, spending, leases and alerts of budgets
+r0001_directory.py      organisations, projects, users, keys, limits, prices, audit, and the log of changes
+r0002_usage.py          usage records and their sums, spending, leases and alerts of budgets
+r0003_lease_numbers.py  the last change of each lease of a budget
 """

@@ -1,0 +1,146 @@
+"""Compares what was metered, charged and served with what may have been. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from kvloom.v1.usage_service_pb2 import BudgetState, MeteredAnswer
+from tools.chaos.checking.metering import UsageRecord, compare_metering
+from tools.chaos.checking.record import Record
+from tools.chaos.checking.report import MAX_LISTED, may_miss_usage_record
+from tools.chaos.checking.verdicts import Verdict
+from tools.chaos.fabric.faults import Disturbance
+from tools.chaos.tenants.population import OUTPUT_NANOS, PROMPT_NANOS, ChaosTenant
+from tools.chaos.tenants.trespass import Trespass
+from tools.usage.reconcile import Reconciliation
+
+REVOCATION_SECONDS: Final = 1.0
+"""Within which a revoked key is refused everywhere (docs/tenancy.md)."""
+_DELAYS_REVOCATION: Final = frozenset(
+    {"control", "edge", "router", "clients", "disk-full", "emfile", "hostile-neighbour"}
+)
+"""The parts whose faults may keep an edge or a router from hearing of a revocation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Books:
+    """What the control service has at the end."""
+
+    answers: Sequence[MeteredAnswer]
+    budgets: Mapping[str, BudgetState]
+    """The monthly budget of each tenant."""
+    reconciliation: Reconciliation
+    """With what the edges have counted."""
+
+
+def judge_tenants(
+    tenants: Sequence[ChaosTenant],
+    records: Sequence[Record],
+    disturbances: Sequence[Disturbance],
+    trespasses: Sequence[Trespass],
+    books: Books,
+    end: float,
+) -> dict[str, Any]:
+    """Figures, with `problems`. `end`: when all faults were over, on the monotonic clock."""
+    usage = [UsageRecord(_name_of(one), one.num_output_tokens) for one in books.answers]
+    deliveries = [
+        record.delivery(may_miss_usage_record=may_miss_usage_record(record, disturbances)) for record in records
+    ]
+    metering = compare_metering(deliveries, usage)
+    found = books.reconciliation
+    rows = [_row(tenant, records, books) for tenant in tenants]
+    problems = [
+        *(f"control has metered too much: {line}" for line in metering.over[:MAX_LISTED]),
+        *(f"control has metered too little: {line}" for line in metering.under[:MAX_LISTED]),
+        *([] if found.is_exact else (f"usage reconcile: {line}" for line in found.differences)),
+        *(problem for row in rows for problem in row.pop("problems")),
+        *_charged_refusals(records, books.answers),
+        *_served_trespasses(trespasses, disturbances, end),
+    ]
+    served = Counter(f"{one.kind}: {one.status or 'no answer'}" for one in trespasses)
+    return {
+        "tenants": rows,
+        "reconciliation": {
+            "exact": found.num_exact,
+            "metered_tokens": found.num_metered_tokens,
+            "delivered_tokens": found.num_witnessed_tokens,
+            "in_flight_tokens": found.num_in_flight_tokens,
+            "without_witness": found.num_without_witness,
+            "difference": found.num_metered_tokens - found.num_witnessed_tokens - found.num_in_flight_tokens,
+        },
+        "exact_for_clients": metering.num_exact,
+        "lost_with_their_router": metering.num_lost_records,
+        "trespasses": dict(sorted(served.items())),
+        "problems": problems,
+    }
+
+
+def _name_of(answer: MeteredAnswer) -> str:
+    """As its client knows it: names over gRPC are those of a tenant."""
+    return answer.request_id.removesuffix(f"@{answer.tenant}")
+
+
+def _row(tenant: ChaosTenant, records: Sequence[Record], books: Books) -> dict[str, Any]:
+    """What the tenant has used of its budget: as its clients saw it, as its answers were metered, and as control
+    counts it. Nothing but metered answers may be charged, and nothing may stay leased."""
+    own = [record for record in records if record.tenant == tenant.id]
+    received = sum(
+        PROMPT_NANOS * record.num_prompt_tokens + OUTPUT_NANOS * record.num_received_tokens
+        for record in own
+        if record.num_received_tokens
+    )
+    metered = sum(one.cost_nanos for one in books.answers if one.tenant == tenant.id)
+    budget = books.budgets[tenant.id]
+    problems = []
+    if max(received, budget.spent) > tenant.largest_budget_nanos:
+        most = tenant.largest_budget_nanos
+        problems.append(f"{tenant.id} has used {max(received, budget.spent)} nanos of a budget of {most}")
+    if budget.spent != metered:
+        problems.append(f"{tenant.id} is charged {budget.spent} nanos, its answers cost {metered}")
+    if budget.leased:
+        problems.append(f"{tenant.id}: {budget.leased} nanos of its budget are still leased")
+    return {
+        "tenant": tenant.id,
+        "requests": len(own),
+        "complete": sum(record.finding.verdict is Verdict.OK for record in own),
+        "cut_short": sum(bool(record.transcript.limited_by) for record in own),
+        "refused": sum(record.transcript.code in record.transcript.refusal_codes for record in own),
+        "budget_nanos": tenant.largest_budget_nanos,
+        "spent_nanos": budget.spent,
+        "received_nanos": received,
+        "problems": problems,
+    }
+
+
+def _charged_refusals(records: Iterable[Record], answers: Iterable[MeteredAnswer]) -> list[str]:
+    """Requests of which nothing was delivered, since they were refused, and which cost something all the same."""
+    costs = {_name_of(one): one.cost_nanos for one in answers}
+    return [
+        f"{request_id} was refused ({record.transcript.code}) and costs {costs[request_id]} nanos"
+        for record in records
+        if record.finding.verdict is Verdict.REFUSED and record.transcript.first_at is None
+        for request_id in record.transcript.request_ids[-1:]
+        if costs.get(request_id)
+    ]
+
+
+def _served_trespasses(trespasses: Iterable[Trespass], disturbances: Sequence[Disturbance], end: float) -> list[str]:
+    return [
+        f"{one.kind}: {one.what} was answered {one.status}, {one.sent_at - one.since:.1f} s after it was forbidden"
+        for one in trespasses
+        if one.status == 200 and not _is_allowed(one, disturbances, end)
+    ]
+
+
+def _is_allowed(one: Trespass, disturbances: Sequence[Disturbance], end: float) -> bool:
+    """Whether a revoked key may still have been accepted then."""
+    if not one.kind.startswith("revoked key"):
+        return False
+    if one.sent_at <= one.since + REVOCATION_SECONDS:
+        return True
+    return one.sent_at < end and any(
+        fault.kind.part in _DELAYS_REVOCATION and fault.is_felt(one.since, one.sent_at) for fault in disturbances
+    )
