@@ -42,7 +42,7 @@ class ControlWorld:
         self.control = control_service_pb2_grpc.ControlServiceStub(channel)
         self.usage = usage_service_pb2_grpc.UsageServiceStub(channel)
         self._directory: Any = directory_service_pb2_grpc.DirectoryServiceStub(channel)
-        self.now = 1_000_000.0
+        self.now = 4_000_000_000.0  # in the future: what expires by it is replicated, which the real time decides
 
     async def ask(self, method: str, *, as_admin_of: str | None = None, actor: str = "test", **fields: Any) -> Any:
         """Call a method of DirectoryService, as an administrator of an organisation or as the operator. Raises

@@ -11,6 +11,7 @@ import pytest
 from yarl import URL
 
 from kvloom.callers import Callers
+from kvloom.tenancy.sliced_dict import NUM_SLICES
 from kvloom.tenancy.table import Key, Organisation, Tenant
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 from tests.fakes.edge_world import EdgeWorld, edge_world
@@ -32,9 +33,10 @@ async def admin_world(folder: Path, **control: Any) -> AsyncIterator[tuple[EdgeW
             secrets[name] = (await world.ask("CreateKey", key=key, create_project=True)).secret
         table = await world.table()
         entries: list[Organisation | Tenant | Key] = [
-            *table._organisations.values(),
-            *table._tenants.values(),
-            *table._keys.values(),
+            entry
+            for entries in (table._organisations, table._tenants, table._keys)
+            for number in range(NUM_SLICES)
+            for entry in entries.values_of(number)
         ]
         identities = identities_of(folder, entries, **control)
         identities._follower.channel = world.channel

@@ -32,7 +32,6 @@ from kvloom.models.model_routes import ModelRoutes
 from kvloom.parsers.spec import ParserSpec
 from kvloom.router_link.group import RouterGroup
 from kvloom.tenancy.prices import Price
-from kvloom.tenancy.table import price_to_proto
 from kvloom.tenancy.usage_record import UsageRecord, counting
 from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1.control_service_pb2 import FollowResponse
@@ -43,6 +42,7 @@ from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.router_world import eventually, num_ready_shards
 from tests.fakes.trusted_router import SECRET
 from tests.fakes.two_models_world import FIRST, ROUTE, SECOND, TwoModelsWorld, two_models_world
+from tools.dst.tenancy.sim_limits import price_to_proto
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
