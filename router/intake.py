@@ -36,6 +36,7 @@ from kvloom.sampling import (
     draw_seed,
     max_cached_tokens,
 )
+from kvloom.tenancy.kv_share import KvShare
 from kvloom.tenancy.usage_record import answer_id_of
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.v1 import router_service_pb2
@@ -116,15 +117,18 @@ class Intake:
         has_ready_shard: Callable[[str], bool] = lambda _: True,
         adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
         cache_salts: CacheSalts = NO_SALTS,
+        kv_share_of: Callable[[str], KvShare | None] | None = None,
         *,
         meters_usage: bool = False,
         caches_results: bool = False,
         gives_receipts: bool = False,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
-        of models without a card, with their models. `meters_usage`: requests get what usage records need."""
+        of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
+        are none. `meters_usage`: requests get what usage records need."""
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
+        self._kv_share_of = kv_share_of
         self._caches_results = caches_results
         self._gives_receipts = gives_receipts
         self._keeps_answers = caches_results or gives_receipts
@@ -203,6 +207,8 @@ class Intake:
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
+        if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
+            request = msgspec.structs.replace(request, kv_share=share)
         if self._meters_usage:
             request = _metered(request, submit.num_ended_tokens, scope, submit.num_foreign_tokens)
         if self._keeps_answers:
@@ -290,6 +296,8 @@ class Intake:
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
+        if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
+            request = msgspec.structs.replace(request, kv_share=share)
         if self._meters_usage:
             num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
             request = _metered(request, num_ended_tokens, scope)

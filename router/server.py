@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.access.cache_salts import CacheSalts
 from kvloom.access.exposure import exposure_risk
+from kvloom.access.kv_shares import KvShares
 from kvloom.access.listener_tls import listener_tls
 from kvloom.access.tenant_metrics import observe
 from kvloom.callers import Callers, configured_callers
@@ -40,6 +41,7 @@ from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
 from kvloom.receipts.key_files import key_path
+from kvloom.tenancy.kv_share import KvShare
 from kvloom.tenancy.prices import Prices
 from kvloom.tenancy.table import TenantTable
 from kvloom.transport.standard_services import add_health_and_reflection
@@ -154,6 +156,7 @@ class RouterServer:
             core.has_ready_shard,
             catalogue.adapter_named,
             _cache_salts(callers, trust),
+            _kv_share_of(config, callers, trust),
             meters_usage=config.control.enabled,
             caches_results=config.router.result_cache.enabled,
             gives_receipts=config.router.receipts.enabled,
@@ -583,6 +586,13 @@ def _cache_salts(callers: Callers, trust: FabricTrust) -> CacheSalts:
     if callers.identities is None:
         return CacheSalts(trust.cache_key)
     return CacheSalts(trust.cache_key, callers.identities.tenants.cache_scope)
+
+
+def _kv_share_of(config: KvloomConfig, callers: Callers, trust: FabricTrust) -> Callable[[str], KvShare | None] | None:
+    if callers.identities is not None:
+        return KvShares(trust.cache_key, callers.identities.tenants.kv_share).of
+    percents = config.callers.kv_shares
+    return KvShares(trust.cache_key, lambda caller: (caller, percents.get(caller, 0))).of if percents else None
 
 
 def _safety_link(

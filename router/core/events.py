@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvloom.models.adapters import Adapter
+from kvloom.tenancy.kv_share import KvShare
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName
@@ -66,6 +67,8 @@ class Request(msgspec.Struct, frozen=True):
     """The tenant's key with which it was made, whose limits apply too; "" without tenants (docs/tenancy.md)."""
     cache_salt: str = ""
     """Requests with different ones share no cached blocks."""
+    kv_share: KvShare | None = None
+    """The guaranteed share of every shard's blocks that its tenant has; None: it has none."""
     traceparent: str = ""
     client_request_id: str = ""
     """The id that the caller gave the request. It is only reported, and need not be unique."""

@@ -320,6 +320,8 @@ class KvShareUsage:
     """What they do not hold of them: others may."""
     num_beyond: int = 0
     """What they hold beyond them."""
+    num_protected: int = 0
+    """Cached blocks that `EngineLoad.num_available_blocks` leaves out."""
     num_last_resorts: int = 0
     """Protected blocks that were evicted for others, since nothing else was left. Counted from the start."""
 

@@ -143,7 +143,13 @@ class EvictionOrder:
         for owner in self._owners.values():
             num_kept += min(owner.num_held, owner.guarantee)
             num_held += owner.num_held
-        return KvShareUsage(num_kept, self._num_guaranteed - num_kept, num_held - num_kept, self.num_last_resorts)
+        return KvShareUsage(
+            num_kept=num_kept,
+            num_lent=self._num_guaranteed - num_kept,
+            num_beyond=num_held - num_kept,
+            num_protected=self.num_protected if self.uses_lent_blocks else 0,
+            num_last_resorts=self.num_last_resorts,
+        )
 
     def _end_idle(self, now: float) -> None:
         while self._owners:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 
 from kvloom.tenancy.limits import Limits
+from kvloom.v1.control_service_pb2 import Limits as LimitsMessage
 from tools.options import F, option
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdwy])")
@@ -104,8 +105,11 @@ _FLAGS: Final[tuple[tuple[str, str, click.ParamType, str], ...]] = (
     ("--max-output-tokens", "max_output_tokens", _COUNT, "Tokens of an answer."),
     ("--monthly-budget", "monthly_budget_nanos", AMOUNT, "Costs in a month of UTC, exactly, in the currency."),
     ("--cached-token-percent", "cached_token_percent", _COUNT, "What a cached prompt token counts, of 100."),
+    ("--kv-share", "kv_share_percent", _COUNT, "The guaranteed part of every shard's KV blocks, in percent."),
     ("--reasoning-token-percent", "reasoning_token_percent", _COUNT, "What a token of reasoning counts, of 100."),
 )
+
+_OPTIONAL: Final = frozenset(field.name for field in LimitsMessage.DESCRIPTOR.fields if field.has_presence)
 
 
 def limit_options(scope: str) -> Any:
@@ -120,7 +124,8 @@ def limit_options(scope: str) -> Any:
             help="Refuse nothing; count what would be refused.",
         )(function)
         for flag, name, kind, text in reversed(_FLAGS):
-            function = option(flag, name, scope=scope, type=kind, help=f"{text} 0: no limit.")(function)
+            none = "no share" if name == "kv_share_percent" else "no limit"
+            function = option(flag, name, scope=scope, type=kind, help=f"{text} 0: {none}.")(function)
         return function
 
     return add
@@ -137,7 +142,7 @@ def shown_limits(limits: Any) -> str:
     shown: list[str] = []
     for name in Limits.__struct_fields__:
         value: Any = getattr(limits, name)
-        if value == getattr(Limits(), name) or (name.endswith("percent") and not limits.HasField(name)):
+        if value == getattr(Limits(), name) or (name in _OPTIONAL and not limits.HasField(name)):
             continue
         if name == "monthly_budget_nanos":
             shown.append(f"monthly_budget={shown_nanos(value)}")
