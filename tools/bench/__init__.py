@@ -8,6 +8,7 @@ conversations_command.py    `kvloom bench conversations`: cache hits of each pla
 conversations.py            plays conversations over HTTP
 infinite_cache.py           the hits that a perfect cache would have
 comparison.py               `kvloom models compare`: the likelihood gap of two models, and what it costs to measure
+kv_shares.py                `kvloom bench kv-shares`: cache hits of a tenant that another one floods
 memory.py                   `kvloom bench memory`: what bursts leave behind, and how long they hold up the edge
 memory_bursts.py            the bursts
 live_probe.py               asks an edge whether it is alive, from a process of its own

@@ -105,10 +105,10 @@ _FLAGS: Final[tuple[tuple[str, str, click.ParamType, str], ...]] = (
     ("--max-output-tokens", "max_output_tokens", _COUNT, "Tokens of an answer."),
     ("--monthly-budget", "monthly_budget_nanos", AMOUNT, "Costs in a month of UTC, exactly, in the currency."),
     ("--cached-token-percent", "cached_token_percent", _COUNT, "What a cached prompt token counts, of 100."),
-    ("--kv-share", "kv_share_percent", _COUNT, "The guaranteed part of every shard's KV blocks, in percent."),
     ("--reasoning-token-percent", "reasoning_token_percent", _COUNT, "What a token of reasoning counts, of 100."),
 )
 
+_KV_SHARE: Final = "kv_share_percent"
 _OPTIONAL: Final = frozenset(field.name for field in LimitsMessage.DESCRIPTOR.fields if field.has_presence)
 
 
@@ -124,16 +124,21 @@ def limit_options(scope: str) -> Any:
             help="Refuse nothing; count what would be refused.",
         )(function)
         for flag, name, kind, text in reversed(_FLAGS):
-            none = "no share" if name == "kv_share_percent" else "no limit"
-            function = option(flag, name, scope=scope, type=kind, help=f"{text} 0: {none}.")(function)
+            function = option(flag, name, scope=scope, type=kind, help=f"{text} 0: no limit.")(function)
         return function
 
     return add
 
 
+def kv_share_option(function: F) -> F:
+    """The flag of the one limit that keys do not have."""
+    text = "The guaranteed part of every shard's KV blocks, in percent; not for keys. 0: no share."
+    return option("--kv-share", _KV_SHARE, scope="limits", type=_COUNT, help=text)(function)
+
+
 def given_limits(flags: dict[str, Any]) -> dict[str, Any]:
     """Take the limits that were given out of a command's arguments."""
-    names = [*(name for _, name, _, _ in _FLAGS), "shadow"]
+    names = [*(name for _, name, _, _ in _FLAGS), "shadow", _KV_SHARE]
     return {name: value for name in names if (value := flags.pop(name, None)) is not None}
 
 
