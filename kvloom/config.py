@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from kvloom.kv_share import MAX_KV_SHARES_PERCENT
 from kvloom.private_file import write_private_file
-from kvloom.tenancy.kv_share import MAX_KV_SHARES_PERCENT
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]

@@ -18,6 +18,7 @@ from kvloom.conversation.prompt import conversation_prompt, screened_text
 from kvloom.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD, check_guide
+from kvloom.kv_share import KvShare
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.models.adapters import Adapter, full_name, unknown_name
@@ -36,7 +37,6 @@ from kvloom.sampling import (
     draw_seed,
     max_cached_tokens,
 )
-from kvloom.tenancy.kv_share import KvShare
 from kvloom.tenancy.usage_record import answer_id_of
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.v1 import router_service_pb2

@@ -27,6 +27,7 @@ from kvloom.discovery.process_finder import ProcessFinder
 from kvloom.discovery.records import NameTakenError, RouterRecord
 from kvloom.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
+from kvloom.kv_share import KvShare
 from kvloom.limits.address_limit import AddressLimit
 from kvloom.limits.connection_sweep import ConnectionSweep
 from kvloom.limits.memory_policy import MemoryLevel
@@ -41,7 +42,6 @@ from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
 from kvloom.receipts.key_files import key_path
-from kvloom.tenancy.kv_share import KvShare
 from kvloom.tenancy.prices import Prices
 from kvloom.tenancy.table import TenantTable
 from kvloom.transport.standard_services import add_health_and_reflection

@@ -9,8 +9,8 @@ from typing import Final
 
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
+from kvloom.kv_share import KvShare
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_prompt_logprobs, check_sampling, check_stop
-from kvloom.tenancy.kv_share import KvShare
 from kvloom.text.block_hash import root_hash
 from kvloom.text.token_ids import unpack_token_ids
 from kvloom.v1 import generation_pb2

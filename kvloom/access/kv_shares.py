@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Final
 
-from kvloom.tenancy.kv_share import KvShare
+from kvloom.kv_share import KvShare
 
 _MAX_KEPT: Final = 4096
 """Shares. At any time there are at most 90 of at least 1%."""

@@ -4,7 +4,6 @@ scopes.py         what a key may be used for, and which roles may give it out
 principal.py      who makes a request, and what it may be used for
 limits.py         how much an account may use
 limits_state.py   what a caller is told about its limits
-kv_share.py       a guaranteed share of the KV blocks of a shard
 prices.py         what a request costs
 usage_record.py   what is known of a request once it has ended: the unit of metering
 usage_stream.py   how records of usage go from routers to the control service

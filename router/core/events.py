@@ -11,8 +11,8 @@ from typing import Final, Protocol
 
 import msgspec
 
+from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
-from kvloom.tenancy.kv_share import KvShare
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName

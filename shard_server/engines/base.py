@@ -19,7 +19,7 @@ import enum
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from kvloom.tenancy.kv_share import KvShare
+from kvloom.kv_share import KvShare
 
 
 class Capability(enum.StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvloom.tenancy.kv_share import KvShare
+from kvloom.kv_share import KvShare
 from kvloom.text.block_hash import block_hashes, root_hash
 from shard_server.engines.base import Capability, EngineRequest
 from tests.conformance.embedding_suite import EmbeddingSuite, StartEngine

@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from kvloom.config import KvloomConfig, ModelConfig
-from kvloom.tenancy.kv_share import MAX_KV_SHARES_PERCENT, KvShare
+from kvloom.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from kvloom.text.block_hash import root_hash
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineRequest, Sampling, SequenceEnd, SequenceStart

@@ -7,8 +7,8 @@ from collections import deque
 
 import msgspec
 
+from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
-from kvloom.tenancy.kv_share import KvShare
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.events import ChoiceSpec, Request, Tier
 from tools.dst import script

@@ -9,7 +9,7 @@ import pytest
 from kvloom.access.kv_shares import KvShares
 from kvloom.access.tenants import Tenants
 from kvloom.config import ConfigError, load_config
-from kvloom.tenancy.kv_share import KvShare
+from kvloom.kv_share import KvShare
 from kvloom.tenancy.limits import Limits
 from kvloom.tenancy.table import Organisation, Tenant, TenantTable, organisation_to_proto, tenant_to_proto
 from kvloom.v1 import control_service_pb2 as pb

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
-from kvloom.tenancy.kv_share import KvShare
 from kvloom.text.block_hash import block_hashes, root_hash
 from router.core.events import KvChange, Request
 from shard_server.engines.eviction_order import EvictionOrder, KvOwner

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from kvloom.tenancy.kv_share import KvShare
+from kvloom.kv_share import KvShare
 from kvloom.text.block_hash import root_hash
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
