@@ -190,13 +190,19 @@ class EvictionOrder:
         self.num_unused += 1
         self._num_uses += 1
         owner.unused[block] = self._num_uses
-        self.drop_used(owner)
+        if owner is self.common:
+            owner.num_used -= 1
+        else:
+            self._change_used(owner, -1)
 
     def use(self, block: int, owner: KvOwner) -> None:
         """An unused block is used again."""
         del owner.unused[block]
         self.num_unused -= 1
-        self.add_used(owner)
+        if owner is self.common:
+            owner.num_used += 1
+        else:
+            self._change_used(owner, 1)
 
     def evict(self, owner: KvOwner) -> int:
         """Take out the unused block that goes first when `owner` needs one. There must be one. Evicting another

@@ -129,13 +129,19 @@ class BlockPool:
         The caller has checked `num_available`.
         """
         assert num_blocks <= self.num_available, f"{num_blocks} blocks requested, {self.num_available} available"
-        owner = owner or self.order.common
+        order = self.order
+        owner = owner or order.common
+        # What the common owner uses does not change which block is evicted next.
+        is_common = owner is order.common
+        if is_common:
+            order.add_used(owner, num_blocks)
         block_ids: list[int] = []
         for _ in range(num_blocks):
             block = self._blocks[self._free.pop() if self._free else self._evict(owner)]
             block.ref_count = 1
             block.owner = owner
-            self.order.add_used(owner)
+            if not is_common:
+                order.add_used(owner)
             block_ids.append(block.block_id)
         return block_ids
 
