@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from kvloom.kv_share import MAX_KV_SHARES_PERCENT
 from kvloom.private_file import write_private_file
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -687,12 +688,20 @@ class CallersConfig(Section):
     provider_cache_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     """How long the provider's answers are kept: a caller who loses access has it for at most that long. Refusals are
     kept for 5 seconds at most."""
+    kv_shares: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    """The part of every shard's KV blocks, in percent, that is guaranteed to a caller (docs/kv-shares.md), by the
+    caller's name: "key-NAME" for an API key, "id-ID" for an id of the provider. At most 90 together. With tenants,
+    limits of accounts say this instead."""
     allow_insecure: bool = False
     """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys or
     a provider."""
     anonymous: Literal["address", "shared"] = "address"
     """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
     caller's, so that they share cached prompts and can find out which prompts others have sent."""
+
+    def __post_init__(self) -> None:
+        if (total := sum(self.kv_shares.values())) > MAX_KV_SHARES_PERCENT:
+            raise ValueError(f"kv_shares guarantees {total}% together, and at most {MAX_KV_SHARES_PERCENT}% can be")
 
 
 TenantId = Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,64}/[a-z0-9-]{1,64}$")]

@@ -150,6 +150,8 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
     submit.stop.max_tokens = attempt.max_tokens
     if request.discards_blocks:
         submit.discards_blocks = True
+    if request.kv_share is not None:
+        submit.kv_share.owner, submit.kv_share.percent = request.kv_share.owner, request.kv_share.percent
     adapter = request.adapter
     if adapter is not None:
         submit.adapter.name, submit.adapter.checksum = adapter

@@ -18,6 +18,7 @@ from kvloom.conversation.prompt import conversation_prompt, screened_text
 from kvloom.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD, check_guide
+from kvloom.kv_share import KvShare
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.models.adapters import Adapter, full_name, unknown_name
@@ -116,15 +117,18 @@ class Intake:
         has_ready_shard: Callable[[str], bool] = lambda _: True,
         adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
         cache_salts: CacheSalts = NO_SALTS,
+        kv_share_of: Callable[[str], KvShare | None] | None = None,
         *,
         meters_usage: bool = False,
         caches_results: bool = False,
         gives_receipts: bool = False,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
-        of models without a card, with their models. `meters_usage`: requests get what usage records need."""
+        of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
+        are none. `meters_usage`: requests get what usage records need."""
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
+        self._kv_share_of = kv_share_of
         self._caches_results = caches_results
         self._gives_receipts = gives_receipts
         self._keeps_answers = caches_results or gives_receipts
@@ -203,6 +207,8 @@ class Intake:
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
+        if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
+            request = msgspec.structs.replace(request, kv_share=share)
         if self._meters_usage:
             request = _metered(request, submit.num_ended_tokens, scope, submit.num_foreign_tokens)
             request = _with_reasoning(request, model, submit.num_ended_reasoning_tokens, scope)
@@ -291,6 +297,8 @@ class Intake:
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
+        if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
+            request = msgspec.structs.replace(request, kv_share=share)
         if self._meters_usage:
             num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
             request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)

@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.access.cache_salts import CacheSalts
 from kvloom.access.exposure import exposure_risk
+from kvloom.access.kv_shares import KvShares
 from kvloom.access.listener_tls import listener_tls
 from kvloom.access.tenant_metrics import observe
 from kvloom.callers import Callers, configured_callers
@@ -26,6 +27,7 @@ from kvloom.discovery.process_finder import ProcessFinder
 from kvloom.discovery.records import NameTakenError, RouterRecord
 from kvloom.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
+from kvloom.kv_share import KvShare
 from kvloom.limits.address_limit import AddressLimit
 from kvloom.limits.connection_sweep import ConnectionSweep
 from kvloom.limits.memory_policy import MemoryLevel
@@ -155,6 +157,7 @@ class RouterServer:
             core.has_ready_shard,
             catalogue.adapter_named,
             self._cache_salts,
+            _kv_share_of(config, callers, trust),
             meters_usage=config.control.enabled,
             caches_results=config.router.result_cache.enabled,
             gives_receipts=config.router.receipts.enabled,
@@ -599,6 +602,13 @@ def _cache_salts(callers: Callers, trust: FabricTrust) -> CacheSalts:
     if callers.identities is None:
         return CacheSalts(trust.cache_key)
     return CacheSalts(trust.cache_key, callers.identities.tenants.cache_scope)
+
+
+def _kv_share_of(config: KvloomConfig, callers: Callers, trust: FabricTrust) -> Callable[[str], KvShare | None] | None:
+    if callers.identities is not None:
+        return KvShares(trust.cache_key, callers.identities.tenants.kv_share).of
+    percents = config.callers.kv_shares
+    return KvShares(trust.cache_key, lambda caller: (caller, percents.get(caller, 0))).of if percents else None
 
 
 def _safety_link(

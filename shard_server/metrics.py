@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, WASTED_TOKENS
 from kvloom.v1.generation_pb2 import FinishReason
-from shard_server.engines.base import AdaptersState, EngineLoad
+from shard_server.engines.base import AdaptersState, EngineLoad, KvShareUsage
 
 
 class ShardMetrics:
@@ -126,6 +126,20 @@ class ShardMetrics:
         self._adapter_evictions = counter(
             "kvloom_shard_adapter_evictions", "Adapters that the engine has dropped from its memory. Unit: evictions."
         )
+        # Without owners: metrics of shards are open, and the number of owners would be, too.
+        self._kv_shares = Gauge(
+            "kvloom_shard_kv_share_blocks",
+            "KV blocks of all guaranteed shares together, as of the last step: kept by their owners, lent to others, "
+            "or held by owners beyond their shares. Unit: blocks.",
+            ["model", "use"],
+            registry=registry,
+        )
+        self._kv_last_resorts = counter(
+            "kvloom_shard_kv_share_last_resorts",
+            "Cached blocks evicted although a guaranteed share protected them, as nothing else was left. Unit: blocks.",
+        )
+        self._model = model
+        self._num_kv_last_resorts_seen = 0
         self._routers = gauge(
             "kvloom_shard_connected_routers", "Routers with an open stream to this shard now. Unit: routers."
         )
@@ -134,6 +148,7 @@ class ShardMetrics:
         """The engine's counts begin at 0 again."""
         self._num_preemptions_seen = self._num_draft_tokens_seen = self._num_accepted_tokens_seen = 0
         self._num_adapter_loads_seen = self._num_adapter_evictions_seen = 0
+        self._num_kv_last_resorts_seen = 0
 
     def on_adapters(self, state: AdaptersState) -> None:
         """Adapters were registered, loaded, evicted or taken away, or other sequences use them."""
@@ -158,7 +173,11 @@ class ShardMetrics:
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._queued_prefill.set(load.num_queued_prefill_tokens)
-        self._kv_usage.set(1.0 - load.num_available_blocks / self._num_blocks)
+        num_unused = load.num_available_blocks
+        if load.kv_shares is not None:
+            num_unused += load.kv_shares.num_protected
+            self._on_kv_shares(load.kv_shares)
+        self._kv_usage.set(1.0 - num_unused / self._num_blocks)
         self._cached_blocks.set(num_cached_blocks)
         self._generation_tokens.inc(num_tokens)
         if num_discarded_tokens:
@@ -173,6 +192,12 @@ class ShardMetrics:
             self._num_accepted_tokens_seen = load.num_accepted_tokens
         if step_seconds is not None:
             self._itl.observe(step_seconds)
+
+    def _on_kv_shares(self, usage: KvShareUsage) -> None:
+        for use, num_blocks in (("kept", usage.num_kept), ("lent", usage.num_lent), ("beyond", usage.num_beyond)):
+            self._kv_shares.labels(self._model, use).set(num_blocks)
+        self._kv_last_resorts.inc(usage.num_last_resorts - self._num_kv_last_resorts_seen)
+        self._num_kv_last_resorts_seen = usage.num_last_resorts
 
     def on_start(
         self, num_prompt_tokens: int, num_cached_tokens: int, queue_time_seconds: float, ttft_seconds: float

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
+from kvloom.kv_share import KvShare
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_prompt_logprobs, check_sampling, check_stop
 from kvloom.text.block_hash import root_hash
 from kvloom.text.token_ids import unpack_token_ids
@@ -79,6 +80,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     if not submit.stop.ignore_eos:
         stop_token_ids |= info.eos_token_ids
     guide = guide_of(submit.sampling) if submit.sampling.HasField("guide") else None
+    kv_share = KvShare(submit.kv_share.owner, submit.kv_share.percent) if submit.HasField("kv_share") else None
     seed = submit.sampling.seed if submit.sampling.HasField("seed") else secrets.randbits(64)
     return [
         EngineRequest(
@@ -95,6 +97,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             guide=guide,
             adapter=submit.adapter.name,
             discards_blocks=submit.discards_blocks,
+            kv_share=kv_share,
             origin=origin,
         )
         for choice in submit.choices

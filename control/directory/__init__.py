@@ -4,6 +4,7 @@ DirectoryService, inside a transaction that its caller opens.
 actor.py           who acts, and what they may see and change
 names.py           which names, times, scopes and models are valid. Pure
 account_limits.py  limits as they are stored, and the tier's limits under an account's own. Pure
+kv_shares.py       the guaranteed shares of KV blocks, which have a bound together
 pages.py           lists in pages
 transaction.py     a transaction with its audit entries and the next version of the table
 updates.py         which columns an update mask changes

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, names, users
+from control.directory import account_limits, kv_shares, names, users
 from control.directory import projects as all_projects
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
@@ -64,6 +64,7 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
         "last_used_at": None,
         "revoked_at": None,
     }
+    kv_shares.refuse(row["limits"], "key.limits")
     secret = "" if is_identity else _give_secret(row)
     await change.connection.execute(sa.insert(keys).values(row))
     change.touch("key", [row["id"]])
@@ -106,6 +107,7 @@ async def update(change: DirectoryChange, request: pb.UpdateKeyRequest) -> pb.Up
         },
         row,
     )
+    kv_shares.refuse(values.get("limits", {}), "key.limits")
     if "scopes" in values:
         await _check_user(change.connection, row["user"] or "", row["project"], values["scopes"])
     return pb.UpdateKeyResponse(key=_shown(await _set(change, row, values), tiers))

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import memberships, organisations, projects
-from control.directory import account_limits, names
+from control.directory import account_limits, kv_shares, names
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
@@ -31,6 +31,7 @@ async def create(change: DirectoryChange, request: pb.CreateOrganisationRequest)
         limits=account_limits.stored(organisation.limits, "organisation.limits"),
         disabled=organisation.disabled,
     )
+    await kv_shares.check(change, row["tier"], row["limits"], "organisation.limits")
     return pb.CreateOrganisationResponse(organisation=shown(row, tiers))
 
 
@@ -86,6 +87,8 @@ async def update(change: DirectoryChange, request: pb.UpdateOrganisationRequest)
     )
     await change.connection.execute(sa.update(organisations).where(organisations.c.id == row["id"]).values(values))
     after = {**row, **values}
+    if "limits" in values or "tier" in values:
+        await kv_shares.check(change, after["tier"], after["limits"], "organisation.limits")
     change.touch("organisation", [row["id"]])
     change.record(f"org:{row['id']}", row["id"], row, after)
     return pb.UpdateOrganisationResponse(organisation=shown(after, tiers))

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, names, organisations
+from control.directory import account_limits, kv_shares, names, organisations
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
@@ -34,6 +34,7 @@ async def create(change: DirectoryChange, request: pb.CreateProjectRequest) -> p
         models=names.models(project.models, "project.models"),
         disabled=project.disabled,
     )
+    await kv_shares.check(change, row["tier"], row["limits"], "project.limits")
     return pb.CreateProjectResponse(project=shown(row, tiers))
 
 
@@ -85,6 +86,8 @@ async def update(change: DirectoryChange, request: pb.UpdateProjectRequest) -> p
     )
     await change.connection.execute(sa.update(projects).where(projects.c.id == row["id"]).values(values))
     after = {**row, **values}
+    if "limits" in values or "tier" in values:
+        await kv_shares.check(change, after["tier"], after["limits"], "project.limits")
     change.touch("tenant", [row["id"]])
     change.record(f"tenant:{row['id']}", row["organisation"], row, after)
     return pb.UpdateProjectResponse(project=shown(after, tiers))

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, limit_tiers, organisations, projects
-from control.directory import account_limits, names
+from control.directory import account_limits, kv_shares, names
 from control.directory.actor import Actor, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import MAX_CHANGES, DirectoryChange, Kind
@@ -43,6 +43,7 @@ async def set_(change: DirectoryChange, request: pb.SetLimitTierRequest) -> pb.S
         raise failed_precondition(f"There are {MAX_TIERS} tiers already.")
     else:
         await change.connection.execute(sa.insert(limit_tiers).values(row))
+    await kv_shares.check(change, None, row["limits"], "tier.limits")
     before = {"name": name, "limits": tiers[name]} if name in tiers else None
     change.record(f"tier:{name}", "", before, row)
     return pb.SetLimitTierResponse(tier=pb.LimitTier(name=name, limits=account_limits.shown(row["limits"])))

@@ -136,6 +136,18 @@ class Tenants:
         tenant = self.table.tenant(tenant_id)
         return "" if tenant is None else tenant.cache_scope
 
+    def kv_share(self, tenant_id: str) -> tuple[str, int]:
+        """The account whose share of KV blocks a tenant's requests have, and the share in percent; 0: none. It is the
+        tenant's own or else that of its organisation."""
+        tenant = self.table.tenant(tenant_id)
+        if tenant is None:
+            return "", 0
+        if tenant.limits.kv_share_percent:
+            return f"tenant:{tenant.id}", tenant.limits.kv_share_percent
+        organisation = self.table.organisation(tenant.organisation)
+        percent = 0 if organisation is None else organisation.limits.kv_share_percent
+        return f"org:{tenant.organisation}", percent
+
 
 def wrong_identity_error() -> KvloomError:
     return KvloomError(

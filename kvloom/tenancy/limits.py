@@ -21,11 +21,14 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     shadow: bool = False
     cached_token_percent: int = 100
     reasoning_token_percent: int = 100
+    kv_share_percent: int = 0
+    """Guarantees something and limits nothing."""
 
     @property
     def are_none(self) -> bool:
         """Whether nothing is limited."""
-        return self in (NO_LIMITS, _SHADOW_OF_NOTHING)
+        limits = msgspec.structs.replace(self, kv_share_percent=0) if self.kv_share_percent else self
+        return limits in (NO_LIMITS, _SHADOW_OF_NOTHING)
 
     def weighted_tokens(self, num_prompt: int, num_cached: int, num_output: int, num_reasoning: int) -> int:
         """What a request counts as, in tokens; rounded up. `num_cached` are some of the prompt's tokens, and
@@ -54,6 +57,7 @@ def limits_from_proto(limits: pb.Limits) -> Limits:
         limits.shadow,
         limits.cached_token_percent if limits.HasField("cached_token_percent") else 100,
         limits.reasoning_token_percent if limits.HasField("reasoning_token_percent") else 100,
+        limits.kv_share_percent,
     )
 
 
@@ -69,4 +73,5 @@ def limits_to_proto(limits: Limits) -> pb.Limits:
         shadow=limits.shadow,
         cached_token_percent=limits.cached_token_percent,
         reasoning_token_percent=limits.reasoning_token_percent,
+        kv_share_percent=limits.kv_share_percent,
     )

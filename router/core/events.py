@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
 from router.core.frames import Finish, Step
@@ -68,6 +69,8 @@ class Request(msgspec.Struct, frozen=True):
     """The tenant's key with which it was made, whose limits apply too; "" without tenants (docs/tenancy.md)."""
     cache_salt: str = ""
     """Requests with different ones share no cached blocks."""
+    kv_share: KvShare | None = None
+    """The guaranteed share of every shard's blocks that its tenant has; None: it has none."""
     traceparent: str = ""
     client_request_id: str = ""
     """The id that the caller gave the request. It is only reported, and need not be unique."""

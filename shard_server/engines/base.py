@@ -19,6 +19,8 @@ import enum
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from kvloom.kv_share import KvShare
+
 
 class Capability(enum.StrEnum):
     """What an engine can do. Routers place requests by these values, and clients read them from ListModels."""
@@ -58,6 +60,8 @@ class Capability(enum.StrEnum):
     """`Sampling.num_prompt_logprobs` and `Sampling.prompt_logprobs_start`."""
     ADAPTERS = "adapters"
     """`EngineRequest.adapter`; the engine is an AdapterEngine."""
+    KV_SHARES = "kv_shares"
+    """`EngineRequest.kv_share`. Other engines ignore it."""
     PREDICTION = "prediction"
     """`EngineRequest.predicted_token_ids` makes answers faster. Other engines ignore them."""
 
@@ -221,6 +225,9 @@ class EngineRequest:
     discards_blocks: bool = False
     """Whether the blocks that it computes must not enter the prefix cache. It may use those that are there. Engines
     without Capability.PROMPT_LOGPROBS need not honour it."""
+    kv_share: KvShare | None = None
+    """The guaranteed share of the blocks that the sequence's owner has; None: it has none. Only engines with
+    Capability.KV_SHARES honour it."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 
@@ -304,6 +311,22 @@ class LoadShare:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KvShareUsage:
+    """What becomes of all guaranteed shares together, in blocks."""
+
+    num_kept: int = 0
+    """What the owners hold of their guarantees, in use or cached."""
+    num_lent: int = 0
+    """What they do not hold of them: others may."""
+    num_beyond: int = 0
+    """What they hold beyond them."""
+    num_protected: int = 0
+    """Cached blocks that `EngineLoad.num_available_blocks` leaves out."""
+    num_last_resorts: int = 0
+    """Protected blocks that were evicted for others, since nothing else was left. Counted from the start."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoad:
     """The engine's load at the end of a step."""
 
@@ -318,7 +341,10 @@ class EngineLoad:
     num_submitted: int = 0
     """Submitted sequences that the counts include, counted from the start. Later ones are not in the counts yet."""
     num_available_blocks: int = 0
-    """KV blocks that are free or hold only evictable cache entries."""
+    """KV blocks that are free or hold only evictable cache entries, without those that a sequence without a share would
+    have to wait for because shares protect them."""
+    kv_shares: KvShareUsage | None = None
+    """None: no sequence has had a share, or the engine has none."""
     num_preemptions: int = 0
     """Counted from the start."""
     prefill_tokens_per_second: float = 0.0

@@ -34,6 +34,7 @@ from shard_server.engines.base import (
     SequenceStart,
     StepOutput,
 )
+from shard_server.engines.eviction_order import has_others_outside, preempted_for
 from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.sim_adapters import SimAdapterReader
 from shard_server.engines.sim_blocks import SimBlockPool
@@ -56,12 +57,13 @@ _CAPABILITIES: Final = frozenset(
         Capability.SEEDED_RESUME,
         Capability.BATCH_INVARIANT,
         Capability.PREFIX_CACHING,
+        Capability.KV_SHARES,
         Capability.MIN_TOKENS,
         Capability.PROMPT_LOGPROBS,
         Capability.ADAPTERS,
     }
 )
-_SCRIPTED: Final = frozenset({Capability.GENERATE, Capability.PREFIX_CACHING})
+_SCRIPTED: Final = frozenset({Capability.GENERATE, Capability.PREFIX_CACHING, Capability.KV_SHARES})
 """Of an engine whose tokens do not follow from the prompt."""
 MAX_LAG_SECONDS: Final = 1.0
 """Steps catch up when they are late, so that the pace has no drift; when they are later than this, the clock is
@@ -143,7 +145,9 @@ class SimEngine:
             raise EngineError(f"request {request.request_id} is already live")
         adapter = self.adapters.find(request.adapter) if request.adapter else None
         checksum = adapter.checksum if adapter is not None else ""
-        sequence = SimSequence(request, self._info, time.monotonic(), checksum, self._answer_seed)
+        now = time.monotonic()
+        owner = self._pool.order.owner_of(request.kv_share, now)
+        sequence = SimSequence(request, self._info, owner, now, checksum, self._answer_seed)
         if request.adapter:
             self._prepare(sequence)
         else:
@@ -258,17 +262,39 @@ class SimEngine:
         has_room = budget and len(self._running) < self._info.max_batch
         if self._queue_order == "shortest_prefill" and has_room and len(self._waiting) > 1:
             self._waiting = deque(sorted(self._waiting, key=self._admission_rank))
+        budget = self._admit_waiting(planned, budget)
+        num_prefilled = self._max_prefill_tokens - budget
+        seconds = num_prefilled / self._prefill_tokens_per_second + (self._step_seconds if any_decodes else 0.0)
+        return planned, seconds
+
+    def _admit_waiting(self, planned: list[tuple[SimSequence, int]], budget: int) -> int:
+        """Admit sequences, the first one first, and plan their prefill; returns what is left of the budget. As in the
+        torch engine's scheduler, one that waits for blocks outside of the guaranteed shares is overtaken by those that
+        keep within theirs."""
+        skipped: list[SimSequence] = []
         while budget and self._waiting and len(self._running) < self._info.max_batch:
             sequence = self._waiting[0]
-            if sequence.request.request_id in self._cancelled or not self._admit(sequence):
+            if sequence.request.request_id in self._cancelled:
                 break
+            if skipped and not self._fits_into_share(sequence):
+                skipped.append(self._waiting.popleft())
+                continue
+            if not self._admit(sequence):
+                if not self._pool.order.has_shares or not self._pool.order.uses_lent_blocks:
+                    break
+                skipped.append(self._waiting.popleft())
+                continue
             self._running.append(self._waiting.popleft())
             num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
             budget -= num_tokens
             planned.append((sequence, num_tokens))
-        num_prefilled = self._max_prefill_tokens - budget
-        seconds = num_prefilled / self._prefill_tokens_per_second + (self._step_seconds if any_decodes else 0.0)
-        return planned, seconds
+        self._waiting.extendleft(reversed(skipped))
+        return budget
+
+    def _fits_into_share(self, sequence: SimSequence) -> bool:
+        """Whether a waiting sequence would use no blocks beyond its owner's guarantee."""
+        owner = sequence.owner
+        return owner.num_used - (-len(sequence.token_ids) // self._info.block_size) <= owner.guarantee
 
     def _admission_rank(self, sequence: SimSequence) -> float:
         if sequence.scheduled_at is not None:
@@ -286,13 +312,15 @@ class SimEngine:
     def _admit(self, sequence: SimSequence) -> bool:
         """Allocate the blocks of a waiting sequence, cached ones if possible; returns False if too few are left."""
         hashes = sequence.known_hashes()
-        cached = hashes[: self._pool.count_cached(hashes[: sequence.num_reusable_blocks])]
-        self._pool.reference(cached)
+        pool, owner = self._pool, sequence.owner
+        cached = hashes[: pool.count_cached(hashes[: sequence.num_reusable_blocks])]
+        is_last_resort = not pool.order.uses_lent_blocks
+        pool.reference(cached, owner)
         num_private = -(-len(sequence.token_ids) // self._info.block_size) - len(cached)
-        if num_private > self._pool.num_available:
-            self._pool.free(cached, 0)
+        if num_private > (pool.num_available if is_last_resort else pool.num_available_to(owner)):
+            pool.free(cached, 0, owner)
             return False
-        self._pool.allocate(num_private)
+        pool.allocate(num_private, owner)
         sequence.admit(len(cached), num_private, time.monotonic())
         return True
 
@@ -300,23 +328,28 @@ class SimEngine:
         """See that the next token has a block, preempting the latest sequences if need be; False: itself was."""
         if sequence.num_blocks * self._info.block_size > sequence.num_computed_tokens:
             return True
-        while not self._pool.num_available:
-            victim = self._running.pop()
-            self._pool.free(victim.cached_hashes, victim.num_private_blocks)
+        pool = self._pool
+        while not pool.num_available_to(sequence.owner):
+            if pool.num_available and not has_others_outside(sequence, self._running):
+                break
+            victim = preempted_for(sequence, self._running)
+            self._running.remove(victim)
+            pool.free(victim.cached_hashes, victim.num_private_blocks, victim.owner)
             victim.preempt()
             self._waiting.appendleft(victim)
             self._num_preemptions += 1
             if victim is sequence:
                 return False
-        self._pool.allocate(1)
+        pool.allocate(1, sequence.owner)
         sequence.num_private_blocks += 1
         return True
 
     def _compute(self, sequence: SimSequence, num_tokens: int) -> bool:
         """Account for computed tokens; returns whether all are computed, so that a new token follows."""
+        parent = sequence.last_stored_hash
         new_hashes = sequence.compute(num_tokens)
         if new_hashes:
-            self._pool.store(new_hashes)
+            self._pool.store(new_hashes, sequence.owner, parent)
         return sequence.num_computed_tokens == len(sequence.token_ids)
 
     def _emit(self, sequence: SimSequence, output: StepOutput) -> None:
@@ -369,7 +402,7 @@ class SimEngine:
     def _release(self, sequence: SimSequence) -> None:
         """Free the blocks of a sequence that has no more steps."""
         self._running.remove(sequence)
-        self._pool.free(sequence.cached_hashes, sequence.num_private_blocks)
+        self._pool.free(sequence.cached_hashes, sequence.num_private_blocks, sequence.owner)
         self._forget(sequence)
 
     def _forget(self, sequence: SimSequence) -> None:
@@ -423,7 +456,8 @@ class SimEngine:
         return EngineLoad.of(
             shares,
             num_submitted=self._num_submitted,
-            num_available_blocks=self._pool.num_available,
+            num_available_blocks=self._pool.num_available_to_any,
+            kv_shares=self._pool.order.usage(),
             num_preemptions=self._num_preemptions,
             prefill_tokens_per_second=self._prefill_tokens_per_second,
             decode_step_seconds=self._step_seconds,

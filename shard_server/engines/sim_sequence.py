@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvloom.text.block_hash import block_hash, block_hashes
 from shard_server.engines.base import EngineInfo, EngineRequest, TokenLogprobs
+from shard_server.engines.eviction_order import KvOwner
 from shard_server.engines.request_check import check_request
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
 
@@ -25,6 +26,7 @@ class SimSequence:
         "num_output_tokens",
         "num_private_blocks",
         "num_stored_blocks",
+        "owner",
         "request",
         "scheduled_at",
         "started",
@@ -36,12 +38,15 @@ class SimSequence:
         self,
         request: EngineRequest,
         info: EngineInfo,
+        owner: KvOwner,
         now: float,
         adapter_checksum: str = "",
         answer_seed: int = 0,
     ) -> None:
         check_request(request, info)
         self.request = request
+        self.owner = owner
+        """To whom the blocks belong that it uses."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_output_tokens = len(request.output_token_ids)
         self.num_computed_tokens = 0
@@ -68,6 +73,10 @@ class SimSequence:
     @property
     def cached_hashes(self) -> list[int]:
         return self._hashes[: self.num_stored_blocks]
+
+    @property
+    def last_stored_hash(self) -> int | None:
+        return self._hashes[self.num_stored_blocks - 1] if self.num_stored_blocks else None
 
     @property
     def num_reusable_blocks(self) -> int:

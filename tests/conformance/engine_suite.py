@@ -12,12 +12,13 @@ from shard_server.engines.base import BlockStored, Capability, EngineError, Fini
 from tests.conformance.adapter_suite import AdapterSuite
 from tests.conformance.embedding_suite import StartEngine
 from tests.conformance.engine_driver import prompt_of, request_of
+from tests.conformance.kv_share_suite import KvShareSuite
 
 MAX_UNREAD_OUTPUTS = 64
 BLOCK_SIZE = 16
 
 
-class EngineSuite(AdapterSuite):
+class EngineSuite(AdapterSuite, KvShareSuite):
     """A subclass defines `make_engine`, which returns an engine that has not started, with a `block_size` of 16, a
     `max_batch` of 16 and the given ShardConfig fields; and `adapter_path` if the engine takes adapters."""
 

@@ -44,7 +44,7 @@ from router.shadow.metrics import PairMetrics, ShadowMetrics
 from router.tenancy.lease_desk import LeaseDesk
 from router.usage_records import Credit
 from safety_svc.metrics import ANSWERS, BLOCKS, POLICY_LOADS, PROMPTS, STREAMS
-from shard_server.engines.base import AdaptersState, EngineLoad
+from shard_server.engines.base import AdaptersState, EngineLoad, KvShareUsage
 from shard_server.metrics import ShardMetrics
 
 MODEL: Final = "tiny"
@@ -155,7 +155,7 @@ def _limits(registry: CollectorRegistry) -> None:
 def _shard() -> CollectorRegistry:
     registry = CollectorRegistry()
     metrics = ShardMetrics(MODEL, block_size=16, num_blocks=64, registry=registry)
-    metrics.on_step(EngineLoad(num_available_blocks=32), 1, 0, 8, 0.01)
+    metrics.on_step(EngineLoad(num_available_blocks=32, kv_shares=KvShareUsage()), 1, 0, 8, 0.01)
     metrics.on_start(32, 16, 0.01, 0.02)
     metrics.on_finish(FinishReason.FINISH_REASON_STOP, 0.1)
     metrics.on_unwanted_end(0)

@@ -319,3 +319,54 @@ async def test_invalid_values_are_refused_with_their_field(
         with pytest.raises(KvloomError) as info:
             await world.ask(method, **fields)
     assert (reason_of(info), info.value.field) == (ErrorReason.INVALID_ARGUMENT, field)
+
+
+async def test_shares_of_kv_blocks_are_bounded_together(world: ControlWorld) -> None:
+    """Shards cannot keep what is promised twice. Tiers count for each account that has them; what is lowered, or given
+    back, is there for others."""
+    half = control_pb.Limits(kv_share_percent=50)
+    await world.ask("CreateProject", project=Pb.Project(id="acme/search", limits=half), create_organisation=True)
+    await world.ask("CreateProject", project=Pb.Project(id="acme/maps"))
+    mask = FieldMask(paths=["limits.kv_share_percent"])
+
+    async def refused(method: str, **fields: Any) -> str:
+        with pytest.raises(KvloomError, match="together") as info:
+            await world.ask(method, **fields)
+        assert reason_of(info) == ErrorReason.INVALID_ARGUMENT
+        return info.value.field
+
+    def organisation(percent: int) -> Pb.Organisation:
+        return Pb.Organisation(id="acme", limits=control_pb.Limits(kv_share_percent=percent))
+
+    field = await refused("UpdateOrganisation", organisation=organisation(41), update_mask=mask)
+    assert field == "organisation.limits.kv_share_percent"
+    await world.ask("UpdateOrganisation", organisation=organisation(20), update_mask=mask)
+    await world.ask("SetLimitTier", tier=Pb.LimitTier(name="gold", limits=control_pb.Limits(kv_share_percent=20)))
+    gold = FieldMask(paths=["tier"])
+    await world.ask("UpdateProject", project=Pb.Project(id="acme/maps", tier="gold"), update_mask=gold)
+    larger = Pb.LimitTier(name="gold", limits=control_pb.Limits(kv_share_percent=21))
+    assert await refused("SetLimitTier", tier=larger) == "tier.limits.kv_share_percent"
+    more = Pb.Project(id="acme/more", limits=control_pb.Limits(kv_share_percent=1))
+    assert await refused("CreateProject", project=more) == "project.limits.kv_share_percent"
+    await world.ask("UpdateOrganisation", organisation=organisation(0), update_mask=mask)
+    await world.ask("CreateProject", project=more)
+    table = await world.table()
+    shares = {
+        name: tenant.limits.kv_share_percent
+        for name in ("search", "maps", "more")
+        if (tenant := table.tenant(f"acme/{name}")) is not None
+    }
+    assert shares == {"search": 50, "maps": 20, "more": 1}
+
+
+async def test_a_key_has_no_share_of_kv_blocks(world: ControlWorld) -> None:
+    """Keys of one project share its cached prompts."""
+    with pytest.raises(KvloomError) as info:
+        await make_key(world, limits=control_pb.Limits(kv_share_percent=5))
+    assert info.value.field == "key.limits.kv_share_percent"
+    made = await make_key(world)
+    mask = FieldMask(paths=["limits.kv_share_percent"])
+    key = Pb.ApiKey(id=made.key.id, limits=control_pb.Limits(kv_share_percent=5))
+    with pytest.raises(KvloomError) as info:
+        await world.ask("UpdateKey", key=key, update_mask=mask)
+    assert info.value.field == "key.limits.kv_share_percent"

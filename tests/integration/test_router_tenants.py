@@ -17,7 +17,8 @@ from edge_http.server.http_server import EdgeServer
 from kvloom.client.client import Client
 from kvloom.config import CertificateConfig, ControlConfig, TlsConfig
 from kvloom.errors import KvloomError
-from kvloom.tenancy.table import Key, Tenant
+from kvloom.tenancy.limits import Limits
+from kvloom.tenancy.table import Key, Organisation, Tenant
 from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import model_card_pb2, model_card_pb2_grpc
 from kvloom.v1 import router_service_pb2 as pb
@@ -38,6 +39,7 @@ from tests.fakes.fake_control import (
 from tests.fakes.fake_issuer import fake_issuer
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
 from tests.fakes.served_models import tiny_model
+from tests.fakes.shard_world import sim_config
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -348,3 +350,24 @@ async def test_an_edge_in_the_routers_process_knows_the_same_tenants(tenants: Te
     finally:
         await http.stop()
         await link.close()
+
+
+@pytest.mark.parametrize("percent", [0, 50])
+async def test_a_guaranteed_share_reaches_the_shard(world: RouterWorld, control: FakeControl, percent: int) -> None:
+    """It is the organisation's, as the project has none of its own: a flood of another organisation leaves the
+    project's blocks alone."""
+    control.put(Organisation("acme", limits=Limits(kv_share_percent=percent)))
+    config = sim_config(num_blocks=24)
+    async with (
+        served_router(world, config=config) as (server, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = RouterServiceStub(channel)
+        identities = server.callers.identities
+        assert identities is not None
+        await eventually(lambda: identities.tenants.connected, "the table")
+        assert await num_cached(stub, SEARCH_KEY) == 0
+        for i in range(8):
+            wanted = request(token_ids=pb.TokenIds(ids=[i + 1] * 64))
+            assert await code_of(stub.Generate(wanted, metadata=bearer(OTHER_KEY))) == grpc.StatusCode.OK
+        assert (await num_cached(stub, SEARCH_KEY) > 0) == (percent > 0)

@@ -118,11 +118,9 @@ def charges_what_has_no_answer(patch: Patch) -> None:
     """A request that was refused, or failed before its first token, is charged for its prompt."""
     original = RequestCharge.charges
 
-    def charges(
-        self: RequestCharge, num_cached_tokens: int, num_output_tokens: int, *, has_answer: bool
-    ) -> tuple[Charge, ...]:
+    def charges(self: RequestCharge, *numbers: int, has_answer: bool) -> tuple[Charge, ...]:
         del has_answer
-        return original(self, num_cached_tokens, num_output_tokens, has_answer=True)
+        return original(self, *numbers, has_answer=True)
 
     patch.setattr(RequestCharge, "charges", charges)
 

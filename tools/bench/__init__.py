@@ -10,6 +10,7 @@ infinite_cache.py           the hits that a perfect cache would have
 comparison.py               `kvloom models compare`: the likelihood gap of two models, and what it costs to measure
 directory.py                `kvloom bench directory`: what the table of many tenants costs a process that follows it
 directory_follower.py       that process
+kv_shares.py                `kvloom bench kv-shares`: cache hits of a tenant that another one floods
 memory.py                   `kvloom bench memory`: what bursts leave behind, and how long they hold up the edge
 memory_bursts.py            the bursts
 live_probe.py               asks an edge whether it is alive, from a process of its own

@@ -55,6 +55,7 @@ def main() -> None:
     commands_at={
         "engine": "tools.bench.engine.command:bench_engine",
         "index": "tools.bench.prefix_index:bench_index",
+        "kv-shares": "tools.bench.kv_shares:bench_kv_shares",
         "conversations": "tools.bench.conversations_command:bench_conversations",
         "data-plane": "tools.bench.data_plane.command:bench_data_plane",
         "directory": "tools.bench.directory:bench_directory",

@@ -7,7 +7,7 @@ from typing import ClassVar, NoReturn
 
 from kvloom.discovery.records import RolloutRecord
 from router.core.actions import Action, RequestEnded, SendStep, SequencesPreempted, ShardHealthChanged, SubmitAttempt
-from router.core.events import ChoiceSpec, Event
+from router.core.events import ChoiceSpec, Event, KvChange, Request
 from router.core.frames import Finish, Step
 from tools.dst.observed import ObservedChoice, ObservedRequest
 from tools.dst.told import Told
@@ -100,6 +100,9 @@ class Hooks:
 
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         """A choice arrives at a shard."""
+
+    def on_stored(self, shard: ShardView, request: Request, changes: Sequence[KvChange]) -> None:
+        """The blocks of a request have entered the prefix cache of a shard, and these are the changes."""
 
     def on_client_step(self, stream: ClientStreamView, step: Step) -> None:
         """A client reads a frame."""

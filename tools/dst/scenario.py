@@ -165,6 +165,8 @@ class Scenario:
     """Kind of fault to rate per second, or to probability. Kinds that this seed does not have are left out."""
     has_result_cache: bool = False
     """Whether routers keep answers, and clients repeat requests."""
+    kv_shares: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Tenant → its guaranteed share of every shard's blocks, in percent. Tenants without one are left out."""
 
     @property
     def has_model_changes(self) -> bool:
@@ -223,8 +225,16 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         num_epochs=num_epochs,
         rates=rates,
         has_result_cache=random.Random(f"{seed} result cache").random() < 0.2,
+        kv_shares=_draw_kv_shares(random.Random(f"{seed} kv shares"), num_tenants),
     )
     return _with_rollouts(random.Random(f"{seed} rollouts"), _with_model_changes(model_rng, scenario))
+
+
+def _draw_kv_shares(rng: random.Random, num_tenants: int) -> dict[str, int]:
+    """In an eighth of the seeds some tenants have one, but never the last."""
+    if rng.random() > 0.125:
+        return {}
+    return {f"tenant-{i}": rng.choice((10, 20, 30)) for i in range(num_tenants - 1) if rng.random() < 0.8}
 
 
 def _divide(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[ShardShape, ...]:

@@ -7,6 +7,7 @@ from collections import deque
 
 import msgspec
 
+from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.events import ChoiceSpec, Request, Tier
@@ -16,6 +17,7 @@ from tools.dst.nodes.client import Answer, ClientStream
 from tools.dst.nodes.router_node import RouterNode
 from tools.dst.rollouts.sessions import Sessions
 from tools.dst.scenario import MODELS
+from tools.stable_hash import stable_hash
 
 LONGEST_WINDOW = 96
 
@@ -36,6 +38,8 @@ class Traffic:
         self._repeat_rng = random.Random(f"{env.scenario.seed} repeated requests")
         self._latest: deque[Request] = deque(maxlen=8)
         """Requests that may be repeated, also by other tenants. Only with a result cache."""
+        shares = env.scenario.kv_shares
+        self._kv_shares = {tenant: KvShare(stable_hash(tenant), shares[tenant]) for tenant in shares}
         self._num_streams = 0
         self.num_requests = 0
         self.prompts: dict[tuple[str, str, tuple[int, ...], Adapter | None], None] = {}
@@ -171,6 +175,7 @@ class Traffic:
             timeout_seconds=rng.choice((0.0, 0.0, 0.1, 5.0)),
             tenant=tenant,
             cache_salt=tenant,
+            kv_share=self._kv_shares.get(tenant),
             tier=Tier.BATCH if self._tier_rng.random() < env.scenario.batch_share else Tier.INTERACTIVE,
             adapter=self._draw_adapter(model),
         )

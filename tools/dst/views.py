@@ -71,6 +71,8 @@ class ClientStreamView(Protocol):
 
 
 class BlockCacheView(Protocol):
+    blocks: dict[int, Any]
+
     def count_overlap(self, hashes: Iterable[int]) -> int: ...
 
 

@@ -438,4 +438,6 @@ def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:
     num_resumed = 0 if live.charge is None else live.charge.num_resumed_tokens
     if num_output_tokens + num_resumed > 0:
         return True
+    if not live.num_attempts and live.result_cache != RESULT_CACHE_USE_HIT:
+        return False
     return not live.num_open_choices and live.ended_with[0] in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)

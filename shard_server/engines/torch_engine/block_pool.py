@@ -4,17 +4,23 @@ first.
 A block is free (its content is worthless), referenced (in at least one live block table) or evictable (cached but not
 referenced). The cached blocks form a tree: a block is cached only below the very block that its KV was computed after,
 so a match is verified by identity of the parent and equality of the token ids, never by hash alone (xxh3 collides).
+
+Blocks have owners, whose shares decide which cached block is evicted first (eviction_order.py). A block must not be
+evicted before those below it. Among blocks of one owner that follows from the order of their last uses; and a block
+that is not its parent's owner's belongs to one without a share: what a sequence with a share caches or takes over below
+another owner's block becomes that owner's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvloom.text.block_hash import BYTES_PER_TOKEN, block_hashes, token_bytes
 from shard_server.engines.base import BlockRemoved, BlockStored, KvEvent
+from shard_server.engines.eviction_order import EvictionOrder, KvOwner
 
 
 class BlockKey(NamedTuple):
@@ -44,6 +50,8 @@ class Block:
     """One slot of the KV memory."""
 
     block_id: int
+    owner: KvOwner
+    """Has a meaning unless the block is free."""
     ref_count: int = 0
     key: BlockKey | None = None
     """Set while the block is in the prefix cache."""
@@ -57,9 +65,10 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.order = EvictionOrder(num_blocks)
+        """The evictable blocks."""
+        self._blocks = [Block(block_id, self.order.common) for block_id in range(num_blocks)]
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._cached: dict[int, Block] = {}
         self._events: list[KvEvent] = []
         self._removed: list[int] = []  # evicted since the last event
@@ -67,7 +76,16 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """The number of blocks that `allocate` could return: free and evictable ones."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + self.order.num_unused
+
+    def num_available_to(self, owner: KvOwner) -> int:
+        """Those of them that are not protected by the shares of others."""
+        return len(self._free) + self.order.num_available_to(owner)
+
+    @property
+    def num_available_to_any(self) -> int:
+        """The number of blocks that a new sequence without a share could get now."""
+        return self.num_available_to(self.order.common) if self.order.uses_lent_blocks else self.num_available
 
     @property
     def cached_hashes(self) -> set[int]:
@@ -93,24 +111,37 @@ class BlockPool:
         """How many of these are available now and will not be once they are referenced."""
         return sum(1 for block_id in block_ids if self._blocks[block_id].ref_count == 0)
 
-    def reference(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each of the blocks that `match_prefix` found."""
+    def reference(self, block_ids: Iterable[int], owner: KvOwner | None = None) -> None:
+        """Add a reference to each of the blocks that `match_prefix` found, for a sequence of `owner`, by default the
+        common one."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
-                del self._evictable[block_id]
+                self.order.use(block_id, block.owner)
+            if owner is not None and owner.takes_over(block.owner):
+                self._move(block, _owner_below(block.parent, owner))
             block.ref_count += 1
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Blocks for new KV, one reference each; evicts the least recently used cached ones when no free ones are left.
+    def allocate(self, num_blocks: int, owner: KvOwner | None = None) -> list[int]:
+        """Blocks for new KV of a sequence of `owner`, by default the common one; one reference each. Evicts cached ones
+        when no free ones are left.
 
         The caller has checked `num_available`.
         """
         assert num_blocks <= self.num_available, f"{num_blocks} blocks requested, {self.num_available} available"
+        order = self.order
+        owner = owner or order.common
+        # What the common owner uses does not change which block is evicted next.
+        is_common = owner is order.common
+        if is_common:
+            order.add_used(owner, num_blocks)
         block_ids: list[int] = []
         for _ in range(num_blocks):
-            block = self._blocks[self._free.pop() if self._free else self._evict()]
+            block = self._blocks[self._free.pop() if self._free else self._evict(owner)]
             block.ref_count = 1
+            block.owner = owner
+            if not is_common:
+                order.add_used(owner)
             block_ids.append(block.block_id)
         return block_ids
 
@@ -127,8 +158,9 @@ class BlockPool:
             if block.ref_count == 0:
                 if block.key is None:
                     self._free.append(block_id)
+                    self.order.drop_used(block.owner)
                 else:
-                    self._evictable[block_id] = None
+                    self.order.add_unused(block_id, block.owner)
 
     def cache_blocks(self, block_table: list[int], start: int, keys: Sequence[BlockKey], root_hash: int) -> int:
         """Offer block_table[start : start + len(keys)], whose KV has just been computed, for reuse.
@@ -145,11 +177,13 @@ class BlockPool:
             if twin is None:
                 block = self._blocks[block_table[index]]
                 block.key, block.parent = key, parent
+                if block.owner is not self.order.common:
+                    self._move(block, _owner_below(parent, block.owner))
                 self._cached[key.block_hash] = block
                 stored.append(key.block_hash)
             elif twin is self._find(key, parent):
                 block = twin
-                self.reference((twin.block_id,))
+                self.reference((twin.block_id,), self._blocks[block_table[index]].owner)
                 self.free((block_table[index],))
                 block_table[index] = twin.block_id
             else:
@@ -177,7 +211,7 @@ class BlockPool:
             block_id, key = block.block_id, block.key
             assert block.ref_count == references[block_id], f"block {block_id}: references do not add up"
             assert (block_id in free) == (block.ref_count == 0 and key is None), f"block {block_id}: free or not"
-            assert (block_id in self._evictable) == (block.ref_count == 0 and key is not None), (
+            assert (block_id in block.owner.unused) == (block.ref_count == 0 and key is not None), (
                 f"block {block_id}: evictable or not"
             )
             assert key is None or self._cached.get(key.block_hash) is block, f"block {block_id}: not in the cache"
@@ -185,8 +219,20 @@ class BlockPool:
             if isinstance(parent, Block):
                 assert parent.key is not None, f"block {block_id}: cached without its parent"
                 assert parent.ref_count >= block.ref_count, f"block {block_id}: held without its parent"
+                assert block.owner in (parent.owner, self.order.common) or not block.owner.guarantee, (
+                    f"block {block_id}: its owner's share does not protect its parent"
+                )
             assert (key is None) == (parent is None), f"block {block_id}: half cached"
         assert sum(block.key is not None for block in self._blocks) == len(self._cached), "stale cache entries"
+        self._check_order()
+
+    def _check_order(self) -> None:
+        self.order.check_integrity()
+        num_unused = sum(block.ref_count == 0 and block.key is not None for block in self._blocks)
+        assert self.order.num_unused == num_unused, "evictable blocks are counted wrongly"
+        num_used = Counter(id(block.owner) for block in self._blocks if block.ref_count)
+        for owner in (self.order.common, *self.order.owners):
+            assert owner.num_used == num_used[id(owner)], "an owner's blocks are counted wrongly"
 
     def _find(self, key: BlockKey, parent: Block | int) -> Block | None:
         block = self._cached.get(key.block_hash)
@@ -194,8 +240,15 @@ class BlockPool:
             return None
         return block
 
-    def _evict(self) -> int:
-        block_id, _ = self._evictable.popitem(last=False)
+    def _move(self, block: Block, owner: KvOwner) -> None:
+        """A used block belongs to another owner from now on."""
+        if owner is not block.owner:
+            self.order.drop_used(block.owner)
+            self.order.add_used(owner)
+            block.owner = owner
+
+    def _evict(self, owner: KvOwner) -> int:
+        block_id = self.order.evict(owner)
         block = self._blocks[block_id]
         assert block.key is not None
         del self._cached[block.key.block_hash]
@@ -207,3 +260,8 @@ class BlockPool:
         if self._removed:
             self._events.append(BlockRemoved(self._removed))
             self._removed = []
+
+
+def _owner_below(parent: Block | int | None, owner: KvOwner) -> KvOwner:
+    """To whom a block belongs that a sequence of `owner`, which is not the common one, has below `parent`."""
+    return parent.owner if isinstance(parent, Block) else owner

@@ -69,6 +69,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.MIN_TOKENS,
         Capability.PROMPT_LOGPROBS,
         Capability.PREFIX_CACHING,
+        Capability.KV_SHARES,
     }
 )
 _IF_INVARIANT: Final = frozenset({Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT})

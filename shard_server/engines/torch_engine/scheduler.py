@@ -5,6 +5,11 @@ one runs to its end; and since every sequence fits alone (the engine refuses lon
 blocks. That holds for any order of admission. Nor does any sequence starve: preempted ones are admitted before those
 that have not run yet, and the first in the queue is never skipped for lack of blocks; for the others, the queue order
 bounds how long one can be overtaken (queue_order.py).
+
+With guaranteed shares of blocks (eviction_order.py) both still hold. A sequence may evict what others' shares protect
+only as the last resort: if waiting would not help, since all other sequences keep within their shares. The first in the
+queue is overtaken only while it waits for blocks outside of the shares, and only by sequences that keep within theirs:
+those use nothing that it waits for, and what it waits for comes back when the sequences end that use it.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections import defaultdict, deque
 from typing import Final, Literal
 
 from shard_server.engines.base import LoadShare
+from shard_server.engines.eviction_order import has_others_outside, preempted_for
 from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
@@ -137,9 +143,9 @@ class Scheduler:
         """Make room for drafts after the known tokens; returns how many fit. New blocks are taken only if no other
         running sequence needs them for its next token."""
         wanted = self._num_blocks(sequence.num_tokens + num_drafts) - len(sequence.block_table)
-        spare = self.pool.num_available - len(self.running)
+        spare = self.pool.num_available_to(sequence.owner) - len(self.running)
         if wanted > 0 and spare > 0:
-            sequence.block_table += self.pool.allocate(min(wanted, spare))
+            sequence.block_table += self.pool.allocate(min(wanted, spare), sequence.owner)
         return min(num_drafts, len(sequence.block_table) * self.pool.block_size - sequence.num_tokens)
 
     def release_draft_blocks(self, sequence: Sequence) -> None:
@@ -186,15 +192,20 @@ class Scheduler:
 
     def _admit(self, batch: list[Chunk], budget: int) -> None:
         skipped: list[Sequence] = []
+        is_first_blocked = False
         while self.waiting and budget and len(self.running) < self.max_batch:
             sequence = self.waiting[0]
-            if self._awaits_shared_prefix(sequence):
+            if (is_first_blocked and not self._fits_into_share(sequence)) or self._awaits_shared_prefix(sequence):
                 skipped.append(self.waiting.popleft())
                 continue
             if not self._num_prompt_logits_left and sequence.next_prompt_logits is not None:
                 break
             if not self._allocate(sequence):
-                break
+                if not self.pool.order.has_shares or not self.pool.order.uses_lent_blocks:
+                    break
+                is_first_blocked = True
+                skipped.append(self.waiting.popleft())
+                continue
             self.running.append(self.waiting.popleft())
             num_tokens = self._chunk_size(sequence, budget)
             budget -= num_tokens
@@ -219,12 +230,14 @@ class Scheduler:
         pool = self.pool
         matched = pool.match_prefix(sequence.block_keys[: sequence.num_reusable_blocks], sequence.request.root_hash)
         num_new = self._num_blocks(sequence.num_tokens) - len(matched)
-        if pool.num_available - pool.num_evictable(matched) < num_new + len(self.running):
+        owner, is_last_resort = sequence.owner, not pool.order.uses_lent_blocks
+        num_available = pool.num_available if is_last_resort else pool.num_available_to(owner)
+        if num_available - pool.num_evictable(matched) < num_new + len(self.running):
             return False
-        pool.reference(matched)
+        pool.reference(matched, owner)
         sequence.num_cached_blocks = len(matched)
         sequence.num_computed_tokens = len(matched) * pool.block_size
-        sequence.block_table = matched + pool.allocate(num_new)
+        sequence.block_table = matched + pool.allocate(num_new, owner)
         # An embedding's blocks would only displace those of prompts that come again.
         sequence.uncacheable = sequence.pooled is not None or sequence.request.discards_blocks
         sequence.shares_with = None
@@ -249,17 +262,26 @@ class Scheduler:
     def _num_matched_tokens(self, sequence: Sequence) -> int:
         return len(self.pool.match_prefix(sequence.block_keys, sequence.request.root_hash)) * self.pool.block_size
 
+    def _fits_into_share(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence would use no blocks beyond its owner's guarantee."""
+        owner = sequence.owner
+        return owner.num_used + self._num_blocks(sequence.num_tokens) <= owner.guarantee
+
     def _append_block(self, sequence: Sequence) -> bool:
-        """Allocate a block for the next token if needed, by preempting the newest; False if that was `sequence`
+        """Allocate a block for the next token if needed, by preempting newer sequences; False if that was `sequence`
         itself."""
         if len(sequence.block_table) * self.pool.block_size >= sequence.num_tokens:
             return True
-        while not self.pool.num_available:
-            newest = self.running.pop()
-            self._preempt(newest)
-            if newest is sequence:
+        pool = self.pool
+        while not pool.num_available_to(sequence.owner):
+            if pool.num_available and not has_others_outside(sequence, self.running):
+                break
+            preempted = preempted_for(sequence, self.running)
+            self.running.remove(preempted)
+            self._preempt(preempted)
+            if preempted is sequence:
                 return False
-        sequence.block_table += self.pool.allocate(1)
+        sequence.block_table += pool.allocate(1, sequence.owner)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

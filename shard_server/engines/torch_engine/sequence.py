@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shard_server.engines.base import EngineRequest, TokenLogprobs
+from shard_server.engines.eviction_order import KvOwner
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
 from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 
@@ -34,6 +35,7 @@ class Sequence:
         "num_computed_tokens",
         "num_expected_blocks",
         "num_reused_tokens",
+        "owner",
         "pooled",
         "predicted",
         "prompt_logprobs",
@@ -50,6 +52,7 @@ class Sequence:
         self,
         request: EngineRequest,
         block_size: int,
+        owner: KvOwner,
         submit_time: float,
         guide: GuideState | None = None,
         pooled: PooledPrompt | None = None,
@@ -60,6 +63,8 @@ class Sequence:
         """The weights of its adapter, as the runner has made them; None: the model itself."""
         self.pooled = pooled
         """What becomes of the prompt's hidden states; None: tokens are wanted, and no embedding."""
+        self.owner = owner
+        """To whom the blocks belong that it uses."""
         self.guide = guide
         """The sequence's progress in its guide; None if it is unguided."""
         self.lookup: PromptLookup | None = None

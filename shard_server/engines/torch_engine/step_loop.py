@@ -171,7 +171,9 @@ class StepLoop:
         self, request: EngineRequest, submit_time: float, guide: GuideState | None = None, adapter: Any = None
     ) -> None:
         pooled = None if request.pooling is None else PooledPrompt(request, self._default_pooling)
-        sequence = EngineSequence(request, self.scheduler.pool.block_size, submit_time, guide, pooled, adapter)
+        pool = self.scheduler.pool
+        owner = pool.order.owner_of(request.kv_share, submit_time)
+        sequence = EngineSequence(request, pool.block_size, owner, submit_time, guide, pooled, adapter)
         self._sequences[sequence.request.request_id] = sequence
         self.scheduler.add(sequence)
         if sequence.pooled is None and (reason := _finish_reason(sequence)) is not None:
@@ -323,7 +325,8 @@ class StepLoop:
         return EngineLoad.of(
             shares,
             num_submitted=self._num_submitted,
-            num_available_blocks=scheduler.pool.num_available,
+            num_available_blocks=scheduler.pool.num_available_to_any,
+            kv_shares=scheduler.pool.order.usage(),
             num_preemptions=scheduler.num_preemptions,
             prefill_tokens_per_second=self._speed.prefill_tokens_per_second,
             decode_step_seconds=self._speed.decode_step_seconds,

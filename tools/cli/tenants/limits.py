@@ -11,7 +11,7 @@ from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits
 from tools.cli.tenants.directory import Directory, directory_options, json_option
 from tools.cli.tenants.tables import Columns, show_list, show_one
-from tools.cli.tenants.units import as_paths, given_limits, limit_options, shown_limits
+from tools.cli.tenants.units import as_paths, given_limits, kv_share_option, limit_options, shown_limits
 from tools.failures import CommandError
 from tools.options import option
 
@@ -66,6 +66,7 @@ def show(account: str, as_json: bool, directory: Directory) -> None:
 @limits.command("set")
 @click.argument("account")
 @limit_options("limits")
+@kv_share_option
 @option("--tier", scope="limits", help='The tier whose limits hold where the account has none of its own; "": none.')
 @json_option("limits")
 @directory_options

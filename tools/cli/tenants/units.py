@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 
 from kvloom.tenancy.limits import Limits
+from kvloom.v1.control_service_pb2 import Limits as LimitsMessage
 from tools.options import F, option
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdwy])")
@@ -107,6 +108,9 @@ _FLAGS: Final[tuple[tuple[str, str, click.ParamType, str], ...]] = (
     ("--reasoning-token-percent", "reasoning_token_percent", _COUNT, "What a token of reasoning counts, of 100."),
 )
 
+_KV_SHARE: Final = "kv_share_percent"
+_OPTIONAL: Final = frozenset(field.name for field in LimitsMessage.DESCRIPTOR.fields if field.has_presence)
+
 
 def limit_options(scope: str) -> Any:
     """Flags of all limits, given to the command as arguments with the names of the message's fields."""
@@ -126,9 +130,15 @@ def limit_options(scope: str) -> Any:
     return add
 
 
+def kv_share_option(function: F) -> F:
+    """The flag of the one limit that keys do not have."""
+    text = "The guaranteed part of every shard's KV blocks, in percent; not for keys. 0: no share."
+    return option("--kv-share", _KV_SHARE, scope="limits", type=_COUNT, help=text)(function)
+
+
 def given_limits(flags: dict[str, Any]) -> dict[str, Any]:
     """Take the limits that were given out of a command's arguments."""
-    names = [*(name for _, name, _, _ in _FLAGS), "shadow"]
+    names = [*(name for _, name, _, _ in _FLAGS), "shadow", _KV_SHARE]
     return {name: value for name in names if (value := flags.pop(name, None)) is not None}
 
 
@@ -137,7 +147,7 @@ def shown_limits(limits: Any) -> str:
     shown: list[str] = []
     for name in Limits.__struct_fields__:
         value: Any = getattr(limits, name)
-        if value == getattr(Limits(), name) or (name.endswith("percent") and not limits.HasField(name)):
+        if value == getattr(Limits(), name) or (name in _OPTIONAL and not limits.HasField(name)):
             continue
         if name == "monthly_budget_nanos":
             shown.append(f"monthly_budget={shown_nanos(value)}")

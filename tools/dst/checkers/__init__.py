@@ -7,6 +7,7 @@ ends.py        how requests end: once, metered exactly, and for a reason
 fairness.py    who is preempted for other tenants, and what is left to them
 fleet.py       the fleet reports that clients get
 health.py      hung and draining shards, and the bounds of suspicion
+kv_shares.py   guaranteed shares of cached blocks
 limits.py      budgets, rates, leases and charges, in seeds with limits
 integrity.py   the core's own consistency check
 models.py      shards of several models, and models that are loaded and unloaded
@@ -41,6 +42,7 @@ from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
+from tools.dst.checkers.kv_shares import KvSharesKept
 from tools.dst.checkers.limits import BudgetsKept, ChargesExact, LeasesConserved, RatesKept
 from tools.dst.checkers.models import ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
 from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
@@ -99,6 +101,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     TiersKept,
     OutagePatience,
     CachedAnswersOwn,
+    KvSharesKept,
     IndexExact,
     LoadExact,
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
 from kvloom.text.block_hash import block_hashes, root_hash
 from router.core.events import KvChange, Request
+from shard_server.engines.eviction_order import EvictionOrder, KvOwner
 from tools.dst.scenario import ShardShape
 
 
@@ -22,11 +24,13 @@ def prompt_hashes(request: Request, block_size: int) -> Sequence[int]:
 
 
 class BlockCache:
-    """The cached block hashes, least recently used first."""
+    """The cached block hashes. Shares protect them as in the engines, by the same code."""
 
     def __init__(self, shape: ShardShape) -> None:
         self._shape = shape
-        self.blocks: dict[int, None] = {}
+        self._order = EvictionOrder(shape.num_blocks)
+        self.blocks: dict[int, KvOwner] = {}
+        """Hash → owner; the least recently used one is the first."""
 
     def count_overlap(self, hashes: Iterable[int]) -> int:
         """The number of leading blocks that are cached."""
@@ -37,19 +41,41 @@ class BlockCache:
             count += 1
         return count
 
-    def store(self, hashes: Sequence[int]) -> list[KvChange]:
-        """Store blocks. Returns the changes in order: evictions first, then the new blocks."""
-        blocks = self.blocks
+    def clear(self) -> None:
+        """Forget all blocks, and all shares."""
+        self._order = EvictionOrder(self._shape.num_blocks)
+        self.blocks.clear()
+
+    def store(self, hashes: Sequence[int], share: KvShare | None = None, now: float = 0.0) -> list[KvChange]:
+        """Store the blocks of a sequence with this share, as many as there is room for. Returns the changes in order:
+        evictions first, then the new blocks."""
+        blocks, order = self.blocks, self._order
+        owner = order.owner_of(share, now)
         for block_hash in hashes:
             if block_hash in blocks:
-                del blocks[block_hash]
-                blocks[block_hash] = None
-        new = [block_hash for block_hash in hashes if block_hash not in blocks]
-        if not new:
-            return []
-        removed = list(blocks)[: max(0, len(blocks) + len(new) - self._shape.num_blocks)]
-        for block_hash in removed:
-            del blocks[block_hash]
-        blocks.update(dict.fromkeys(new))
+                self._use(block_hash, owner)
+        num_room = self._shape.num_blocks - len(blocks) + order.num_available_to(owner)
+        new = [block_hash for block_hash in hashes if block_hash not in blocks][:num_room]
+        removed: list[int] = []
+        for block_hash in new:
+            if len(blocks) == self._shape.num_blocks:
+                evicted = order.evict(owner)
+                del blocks[evicted]
+                removed.append(evicted)
+            blocks[block_hash] = owner
+            order.add_used(owner)
+        for block_hash in hashes:
+            if block_hash in blocks:
+                order.add_unused(block_hash, blocks[block_hash])
         changes = [KvChange(removed=removed)] if removed else []
-        return [*changes, KvChange(stored=new)]
+        return [*changes, KvChange(stored=new)] if new else []
+
+    def _use(self, block_hash: int, owner: KvOwner) -> None:
+        """Note the use of a block, which becomes the owner's if it belonged to none with a share."""
+        before = self.blocks.pop(block_hash)
+        self._order.use(block_hash, before)
+        if owner.takes_over(before):
+            self._order.drop_used(before)
+            self._order.add_used(owner)
+            before = owner
+        self.blocks[block_hash] = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from kvloom.errors import KvloomError
@@ -33,10 +34,18 @@ class Engine:
     """`sequences` are keyed by (stream, slot), in the order of their arrival. The first `max_batch` of them run, as far
     as there are blocks for them: one that outgrows what is left takes the blocks of the latest."""
 
-    def __init__(self, env: Environment, shape: ShardShape, cache: BlockCache) -> None:
+    def __init__(
+        self,
+        env: Environment,
+        shape: ShardShape,
+        cache: BlockCache,
+        on_stored: Callable[[Request, list[KvChange]], None],
+    ) -> None:
+        """`on_stored` is called when the blocks of a request have entered the cache."""
         self._env = env
         self._shape = shape
         self._cache = cache
+        self._on_stored = on_stored
         self.failure_share = 0.0
         """How many of its sequences fail, apart from those that fail by chance."""
         self.sequences: dict[tuple[ShardStream, int], Sequence] = {}
@@ -132,7 +141,9 @@ class Engine:
             sequence.has_started = True
             hashes = prompt_hashes(sequence.request, self._shape.block_size)
             num_cached_tokens = self._cache.count_overlap(hashes) * self._shape.block_size
-            changes = self._cache.store(hashes[: self._shape.num_blocks])
+            share = sequence.request.kv_share
+            changes = self._cache.store(hashes[: self._shape.num_blocks], share, self._env.timeline.now)
+            self._on_stored(sequence.request, changes)
             stream.parts.starts.append(Start(slot, num_cached_tokens, 0.001))
             num_tokens = max(1, num_tokens)
         begin = sequence.position

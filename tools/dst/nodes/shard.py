@@ -19,6 +19,7 @@ from router.core.events import (
     ChoiceSpec,
     KvChange,
     KvSnapshotArrived,
+    Request,
     ShardDescription,
     ShardLoad,
     ShardUp,
@@ -61,7 +62,7 @@ class SimShard:
         self._loaded_adapter = ""
         """The name of the one that is loaded: there is room for one."""
         self.cache = BlockCache(shape)
-        self.engine = Engine(env, shape, self.cache)
+        self.engine = Engine(env, shape, self.cache, self._note_stored)
         self._kv_number = 0
         self._step_is_due = False
         self.on_start: Callable[[], None] = lambda: None
@@ -77,7 +78,7 @@ class SimShard:
         self.slowness = 1.0
         self._loaded_adapter = ""
         self.cache = BlockCache(self.shape)
-        self.engine = Engine(self._env, self.shape, self.cache)
+        self.engine = Engine(self._env, self.shape, self.cache, self._note_stored)
         if self._failure_share:
             self.break_engine(self._failure_share)
         self.num_submitted = 0
@@ -188,8 +189,11 @@ class SimShard:
 
     def clear_cache(self) -> None:
         """The engine forgets its blocks."""
-        self.cache.blocks.clear()
+        self.cache.clear()
         self._send_kv([KvChange(cleared=True)])
+
+    def _note_stored(self, request: Request, changes: list[KvChange]) -> None:
+        self._env.checks.on_stored(self, request, changes)
 
     def touch_cache(self, block_hash: int) -> None:
         """Store an unrelated block. Its event reveals whether an earlier one was lost."""

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from kvloom.kv_share import KvShare
 from kvloom.text.block_hash import root_hash
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
@@ -98,12 +99,17 @@ def test_no_step_takes_much_longer_than_a_second(token_seconds: float, chunk: in
     assert sum(chunks) == 590 + 1
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_arrivals_and_cancels_at_any_time(seed: int) -> None:
+@pytest.mark.parametrize("has_shares", [False, True], ids=["common", "shares"])
+@pytest.mark.parametrize("seed", range(6))
+def test_arrivals_and_cancels_at_any_time(seed: int, has_shares: bool) -> None:
     """Whatever comes and goes in between, with too few blocks: integrity after each step, no sequence starves, tokens
-    are those of an undisturbed run or the beginning of them."""
+    are those of an undisturbed run or the beginning of them. Guaranteed shares, some of them smaller than a sequence,
+    change nothing of that."""
     rng = random.Random(seed)
     requests = various_requests(30, seed)
+    if has_shares:
+        shares = (None, None, KvShare(1, 20), KvShare(2, 70))
+        requests = [dataclasses.replace(request, kv_share=rng.choice(shares)) for request in requests]
     bench = Bench(num_blocks=rng.randrange(20, 40), max_batch=rng.randrange(1, 9), budget=rng.randrange(1, 40))
     todo = list(requests)
     cancelled: set[str] = set()
