@@ -29,6 +29,7 @@ from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_shard, draining, queue_timeout
+from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import Event, Request
 from router.core.fleet.fleet import Fleet, Shard, ShardState
 from router.core.fleet.shard_health import HealthState
@@ -78,6 +79,7 @@ class RouterCore:
             config.decision_sample_share,
             config.prefill_chunks,
             fair_shares,
+            ServiceCounters(config.prompt_token_weight, config.output_token_weight),
         )
         self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(

@@ -44,3 +44,6 @@ class CoreConfig:
     overload: OverloadSettings = dataclasses.field(default_factory=OverloadSettings)
     fairness: FairnessSettings | None = None
     """When a tenant above its share gives way to others; None: never."""
+    prompt_token_weight: float = 1.0
+    """What a prompt token that has to be computed counts as service of its tenant."""
+    output_token_weight: float = 2.0

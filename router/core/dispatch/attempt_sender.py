@@ -14,6 +14,7 @@ from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, 
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
+from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
@@ -40,8 +41,10 @@ class AttemptSender:
         decision_sample_share: float,
         prefill_chunks: PrefillChunkSettings | None,
         fair_shares: FairShares,
+        service: ServiceCounters,
     ) -> None:
-        self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks, fair_shares)
+        self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks, fair_shares, service)
+        self.service = service
         self._fair_shares = fair_shares
         self._index = index
         self._ledger = ledger
@@ -77,6 +80,7 @@ class AttemptSender:
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+            self.service.note_dispatch(live, candidate.num_prefill_tokens)
         hashes = self._placer.hashes(live, candidate.block_size)
         if not live.num_ready_tokens:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)
@@ -110,6 +114,7 @@ class AttemptSender:
         """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+            self.service.note_dispatch(live, candidate.num_prefill_tokens)
         block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
         hashes = self._placer.hashes(live, block_size)
         is_first = not live.num_ready_tokens

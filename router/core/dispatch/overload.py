@@ -20,7 +20,9 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
-from router.core.events import SHADOW_CLIENT_ID, Request, Tier
+from router.core.events import SHADOW_CLIENT_ID, Request, class_of
+from router.core.live import LiveRequest
+from router.core.priority_classes import MAX_PLACED_RANK, PriorityClass
 
 RATE_SECONDS: Final = 10.0
 """Time constant of the measured rates, in seconds during which requests waited."""
@@ -167,9 +169,9 @@ class OverloadGuard:
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
-    def note_admitted(self, request: Request, now: float) -> None:
-        if request.tier is Tier.INTERACTIVE:
-            self._model(request.model).note_interactive(now)
+    def note_admitted(self, live: LiveRequest, now: float) -> None:
+        if live.priority_class.rank <= MAX_PLACED_RANK:
+            self._model(live.request.model).note_interactive(now)
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """Record the actions that followed an event."""
@@ -198,7 +200,7 @@ class OverloadGuard:
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
         if self._queues.num_waiting(request.model):
-            wait_seconds += self.wait_seconds(request.model, request.tier, now) or 0.0
+            wait_seconds += self.wait_seconds(request.model, class_of(request), now) or 0.0
         if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_seconds):
             return None
         measured = self._model(request.model)
@@ -214,16 +216,15 @@ class OverloadGuard:
             retry_after_seconds=retry_after_seconds(request.request_id, wait_seconds),
         )
 
-    def wait_seconds(self, model: str, tier: Tier, now: float) -> float | None:
+    def wait_seconds(self, model: str, priority_class: PriorityClass, now: float) -> float | None:
         """How long a request that arrives now would wait in the router; None: not known."""
         measured = self._models.get(model)
         rate = None if measured is None else measured.drain.per_second()
         if rate is None or measured is None:
             return None
-        num_ahead = self._queues.num_waiting(model, Tier.INTERACTIVE)
-        if tier is not Tier.INTERACTIVE:
-            # Requests that arrive meanwhile in a higher tier go first.
-            num_ahead += self._queues.num_waiting(model, tier)
+        num_ahead = self._queues.num_waiting(model, priority_class.rank)
+        if priority_class.is_parked:
+            # Requests that arrive meanwhile in a more urgent class go first.
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
         return (num_ahead + 1) / max(rate, 1e-3)
 
@@ -238,7 +239,7 @@ class OverloadGuard:
 
     def full(self, request: Request, now: float) -> KvloomError:
         """The error for a full queue."""
-        wait_seconds = self.wait_seconds(request.model, request.tier, now)
+        wait_seconds = self.wait_seconds(request.model, class_of(request), now)
         return KvloomError(
             ErrorReason.ERROR_REASON_QUEUE_FULL,
             "Too many requests are waiting; try again later.",

@@ -296,6 +296,7 @@ class Lifecycle:
         assert not choice.is_done
         choice.is_done = True
         self._screening.forget(choice)
+        self._attempt_sender.service.settle(choice)
         live = choice.request
         finish.num_prompt_tokens = len(live.request.prompt_token_ids)
         finish.num_cached_tokens = choice.num_cached_tokens or 0
