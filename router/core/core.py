@@ -67,7 +67,7 @@ class RouterCore:
         self._ledger = LoadLedger()
         self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
-        fair_shares = FairShares(config.fairness, self._fleet, self._ledger)
+        fair_shares = FairShares(config.fairness, self._fleet, self._ledger, config.classes)
         policy = built_in_policy(config.policy) if config.plugin_policy is None else config.plugin_policy()
         self._placer = Placer(self._fleet, self._index, self._ledger, policy, seed, fair_shares.must_leave_room)
         self._attempt_sender = AttemptSender(

@@ -61,6 +61,7 @@ class AttemptSender:
         if live.charge is not None and live.charge.max_tokens is not None:
             max_tokens = min(max_tokens, live.charge.max_tokens)
         live.num_attempts += 1
+        live.is_displaced = False
         variant = shard.description.variant
         if live.variant and live.variant != variant and live.continues_answer:
             live.is_exact = False
@@ -100,7 +101,7 @@ class AttemptSender:
         live.pending = []
         live.hashes = {}
         if tenant is not None:
-            self._fair_shares.note_sent(shard, tenant, now)
+            self._fair_shares.note_sent(shard, live, now)
         if request.adapter is not None:
             shard.adapters.note_sent(request.adapter, now)
         num_expected = candidate.num_overlap_tokens

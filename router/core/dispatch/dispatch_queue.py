@@ -104,11 +104,13 @@ class DispatchQueue:
     def park(self, live: LiveRequest, now: float) -> None:
         """Leave the request unplaced while more urgent ones wait."""
         self._push(live, _parked(live), now)
+        self._fair_shares.note_parked(live, now)
 
     def wait_for_any(self, live: LiveRequest, now: float) -> None:
-        """No shard has room for the request, or it has left the one where it was; `serve` will place it."""
-        self._push(live, QueueId(live.request.model), now)
-        self._fair_shares.note_waiting(now)
+        """No shard has room for the request, or it has left the one where it was; `serve` will place it. One that had
+        to give way to a more urgent class is parked, or it would be sent back at once."""
+        self._push(live, _parked(live) if live.is_displaced else QueueId(live.request.model), now)
+        self._fair_shares.note_waiting(live, now)
 
     def _push(self, live: LiveRequest, queue_id: QueueId, now: float) -> None:
         if self._service.has_rivals(live):
@@ -178,13 +180,13 @@ class DispatchQueue:
 
     def preemptions(self, now: float) -> list[Preemption]:
         """The sequences that have to give way to other tenants, to be removed from their shards before `serve`."""
-        for model in self._fair_shares.end_contention(now):
+        for model in self._fair_shares.end_contention(self.queues, now):
             self._dirty_shards.update(shard.shard_id for shard in self._fleet.ready(model))
         return self._fair_shares.preemptions(self.queues, now)
 
     def serve(self, now: float) -> None:
         """Send every waiting request that can be sent."""
-        self._fair_shares.begin_serving()
+        self._fair_shares.begin_serving(now)
         parked = [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]
         for queue_id in parked:
             self._place_aged(queue_id, now)
@@ -239,6 +241,7 @@ class DispatchQueue:
             live = self._take_for_any(queue_id, now) if is_aged else None
             if live is None:
                 break
+            live.is_displaced = False
             self.wait_for_any(live, now)
 
     def _take_for_any(self, queue_id: QueueId, now: float) -> LiveRequest | None:
@@ -293,7 +296,7 @@ class DispatchQueue:
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
         self._push(live, QueueId(shard.description.model, shard.shard_id), now)
-        self._fair_shares.note_waiting(now)
+        self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
         view.held[live.request.request_id] = candidate.own_seconds

@@ -201,13 +201,13 @@ class OverloadGuard:
         wait_seconds = engine_seconds
         if self._queues.num_waiting(request.model):
             wait_seconds += self.wait_seconds(request.model, class_of(request), now) or 0.0
-        if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_seconds):
+        if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_of(request)):
             return None
         measured = self._model(request.model)
         # The wait in the engine is part of the time measured between dispatch and first token.
         answer_seconds = measured.decode_seconds(request.max_tokens)
         answer_seconds += max(0.0, measured.prefill_seconds - engine_seconds) if answer_seconds else 0.0
-        if wait_seconds <= min(self._max_queue_seconds, timeout_seconds - answer_seconds):
+        if wait_seconds <= min(self._max_queue_of(request), timeout_seconds - answer_seconds):
             return None
         return KvloomError(
             ErrorReason.ERROR_REASON_QUEUE_FULL,
@@ -230,12 +230,16 @@ class OverloadGuard:
 
     def queue_deadline(self, request: Request, deadline: float, now: float) -> float:
         """When a waiting request can no longer be answered in time, or has waited as long as any request may."""
-        latest = min(deadline, now + self._max_queue_seconds)
+        latest = min(deadline, now + self._max_queue_of(request))
         if self._config.sheds_early:
             measured = self._models.get(request.model)
             if measured is not None:
                 latest = min(latest, deadline - measured.service_seconds(request.max_tokens))
         return max(latest, now)
+
+    def _max_queue_of(self, request: Request) -> float:
+        limit = class_of(request).max_queue_seconds
+        return self._max_queue_seconds if limit is None else min(limit, self._max_queue_seconds)
 
     def full(self, request: Request, now: float) -> KvloomError:
         """The error for a full queue."""

@@ -194,7 +194,7 @@ class Lifecycle:
     def preempt(self, preemption: Preemption, now: float) -> None:
         """Stop sequences on their shard; they wait to continue after the tokens they have, like those of a shard that
         failed."""
-        shard, tenant, choices = preemption
+        shard, tenant, choices, is_for_class = preemption
         shard.fast_path.write_back()
         slots = [choice.shard_slot for choice in choices]
         self._action_buffer.add(CancelOnShard(shard.shard_id, slots))
@@ -204,6 +204,7 @@ class Lifecycle:
             shard.detach(choice)
             choice.num_moves += 1
             live = choice.request
+            live.is_displaced = is_for_class
             live.pending.append(choice)
             if live.usage is not None:
                 live.usage.release(now)
