@@ -53,6 +53,7 @@ from router.conversation_intake import (
     wanted_tools,
 )
 from router.core.events import ChoiceSpec, Request, Tier
+from router.core.priority_classes import CLASS_OF_TIER, SHADOW, PriorityClass
 from router.model_choice import choose_model
 from router.parsed_output import ParsedOutput
 from router.partial_choices import wanted_choices
@@ -104,6 +105,10 @@ class AcceptedGenerate(NamedTuple):
         return self.request.model if adapter is None else full_name(self.request.model, adapter.name)
 
 
+NO_CLASSES: Final[Mapping[str, PriorityClass]] = {}
+_BUILT_IN: Final = {one.name: one for one in CLASS_OF_TIER.values()}
+
+
 class Intake:
     """Checks requests and tokenizes them."""
 
@@ -120,9 +125,12 @@ class Intake:
         meters_usage: bool = False,
         caches_results: bool = False,
         gives_receipts: bool = False,
+        classes: Mapping[str, PriorityClass] = NO_CLASSES,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
-        of models without a card, with their models. `meters_usage`: requests get what usage records need."""
+        of models without a card, with their models. `meters_usage`: requests get what usage records need. `classes`:
+        those that are declared, with the built-in ones."""
+        self._classes = classes
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
         self._caches_results = caches_results
@@ -171,6 +179,7 @@ class Intake:
             traceparent=submit.traceparent,
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
+            fairness_id=submit.fairness_id,
         )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
@@ -195,6 +204,8 @@ class Intake:
             stop=_copied(submit.stop),
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
+            priority_class=self._class_of(submit.priority_class, submit.tier),
+            fairness_id=submit.fairness_id,
             tenant=tenant,
             key_id=submit.key_id if scope.caller is None else scope.key_id,
             cache_salt=self._cache_salt(tenant),
@@ -247,7 +258,12 @@ class Intake:
     ) -> AcceptedGenerate:
         """Returns the request of a `Generate`; the slots of its choices are their indexes. Raises KvloomError."""
         check_num_choices(wanted.n or 1)
-        _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
+        _check_names(
+            request_id=wanted.request_id,
+            traceparent=traceparent,
+            session_key=wanted.session_key,
+            fairness_id=wanted.fairness_id,
+        )
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
@@ -282,6 +298,8 @@ class Intake:
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
+            priority_class=self._class_of(wanted.priority_class, wanted.tier),
+            fairness_id=wanted.fairness_id,
             tenant=tenant,
             key_id=scope.key_id,
             cache_salt=self._cache_salt(tenant),
@@ -305,6 +323,15 @@ class Intake:
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
+
+    def _class_of(self, name: str, tier: int) -> PriorityClass | None:
+        """None: that of its tier. Raises KvloomError (INVALID_ARGUMENT)."""
+        if not name:
+            return self._classes[CLASS_OF_TIER[_tier(tier)].name] if self._classes else None
+        found = (self._classes or _BUILT_IN).get(name)
+        if found is None or name == SHADOW.name:
+            raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")
+        return found
 
     def _kept(
         self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, model: ServedModel | None
