@@ -380,7 +380,7 @@ class PriorityClassConfig(Section):
     aging_seconds: PositiveFloat = 30.0
     """After how long a waiting request counts as one rank more urgent."""
     max_queue_seconds: PositiveFloat | None = None
-    """How long a request may wait, if that is less than `router.max_queue_seconds`."""
+    """How long a request may wait; by default `router.max_queue_seconds`."""
 
     def __post_init__(self) -> None:
         if not _CLASS_NAME.fullmatch(self.name):

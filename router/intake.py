@@ -179,7 +179,6 @@ class Intake:
             traceparent=submit.traceparent,
             session_key=submit.session_key,
             client_request_id=submit.client_request_id,
-            fairness_id=submit.fairness_id,
         )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
@@ -204,8 +203,6 @@ class Intake:
             stop=_copied(submit.stop),
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
-            priority_class=self._class_of(submit.priority_class, submit.tier),
-            fairness_id=submit.fairness_id,
             tenant=tenant,
             key_id=submit.key_id if scope.caller is None else scope.key_id,
             cache_salt=self._cache_salt(tenant),
@@ -214,6 +211,8 @@ class Intake:
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
+        if self._classes or submit.priority_class or submit.fairness_id:
+            request = self._with_class(request, submit)
         if self._meters_usage:
             request = _metered(request, submit.num_ended_tokens, scope, submit.num_foreign_tokens)
         if self._keeps_answers:
@@ -258,12 +257,7 @@ class Intake:
     ) -> AcceptedGenerate:
         """Returns the request of a `Generate`; the slots of its choices are their indexes. Raises KvloomError."""
         check_num_choices(wanted.n or 1)
-        _check_names(
-            request_id=wanted.request_id,
-            traceparent=traceparent,
-            session_key=wanted.session_key,
-            fairness_id=wanted.fairness_id,
-        )
+        _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
@@ -298,8 +292,6 @@ class Intake:
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
-            priority_class=self._class_of(wanted.priority_class, wanted.tier),
-            fairness_id=wanted.fairness_id,
             tenant=tenant,
             key_id=scope.key_id,
             cache_salt=self._cache_salt(tenant),
@@ -308,6 +300,8 @@ class Intake:
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
+        if self._classes or wanted.priority_class or wanted.fairness_id:
+            request = self._with_class(request, wanted)
         if self._meters_usage:
             num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
             request = _metered(request, num_ended_tokens, scope)
@@ -324,14 +318,14 @@ class Intake:
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
 
-    def _class_of(self, name: str, tier: int) -> PriorityClass | None:
-        """None: that of its tier. Raises KvloomError (INVALID_ARGUMENT)."""
-        if not name:
-            return self._classes[CLASS_OF_TIER[_tier(tier)].name] if self._classes else None
-        found = (self._classes or _BUILT_IN).get(name)
+    def _with_class(self, request: Request, wanted: Submit | LinkRequest | GenerateRequest) -> Request:
+        """Raises KvloomError (INVALID_ARGUMENT)."""
+        _check_names(fairness_id=wanted.fairness_id)
+        name, known = wanted.priority_class, self._classes or _BUILT_IN
+        found = known.get(name or CLASS_OF_TIER[request.tier].name)
         if found is None or name == SHADOW.name:
             raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")
-        return found
+        return msgspec.structs.replace(request, priority_class=found, fairness_id=wanted.fairness_id)
 
     def _kept(
         self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, model: ServedModel | None

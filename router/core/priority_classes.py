@@ -31,7 +31,7 @@ class PriorityClass(msgspec.Struct, frozen=True):
     aging_seconds: float = 0.0
     """After how long a waiting request counts as one rank more urgent, and after twice that as two; 0: never."""
     max_queue_seconds: float | None = None
-    """How long a request may wait; None: as long as any."""
+    """How long a request may wait; None: as long as those of classes that do not say."""
 
     @property
     def is_parked(self) -> bool:

@@ -58,6 +58,7 @@ def main() -> None:
         "conversations": "tools.bench.conversations_command:bench_conversations",
         "data-plane": "tools.bench.data_plane.command:bench_data_plane",
         "memory": "tools.bench.memory:bench_memory",
+        "fairness": "tools.bench.fairness:bench_fairness",
         "overload": "tools.bench.overload:bench_overload",
         "routing": "tools.simulate.study.command:study_command",
     },

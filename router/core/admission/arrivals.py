@@ -128,7 +128,7 @@ class Arrivals:
                 self._limits.release(live)
             self._refuse(request, client, error, now)
             return
-        live.queue_deadline = self._overload.queue_deadline(request, live.deadline, now)
+        live.queue_deadline = self._overload.queue_deadline(live, live.deadline, now)
         self._overload.note_admitted(live, now)
         if not was_held:
             self._lifecycle.add(live, client)

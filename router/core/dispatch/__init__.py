@@ -2,7 +2,7 @@
 
 dispatch_queue.py   which requests wait in the router, and when each one is sent
 waiting_queues.py   the queues themselves: by class, then by the service that tenants have had
-service_counters.py what each class and tenant has been served, in tokens
+service_counters.py  what each class and tenant has been served, in tokens
 attempt_sender.py   sends attempts, prefill chunks and probes, and frees what they reserved
 prefill_chunks.py   how a long prompt is split
 fair_shares.py      which sequences give way to other tenants

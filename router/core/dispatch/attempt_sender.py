@@ -81,7 +81,8 @@ class AttemptSender:
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
-            self.service.note_dispatch(live, candidate.num_prefill_tokens)
+            if self.service.has_rivals(live):
+                self.service.note_dispatch(live, candidate.num_prefill_tokens)
         hashes = self._placer.hashes(live, candidate.block_size)
         if not live.num_ready_tokens:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)
@@ -115,7 +116,8 @@ class AttemptSender:
         """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
-            self.service.note_dispatch(live, candidate.num_prefill_tokens)
+            if self.service.has_rivals(live):
+                self.service.note_dispatch(live, candidate.num_prefill_tokens)
         block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
         hashes = self._placer.hashes(live, block_size)
         is_first = not live.num_ready_tokens

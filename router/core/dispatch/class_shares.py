@@ -67,10 +67,13 @@ class ClassShares:
         held = _held(shard, {own.name, *(one.name for one in others)})
         if own.reserved_share and held[own.name][0] < int(own.reserved_share * num_places):
             return False  # these places are its own
-        floor = sum(max(1, int(one.reserved_share * num_places)) for one in others)
-        num_held = sum(held[one.name][0] for one in others)
-        if len(shard.attempts) - num_held + len(live.pending) > num_places - floor:
-            return True  # also if the floor is in use: what waits in the engine would take its places one by one
+        # Also a floor in use counts: what waits in the engine would take its places one by one.
+        num_wanted = len(shard.attempts) + len(live.pending)
+        floors = {one.name: max(1, int(one.reserved_share * num_places)) for one in others}
+        if any(num_wanted - held[name][0] > num_places - floor for name, floor in floors.items()):
+            return True
+        if num_wanted - sum(held[name][0] for name in floors) > num_places - sum(floors.values()):
+            return True
         num_blocks = shard.description.num_blocks
         floor = sum(int(one.reserved_share * num_blocks) for one in others)
         num_taken = num_blocks - self._blocks.num_free(shard) - sum(held[one.name][1] for one in others)

@@ -201,7 +201,7 @@ class OverloadGuard:
         wait_seconds = engine_seconds
         if self._queues.num_waiting(request.model):
             wait_seconds += self.wait_seconds(request.model, class_of(request), now) or 0.0
-        if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_of(request)):
+        if not wait_seconds or wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_of(request)):
             return None
         measured = self._model(request.model)
         # The wait in the engine is part of the time measured between dispatch and first token.
@@ -228,9 +228,10 @@ class OverloadGuard:
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
         return (num_ahead + 1) / max(rate, 1e-3)
 
-    def queue_deadline(self, request: Request, deadline: float, now: float) -> float:
+    def queue_deadline(self, live: LiveRequest, deadline: float, now: float) -> float:
         """When a waiting request can no longer be answered in time, or has waited as long as any request may."""
-        latest = min(deadline, now + self._max_queue_of(request))
+        request, limit = live.request, live.priority_class.max_queue_seconds
+        latest = min(deadline, now + (self._max_queue_seconds if limit is None else limit))
         if self._config.sheds_early:
             measured = self._models.get(request.model)
             if measured is not None:
@@ -239,7 +240,7 @@ class OverloadGuard:
 
     def _max_queue_of(self, request: Request) -> float:
         limit = class_of(request).max_queue_seconds
-        return self._max_queue_seconds if limit is None else min(limit, self._max_queue_seconds)
+        return self._max_queue_seconds if limit is None else limit
 
     def full(self, request: Request, now: float) -> KvloomError:
         """The error for a full queue."""

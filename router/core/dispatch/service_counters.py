@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 
 from router.core.fleet.fleet import Shard
 from router.core.live import Choice, LiveRequest
+from router.core.priority_classes import PriorityClass
 
 SETTLE_SECONDS: Final = 0.02
 """About an engine's step, in which every running sequence gets a token: counting more often would tell nothing."""
@@ -131,20 +132,21 @@ class ServiceCounters:
         self._books: dict[tuple[str, ...], VirtualCounters] = {}
         """(model) → its classes; (model, class) → the tenants; (model, class, tenant) → the sub-flows, if the tenant
         has named any."""
-        self._only: tuple[str, str, str] | None = None
+        self._only: tuple[PriorityClass, str, str] | None = None
         """The class, tenant and sub-flow of all requests so far. Nothing is charged before there is another one."""
-        self._is_counting = False
+        self.is_counting = False
+        """Whether there has been another one."""
         self._settled_at: dict[str, float] = {}
         """By model: when the output of running answers was last counted."""
 
     def has_rivals(self, live: LiveRequest) -> bool:
         """Whether any other class, tenant or sub-flow than that of this request has ever asked for service."""
-        if not self._is_counting:
-            flow = (live.priority_class.name, live.request.tenant, live.request.fairness_id)
-            if self._only is None:
-                self._only = flow
-            self._is_counting = self._only != flow
-        return self._is_counting
+        if not self.is_counting:
+            request = live.request
+            flow = (live.priority_class, request.tenant, request.fairness_id)
+            self.is_counting = flow != (self._only or flow)
+            self._only = flow
+        return self.is_counting
 
     def enter(self, live: LiveRequest) -> None:
         """The request begins to wait."""
@@ -159,15 +161,13 @@ class ServiceCounters:
 
     def note_dispatch(self, live: LiveRequest, num_prefill_tokens: int) -> None:
         """The first part of the request is on its way to a shard, which is to compute so many tokens of its prompt."""
-        if not self.has_rivals(live):
-            return
         for counters, name, share in self._levels(live):
             counters.dispatch(name)
             counters.charge(name, share * self._prompt_token_weight * num_prefill_tokens)
 
     def settle(self, choice: Choice) -> None:
         """Count the output of a choice that has ended, or waits."""
-        num_tokens = len(choice.output_token_ids) - choice.num_counted_tokens if self._is_counting else 0
+        num_tokens = len(choice.output_token_ids) - choice.num_counted_tokens
         if num_tokens > 0:
             choice.num_counted_tokens += num_tokens
             self._charge_output(choice.request, num_tokens)

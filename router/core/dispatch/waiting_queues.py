@@ -91,8 +91,9 @@ class WaitingQueues:
         requests = flows.setdefault(flow, {})
         if request.num_attempts:
             flows[flow] = {request.request.request_id: request, **requests}
-            for choice in request.pending:
-                self.service.settle(choice)
+            if self.service.is_counting:
+                for choice in request.pending:
+                    self.service.settle(choice)
         else:
             requests[request.request.request_id] = request
         request.queue_id = queue_id

@@ -63,6 +63,7 @@ class Lifecycle:
         self.clients: dict[str, Client] = {}
         self._fleet = fleet
         self._attempt_sender = attempt_sender
+        self._service = attempt_sender.service
         self._screening = screening
         self._action_buffer = action_buffer
         self._max_attempts = max_attempts
@@ -297,7 +298,8 @@ class Lifecycle:
         assert not choice.is_done
         choice.is_done = True
         self._screening.forget(choice)
-        self._attempt_sender.service.settle(choice)
+        if self._service.is_counting:
+            self._service.settle(choice)
         live = choice.request
         finish.num_prompt_tokens = len(live.request.prompt_token_ids)
         finish.num_cached_tokens = choice.num_cached_tokens or 0

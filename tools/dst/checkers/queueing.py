@@ -27,6 +27,8 @@ class NoIdleWait(Checker):
                 if not node.config.overload.outage_patience_seconds:
                     self.fail(f"{observed.request.request_id} waits for a shard that does not exist")
                 continue  # OutagePatience checks for how long it may
+            if node.config.classes:
+                continue  # it may be left to others, or these go first
             if observed.request.tier is not Tier.INTERACTIVE and others_go_first(node, observed):
                 continue
             if node.holds_requests:
