@@ -218,7 +218,11 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         rates=rates,
         has_result_cache=random.Random(f"{seed} result cache").random() < 0.2,
     )
-    return _with_rollouts(random.Random(f"{seed} rollouts"), _with_model_changes(model_rng, scenario))
+    scenario = _with_rollouts(random.Random(f"{seed} rollouts"), _with_model_changes(model_rng, scenario))
+    if scenario.config.classes and not any(one.reserved_share for one in scenario.config.classes):
+        # A class starves only while others have more to do than the fleet can, for longer than a burst.
+        return dataclasses.replace(scenario, requests_per_second=80.0, chaos_seconds=scenario.chaos_seconds + 1.0)
+    return scenario
 
 
 def _divide(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[ShardShape, ...]:

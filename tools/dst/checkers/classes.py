@@ -12,7 +12,7 @@ from tools.dst.checker import Checker
 from tools.dst.observed import ObservedChoice, ObservedRequest, State, eligible
 from tools.dst.views import RouterView
 
-MAX_PASSED: Final = 5
+MAX_PASSED: Final = 25
 """How many requests of other classes may be dispatched while one waits that counts as urgent as any. Classes share by
 weight then, in tokens: of a few requests, all may be those of the heavier class."""
 
