@@ -68,7 +68,9 @@ class FloorsKept(Checker):
             return
         own, num_places = class_of(observed.request), shard.num_places
         names = [
-            None if choice is None or choice.state is not State.RUNNING else class_of(choice.request.request).name
+            class_of(choice.request.request).name
+            if choice is not None and choice.state is State.RUNNING and not choice.request.is_ending
+            else None
             for choice in shard.open.values()
         ]
         if own.reserved_share and names.count(own.name) < int(own.reserved_share * num_places):
