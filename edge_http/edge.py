@@ -122,6 +122,8 @@ class Edge:
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.has_result_cache = False
+        self.class_names: frozenset[str] = frozenset()
+        """The classes of requests (docs/scheduling.md), with the built-in ones, if any is declared."""
         """Whether routers have one; then responses tell whether it had the answer."""
         self.receipt_keys: Path | None = None
         """The file with the public keys of receipts; None: there are no receipts."""

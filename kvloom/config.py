@@ -26,6 +26,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
 """host:port"""
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,A-Z]+")
+_CLASS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """As a browser writes it: a scheme, a host and, unless it is the scheme's usual one, a port, in lower case."""
 _WEBHOOK: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
 
@@ -359,7 +360,32 @@ class FairnessConfig(Section):
     """The part of each shard's batch and of its KV blocks, at least one of each, that tenants above their share leave
     free while tenants compete."""
     contention_seconds: PositiveFloat = 30.0
-    """How long tenants are taken to compete after one had to wait."""
+    """How long tenants, or classes, are taken to compete after one had to wait."""
+    prompt_token_weight: PositiveFloat = 1.0
+    """What a prompt token that has to be computed counts as service of its tenant. The tenant with the least service is
+    next in a queue (docs/scheduling.md)."""
+    output_token_weight: PositiveFloat = 2.0
+
+
+class PriorityClassConfig(Section):
+    """A class of requests (docs/scheduling.md)."""
+
+    name: str
+    """What requests name. "interactive" and "batch" are those of requests that name none."""
+    rank: Annotated[int, Meta(ge=0, le=15)]
+    """The lower, the more urgent. The built-in classes have 1 (interactive), 2 (batch) and 3 (shadow traffic)."""
+    weight: PositiveFloat = 1.0
+    """The share among classes of one rank."""
+    reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """The part of each shard's batch and KV blocks that other classes leave to this one while it has work."""
+    aging_seconds: PositiveFloat = 30.0
+    """After how long a waiting request counts as one rank more urgent."""
+    max_queue_seconds: PositiveFloat | None = None
+    """How long a request may wait; by default `router.max_queue_seconds`."""
+
+    def __post_init__(self) -> None:
+        if not _CLASS_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is not a name of lower-case letters, digits, - and _, of at most 64")
 
 
 class HealthConfig(Section):
@@ -452,6 +478,16 @@ class RouterConfig(Section):
     resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
     result_cache: ResultCacheConfig = msgspec.field(default_factory=ResultCacheConfig)
     receipts: ReceiptsConfig = msgspec.field(default_factory=ReceiptsConfig)
+    classes: Annotated[list[PriorityClassConfig], Meta(max_length=16)] = []
+    """Classes of requests beside the built-in ones, or in their place."""
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.classes]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"classes: {twice!r} is declared twice")
+        if sum(one.reserved_share for one in self.classes) >= 1:
+            raise ValueError("classes: all reserved_share together must be less than 1")
 
 
 class SimConfig(Section):

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvloom.config import KvloomConfig
+import msgspec
+
+from kvloom.config import KvloomConfig, PriorityClassConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
+from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 from router.placement_plugins import guarded_policy
 
 MAX_HELD_TOKENS: Final = 4096
 """The most tokens of one sequence that are held while its text waits for the safety service."""
+
+
+def declared_classes(configs: Sequence[PriorityClassConfig]) -> Mapping[str, PriorityClass]:
+    """All classes by name, if any is declared. Those that are built in then age like others, so that none starves."""
+    if not configs:
+        return {}
+    aging_seconds = msgspec.structs.fields(PriorityClassConfig)
+    default = next(field.default for field in aging_seconds if field.name == "aging_seconds")
+    built_in = (msgspec.structs.replace(one, aging_seconds=default) for one in CLASS_OF_TIER.values())
+    declared = (
+        PriorityClass(one.name, one.rank, one.weight, one.reserved_share, one.aging_seconds, one.max_queue_seconds)
+        for one in configs
+    )
+    return {one.name: one for one in (*built_in, *declared)}
 
 
 def core_config(config: KvloomConfig) -> CoreConfig:
@@ -45,4 +63,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         )
         if router.fairness.enabled
         else None,
+        classes=tuple(declared_classes(router.classes).values()),
+        prompt_token_weight=router.fairness.prompt_token_weight,
+        output_token_weight=router.fairness.output_token_weight,
     )

@@ -54,6 +54,7 @@ from router.conversation_intake import (
     wanted_tools,
 )
 from router.core.events import ChoiceSpec, Request, Tier
+from router.core.priority_classes import CLASS_OF_TIER, SHADOW, PriorityClass
 from router.model_choice import choose_model
 from router.parsed_output import ParsedOutput
 from router.partial_choices import wanted_choices
@@ -105,6 +106,10 @@ class AcceptedGenerate(NamedTuple):
         return self.request.model if adapter is None else full_name(self.request.model, adapter.name)
 
 
+NO_CLASSES: Final[Mapping[str, PriorityClass]] = {}
+_BUILT_IN: Final = {one.name: one for one in CLASS_OF_TIER.values()}
+
+
 class Intake:
     """Checks requests and tokenizes them."""
 
@@ -122,10 +127,13 @@ class Intake:
         meters_usage: bool = False,
         caches_results: bool = False,
         gives_receipts: bool = False,
+        classes: Mapping[str, PriorityClass] = NO_CLASSES,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
-        are none. `meters_usage`: requests get what usage records need."""
+        are none. `meters_usage`: requests get what usage records need. `classes`: those that are declared, with the
+        built-in ones."""
+        self._classes = classes
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
         self._kv_share_of = kv_share_of
@@ -209,6 +217,8 @@ class Intake:
         )
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
+        if self._classes or submit.priority_class or submit.fairness_id:
+            request = self._with_class(request, submit)
         if self._meters_usage:
             request = _metered(request, submit.num_ended_tokens, scope, submit.num_foreign_tokens)
             request = _with_reasoning(request, model, submit.num_ended_reasoning_tokens, scope)
@@ -299,6 +309,8 @@ class Intake:
         )
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
+        if self._classes or wanted.priority_class or wanted.fairness_id:
+            request = self._with_class(request, wanted)
         if self._meters_usage:
             num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
             request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)
@@ -314,6 +326,15 @@ class Intake:
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
+
+    def _with_class(self, request: Request, wanted: Submit | LinkRequest | GenerateRequest) -> Request:
+        """Raises KvloomError (INVALID_ARGUMENT)."""
+        _check_names(fairness_id=wanted.fairness_id)
+        name, known = wanted.priority_class, self._classes or _BUILT_IN
+        found = known.get(name or CLASS_OF_TIER[request.tier].name)
+        if found is None or name == SHADOW.name:
+            raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")
+        return msgspec.structs.replace(request, priority_class=found, fairness_id=wanted.fairness_id)
 
     def _kept(
         self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, model: ServedModel | None

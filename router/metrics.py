@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -184,17 +184,19 @@ class RouterMetrics:
         series.duration.observe(ended.e2e_latency_seconds)
         if ended.num_attempts:
             series.queue_time.observe(ended.queue_time_seconds)
+        elif ended.reason == FINISH_REASON_ERROR:
+            end = ended.end.value
+            self._unserved.labels(self._model_label(ended.model), end).total += 1
         if ended.ttft_seconds is not None:
             series.ttft.observe(ended.ttft_seconds)
             if ended.num_output_tokens > 1:
                 decode_seconds = ended.e2e_latency_seconds - ended.ttft_seconds
                 series.tpot.observe(decode_seconds / (ended.num_output_tokens - 1))
+        logger = log
         if ended.moves is not NO_MOVES:
             self._failed_over.inc(ended.moves.num_failovers)
-        if ended.reason == FINISH_REASON_ERROR and not ended.num_attempts:
-            end = ended.end.value
-            self._unserved.labels(self._model_label(ended.model), end).total += 1
-        _log_end(ended, outcome, error_type, end)
+            logger = log.bind(**msgspec.structs.asdict(ended.moves))
+        _log_end(logger, ended, outcome, error_type, end)
 
     def tokens_credited(self, credit: Credit) -> None:
         self._tokens_credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
@@ -299,9 +301,7 @@ class _FleetCollector(Collector):
         yield health
 
 
-def _log_end(ended: RequestEnded, outcome: str, error_type: str, end: str) -> None:
-    # Most requests were never moved.
-    logger = log if ended.moves is NO_MOVES else log.bind(**msgspec.structs.asdict(ended.moves))
+def _log_end(logger: Any, ended: RequestEnded, outcome: str, error_type: str, end: str) -> None:
     logger.info(
         "request ended",
         **request_fields(

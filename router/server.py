@@ -61,6 +61,7 @@ from router.core.actions import (
 )
 from router.core.core import RouterCore
 from router.core.events import SHADOW_CLIENT_ID, DrainEnded, DrainStarted
+from router.core_config import declared_classes
 from router.core_driver import CoreDriver
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.decisions.journal import DecisionJournal
@@ -161,6 +162,7 @@ class RouterServer:
             meters_usage=config.control.enabled,
             caches_results=config.router.result_cache.enabled,
             gives_receipts=config.router.receipts.enabled,
+            classes=declared_classes(config.router.classes),
         )
         self._intake = intake
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices

@@ -5,6 +5,7 @@ routed.py      which model takes a request that generates
 continuing.py  lets the next model of a route continue a stream whose model is lost
 cascading.py   holds and judges the answer of a candidate
 model_choice.py  what routes need of a request, and what its client is told of the choice
+priority_class.py  the class of a request
 generation.py  POST /v1/chat/completions and POST /v1/completions
 embedding.py   which model takes a request that embeds
 embedding_body.py  a tokenized request for embeddings, and the body of its response

@@ -17,6 +17,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
+from edge_http.endpoints.priority_class import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS, fairness_id_of, priority_class_of
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
@@ -94,6 +95,10 @@ class GenerationJob(msgspec.Struct, frozen=True):
     """What the answer repeats of its prompt."""
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
+    service_tier: str = ""
+    priority_class: str = ""
+    """See GenerateRequest in router_service.proto, likewise the next one. "": the router decides by the tier."""
+    fairness_id: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -119,6 +124,9 @@ async def generate(
 ) -> web.StreamResponse:
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
     brings a stream to its end. Raises KvloomError while nothing has been sent."""
+    given = request.headers
+    if edge.class_names or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
+        job = _with_class(edge, request, job)
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
@@ -146,6 +154,13 @@ async def generate(
         if not events.has_begun:
             raise
     return events.response()
+
+
+def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    name = priority_class_of(request, job.tier, job.service_tier, edge.class_names)
+    headers = {**job.headers, PRIORITY_CLASS: name}
+    return msgspec.structs.replace(job, priority_class=name, fairness_id=fairness_id_of(request), headers=headers)
 
 
 def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
@@ -390,6 +405,8 @@ def _link_request(
         session_key=job.session_key,
         tier=job.tier,
     )
+    if job.priority_class:
+        wanted.priority_class, wanted.fairness_id = job.priority_class, job.fairness_id
     if edge.callers.have_tenants:
         wanted.key_id = edge.callers.key_id_of(request)
     adapter = job.model.adapter

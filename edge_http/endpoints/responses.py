@@ -60,6 +60,7 @@ async def _job(
         include_usage=False,
         session_key=session_key(request, body.prompt_cache_key),
         tier=tier_of(shared),
+        service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
         shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given)),
         guide_field="" if guide is None else guide.field,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from edge_http.edge import Edge
+from edge_http.endpoints.priority_class import BUILT_IN_CLASSES
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
@@ -100,6 +101,8 @@ async def serve_edge(
     if config.router.receipts.enabled:
         edge.receipt_keys = public_path(key_path(config.router.receipts.key_file, config.data_dir))
     edge.has_result_cache = config.router.result_cache.enabled
+    if config.router.classes:
+        edge.class_names = BUILT_IN_CLASSES | {one.name for one in config.router.classes}
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     if callers.identities is not None:

@@ -365,4 +365,6 @@ def _link_request(request: router_service_pb2.GenerateRequest, num_choices: int)
         session_key=request.session_key,
         tier=request.tier,
         pooling=request.pooling if request.HasField("pooling") else None,
+        priority_class=request.priority_class,
+        fairness_id=request.fairness_id,
     )

@@ -92,6 +92,10 @@ class GenerateOptions(TypedDict, total=False):
     """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
     tier: Tier | Literal["interactive", "batch"]
     """batch: the request can wait, and is rejected before others under overload. The default is interactive."""
+    priority_class: str
+    """Its class (docs/scheduling.md), which decides when it is served. By default that of its tier."""
+    fairness_id: str
+    """Requests with one id share evenly, with the caller's other ids, what the caller gets. At most 256 characters."""
     no_result_cache: bool
     """Neither take the answer from the router's result cache nor keep it there (docs/result-cache.md)."""
     receipt: bool
@@ -116,7 +120,19 @@ _SAMPLING = (
     "shown_special_token_ids",
 )
 _STOP = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
-_TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable", "no_result_cache", "receipt")
+_TOP = (
+    "model",
+    "n",
+    "timeout_seconds",
+    "request_id",
+    "session_key",
+    "text",
+    "resumable",
+    "no_result_cache",
+    "receipt",
+    "priority_class",
+    "fairness_id",
+)
 _TIERS = {"interactive": router_service_pb2.TIER_INTERACTIVE, "batch": router_service_pb2.TIER_BATCH}
 _INPUTS = ("messages", "text", "token_ids")
 

@@ -184,6 +184,10 @@ class GrpcRouterLink:
             submit.receipt = True
         if request.seed_is_drawn:
             submit.seed_is_drawn = True
+        if request.priority_class:
+            submit.priority_class = request.priority_class
+        if request.fairness_id:
+            submit.fairness_id = request.fairness_id
         self._submits.append(submit)
         self._wake_writer()
         return handle

@@ -67,3 +67,5 @@ class LinkRequest:
     """See GenerateRequest in router_service.proto, likewise the next one."""
     receipt: bool = False
     seed_is_drawn: bool = False
+    priority_class: str = ""
+    fairness_id: str = ""

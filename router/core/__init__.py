@@ -10,6 +10,7 @@ frames.py                one engine step as it enters and leaves the core
 lease_messages.py        leases of limits: what is asked of their owners, and what they answer
 live.py                  clients, live requests, their choices and their attempts
 request_end.py           how a request ended, and how often it was moved
+priority_classes.py      the classes of requests: which goes first, and what each is guaranteed
 request_usage.py         what a usage record needs of a request
 withheld_output.py       output of a choice that its client must not see yet
 action_buffer.py         collects the actions of one event

@@ -29,6 +29,7 @@ from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_shard, draining, queue_timeout
+from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import Event, Request
 from router.core.fleet.fleet import Fleet, Shard, ShardState
 from router.core.fleet.shard_health import HealthState
@@ -66,7 +67,7 @@ class RouterCore:
         self._ledger = LoadLedger()
         self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
-        fair_shares = FairShares(config.fairness, self._fleet, self._ledger)
+        fair_shares = FairShares(config.fairness, self._fleet, self._ledger, config.classes)
         policy = built_in_policy(config.policy) if config.plugin_policy is None else config.plugin_policy()
         self._placer = Placer(self._fleet, self._index, self._ledger, policy, seed, fair_shares.must_leave_room)
         self._attempt_sender = AttemptSender(
@@ -78,6 +79,7 @@ class RouterCore:
             config.decision_sample_share,
             config.prefill_chunks,
             fair_shares,
+            ServiceCounters(config.prompt_token_weight, config.output_token_weight),
         )
         self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(

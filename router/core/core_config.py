@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvloom.config import HealthConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.placement.policy import Policy
+from router.core.priority_classes import PriorityClass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,3 +45,8 @@ class CoreConfig:
     overload: OverloadSettings = dataclasses.field(default_factory=OverloadSettings)
     fairness: FairnessSettings | None = None
     """When a tenant above its share gives way to others; None: never."""
+    classes: Sequence[PriorityClass] = ()
+    """The declared classes, with the built-in ones; (): none is declared."""
+    prompt_token_weight: float = 1.0
+    """What a prompt token that has to be computed counts as service of its tenant."""
+    output_token_weight: float = 2.0

@@ -16,6 +16,7 @@ from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName
+from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 
 
 class Tier(enum.IntEnum):
@@ -80,6 +81,11 @@ class Request(msgspec.Struct, frozen=True):
     """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core computes
     them."""
     tier: Tier = Tier.INTERACTIVE
+    """What it costs, and the class that it has if no other is named."""
+    priority_class: PriorityClass | None = None
+    """When it is served; None: as its tier says."""
+    fairness_id: str = ""
+    """Divides the requests of one tenant into sub-flows, which share what the tenant gets."""
     adapter: Adapter | None = None
     """The adapter of the model with which it runs; None: with none."""
     max_cached_tokens: int | None = None
@@ -107,6 +113,10 @@ class Request(msgspec.Struct, frozen=True):
         """Output tokens of this answer that earlier routers have delivered."""
         num_given = sum(len(choice.output_token_ids) for choice in self.choices)
         return num_given + self.num_ended_tokens - self.num_foreign_tokens
+
+
+def class_of(request: Request) -> PriorityClass:
+    return request.priority_class or CLASS_OF_TIER[request.tier]
 
 
 class AdapterState(msgspec.Struct, frozen=True):

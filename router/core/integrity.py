@@ -80,9 +80,9 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
     lines = queue.queues
     assert len(lines) == sum(1 for _ in lines)
     assert lines.num_untouched == sum(not live.has_prefill_chunks for live in lines)
-    assert Counter((live.request.model, live.request.tier) for live in lines) == lines.counts()
+    assert Counter((live.request.model, live.priority_class.rank) for live in lines) == lines.counts()
     held: dict[str, set[str]] = {shard_id: set() for shard_id in fleet.shards}
-    stopped: set[tuple[QueueId, str]] = set()
+    stopped: set[tuple[QueueId, str, str, str]] = set()
     for live in lines:
         assert live.num_open_choices
         assert live.pending
@@ -96,7 +96,7 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
             assert queue.next_deadline() < math.inf
         else:
             assert live.prefill_chunk is None
-            turn = (live.queue_id, live.request.tenant)
+            turn = (live.queue_id, live.priority_class.name, live.request.tenant, live.request.fairness_id)
             if not placer.any_has_room(live):
                 stopped.add(turn)
             others_wait = lines.num_waiting(live.request.model) > lines.num_in(live.queue_id)

@@ -19,6 +19,7 @@ from kvloom.v1.generation_pb2 import (
 from router.core.events import CachedChoice, ChoiceSpec, Request, TextFilter
 from router.core.frames import Finish, Step
 from router.core.load.load_ledger import ReservationKey
+from router.core.priority_classes import CLASS_OF_TIER
 from router.core.request_end import NO_MOVES, Moves
 from router.core.request_usage import UsageMeter
 from router.core.tenancy.request_charge import RequestCharge
@@ -39,8 +40,12 @@ class QueueId(NamedTuple):
     model: str
     shard_id: str = ""
     """"" = the queue of the model: no shard had room."""
-    is_parked: bool = False
-    """Whether this is the model's queue of requests that are not placed while more urgent ones wait."""
+    parked_class: str = ""
+    """Not "": this is the queue of that class of requests that are not placed while more urgent ones wait."""
+
+    @property
+    def is_parked(self) -> bool:
+        return bool(self.parked_class)
 
 
 class Client:
@@ -112,6 +117,7 @@ class Choice:
         "num_attempts",
         "num_cached_tokens",
         "num_chars",
+        "num_counted_tokens",
         "num_moves",
         "num_resumed_chars",
         "num_resumed_tokens",
@@ -134,6 +140,8 @@ class Choice:
         """The client's own tokens, then all that shards have emitted (delivered or withheld)."""
         self.num_resumed_tokens = len(self.output_token_ids)
         """Tokens that the client already had when it sent the request; they are not metered again."""
+        self.num_counted_tokens = self.num_resumed_tokens
+        """Tokens that count as the tenant's service already."""
         self.num_resumed_chars = spec.num_delivered_chars
         self.max_tokens: int | None = None
         """The limit of its last attempt: the requested one, or the rest of that shard's window."""
@@ -192,6 +200,7 @@ class LiveRequest:
         "first_sent_at",
         "hashes",
         "is_admitted",
+        "is_displaced",
         "is_exact",
         "is_screened",
         "kept_ends",
@@ -209,6 +218,7 @@ class LiveRequest:
         "pending",
         "placed_at",
         "prefill_chunk",
+        "priority_class",
         "prompt_verdict_open",
         "queue_deadline",
         "queue_id",
@@ -222,6 +232,7 @@ class LiveRequest:
 
     def __init__(self, request: Request, client: Client, now: float) -> None:
         self.request = request
+        self.priority_class = request.priority_class or CLASS_OF_TIER[request.tier]
         self.arrived_at = now
         self.deadline = 0.0
         self.queue_deadline = 0.0
@@ -254,6 +265,8 @@ class LiveRequest:
         """The limit of withheld tokens per choice."""
         self.num_attempts = 0
         self.last_shard_id = ""
+        self.is_displaced = False
+        """Whether it was last preempted for a more urgent class."""
         self.variant = ""
         """That of the last shard; see ShardInfo.variant in shard_service.proto."""
         self.first_dispatched_at: float | None = None
@@ -285,6 +298,13 @@ class LiveRequest:
     def continues_answer(self) -> bool:
         """Whether it waits for a shard that continues what another one has computed."""
         return self.num_attempts > 0 and any(choice.output_token_ids for choice in self.pending)
+
+    def rank(self, now: float) -> int:
+        """Its urgency: the lower, the sooner. The client of an answer that has begun reads it, so that the answer is as
+        urgent as any, unless its place was taken for a more urgent class. It may be below every class's."""
+        if self.num_attempts and not self.is_displaced:
+            return 0
+        return self.priority_class.rank_after(now - self.arrived_at)
 
     def note_end(self, reason: FinishReason.ValueType, error: KvloomError | None) -> None:
         if _SEVERITY.get(reason, 0) >= _SEVERITY.get(self.ended_with[0], 0):

@@ -13,6 +13,7 @@ from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.placement import POLICIES
+from router.core.priority_classes import PriorityClass
 
 MODELS: Final = ("model-a", "model-b", "model-c", "model-d", "model-e")
 """The names of all models that shards may serve. The first ones are there from the beginning."""
@@ -227,7 +228,11 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         has_result_cache=random.Random(f"{seed} result cache").random() < 0.2,
         kv_shares=_draw_kv_shares(random.Random(f"{seed} kv shares"), num_tenants),
     )
-    return _with_rollouts(random.Random(f"{seed} rollouts"), _with_model_changes(model_rng, scenario))
+    scenario = _with_rollouts(random.Random(f"{seed} rollouts"), _with_model_changes(model_rng, scenario))
+    if scenario.config.classes and not any(one.reserved_share for one in scenario.config.classes):
+        # A class starves only while others have more to do than the fleet can, for longer than a burst.
+        return dataclasses.replace(scenario, requests_per_second=80.0, chaos_seconds=scenario.chaos_seconds + 1.0)
+    return scenario
 
 
 def _draw_kv_shares(rng: random.Random, num_tenants: int) -> dict[str, int]:
@@ -324,6 +329,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         health=_draw_health(random.Random(f"{seed} health")),
         overload=_draw_overload(random.Random(f"{seed} overload")),
         fairness=_draw_fairness(random.Random(f"{seed} fairness")),
+        classes=_draw_classes(random.Random(f"{seed} classes")),
         # Sized for simulated prompts, which are short.
         prefill_chunks=random.Random(f"{seed} portions").choice(
             (None, PrefillChunkSettings(1e-6, 0.001, 4), PrefillChunkSettings(1e-6, 0.004, 8))
@@ -355,6 +361,20 @@ def _draw_fairness(rng: random.Random) -> FairnessSettings | None:
         preempt_after_seconds=rng.choice((0.002, 0.01, 0.05)),
         reserved_share=rng.choice((0.0, 0.125, 0.5)),
         contention_seconds=rng.choice((0.02, 0.5, 30.0)),
+    )
+
+
+def _draw_classes(rng: random.Random) -> tuple[PriorityClass, ...]:
+    """In a quarter of the seeds."""
+    if rng.random() < 0.75:
+        return ()
+    aging_seconds = rng.choice((0.01, 0.05))
+    shares = rng.choice(((0.0, 0.0), (0.0, 0.0), (0.5, 0.0), (0.25, 0.25)))
+    return (
+        PriorityClass("gold", 0, rng.choice((1.0, 3.0)), shares[0], aging_seconds),
+        PriorityClass("plain", 1, 1.0, shares[1], aging_seconds),
+        PriorityClass("flex", 2, 1.0, 0.0, aging_seconds),
+        PriorityClass("idle", 3, 1.0, 0.0, aging_seconds),
     )
 
 

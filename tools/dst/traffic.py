@@ -31,6 +31,7 @@ class Traffic:
         self._sessions = sessions
         self._rng: random.Random = env.rng
         self._tier_rng = random.Random(f"{env.scenario.seed} tier of each")
+        self._class_rng = random.Random(f"{env.scenario.seed} class of each")
         self._model_rng = random.Random(f"{env.scenario.seed} model of each")
         self._adapter_rng = random.Random(f"{env.scenario.seed} adapter of each")
         self.models = sorted({shard.model for shard in env.scenario.shards})
@@ -179,6 +180,11 @@ class Traffic:
             tier=Tier.BATCH if self._tier_rng.random() < env.scenario.batch_share else Tier.INTERACTIVE,
             adapter=self._draw_adapter(model),
         )
+        classes = env.scenario.config.classes
+        if classes:
+            request = msgspec.structs.replace(
+                request, priority_class=self._class_rng.choice(classes), fairness_id=self._class_rng.choice(("", "a"))
+            )
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
         if env.limits is not None:
             request = env.limits.with_key(request)

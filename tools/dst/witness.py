@@ -100,7 +100,9 @@ class Witness:
         return bool(shards) and all(shard.is_withdrawn for shard in shards)
 
     def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool:
-        """Whether the shard certainly has room for that request's tenant."""
+        """Whether the shard certainly has room for that request's tenant and class."""
+        if self.config.classes:
+            return False  # it may be left to others
         fairness = self.config.fairness if shard.description.model in self.contended else None
         return shard.has_room and not shard.may_be_left_free(observed.request.tenant, fairness)
 
@@ -350,7 +352,8 @@ class Witness:
         """The choices were cancelled just before."""
         shard = self.shards[action.shard_id]
         self.contended.add(shard.description.model)
-        if self.config.fairness is not None:
+        # With classes it may be one of them that had to wait, and not a tenant.
+        if self.config.fairness is not None and not self.config.classes:
             for other in self.shards.values():
                 if other.description.model == shard.description.model:
                     other.contended_until = self.now + self.config.fairness.contention_seconds

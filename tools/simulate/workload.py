@@ -22,6 +22,7 @@ class Call:
     model: str = ""
     """The model that the trace names, or in a fleet of several the one that it is for. It has no effect in a fleet of
     one model."""
+    tenant: str = ""
 
 
 class Workload(Protocol):

@@ -135,6 +135,7 @@ class _World:
             choices=(ChoiceSpec(call.call_id, 0),),
             max_tokens=call.num_output_tokens,
             session_key=call.session_key,
+            tenant=call.tenant if self._options.has_tenants else "",
             block_hashes={self._block_size: tuple(call.block_hashes)},
         )
         self._deliver(link, ev.RequestArrived(request))

@@ -24,6 +24,7 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "router.host": _NONE,
     "router.port": _NONE,
     "router.num_routers": _NONE,
+    "router.classes": ("router", "edge"),
     "router.receipts": ("router", "edge", "shard"),
     "router.result_cache.enabled": ("router", "edge"),
     "shard": ("shard",),

@@ -14,11 +14,12 @@ from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_names, check_servable, safety_unavailable
-from router.core.events import Request, Tier
+from router.core.events import Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Client, LiveRequest
 from router.core.placement.placer import Placer
+from router.core.priority_classes import MAX_PLACED_RANK
 from router.core.relay.lifecycle import Lifecycle, request_ended
 from router.core.relay.verdicts import Verdicts
 from router.core.request_usage import UsageMeter
@@ -114,10 +115,12 @@ class Arrivals:
         needs_shard = len(finished) < live.num_open_choices
         open_shards = self._placer.open_shards(live) if needs_shard else []
         is_parked = (
-            request.tier is not Tier.INTERACTIVE and needs_shard and (not open_shards or self._queue.must_park(live))
+            live.priority_class.rank > MAX_PLACED_RANK
+            and needs_shard
+            and (not open_shards or self._queue.must_park(live))
         )
         has_room = not is_parked and (bool(open_shards) or not needs_shard)
-        if not has_room and not self._make_queue_place(request, now):
+        if not has_room and not self._make_queue_place(live, now):
             error = self._overload.full(request, now)
             if was_held:
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
@@ -127,8 +130,8 @@ class Arrivals:
             self._refuse(request, client, error, now)
             return
         live.is_admitted = True
-        live.queue_deadline = self._overload.queue_deadline(request, live.deadline, now)
-        self._overload.note_admitted(request, now)
+        live.queue_deadline = self._overload.queue_deadline(live, live.deadline, now)
+        self._overload.note_admitted(live, now)
         if not was_held:
             self._lifecycle.add(live, client)
             self._deadlines.add(live.deadline, live)
@@ -157,7 +160,7 @@ class Arrivals:
     ) -> None:
         """Enter the request into the queue, which places it now or later."""
         if is_parked:
-            self._queue.park(live)
+            self._queue.park(live, now)
         else:
             self._queue.place(live, open_shards, now)
         if live.is_queued:
@@ -165,18 +168,18 @@ class Arrivals:
             # Under a policy that lets requests wait, one may wait although there is room, which shows only now. A
             # request with a prefill chunk in progress takes no place in the queue.
             is_over = self._queue.queues.num_untouched > self._config.max_queued_requests
-            if is_over and has_room and not live.has_prefill_chunks and not self._make_queue_place(live.request, now):
+            if is_over and has_room and not live.has_prefill_chunks and not self._make_queue_place(live, now):
                 error = self._overload.full(live.request, now)
                 live.is_admitted = False
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 
-    def _make_queue_place(self, request: Request, now: float) -> bool:
-        """Whether one more request may wait. A lower tier yields to a higher one, and a tenant above its share to one
+    def _make_queue_place(self, live: LiveRequest, now: float) -> bool:
+        """Whether one more request may wait. A class yields to a more urgent one, and a tenant above its share to one
         below."""
         if self._queue.queues.num_untouched < self._config.max_queued_requests:
             return True
-        victim = self._queue.queues.take_victim(request.tenant, request.tier)
+        victim = self._queue.queues.take_victim(live.request.tenant, live.priority_class.rank)
         if victim is None:
             return False
         error = self._overload.full(victim.request, now)

@@ -1,10 +1,12 @@
 """When a placed request is sent to its shard.
 
 dispatch_queue.py   which requests wait in the router, and when each one is sent
-waiting_queues.py   the queues themselves: tenants take turns, tiers are counted
+waiting_queues.py   the queues themselves: by class, then by the service that tenants have had
+service_counters.py  what each class and tenant has been served, in tokens
 attempt_sender.py   sends attempts, prefill chunks and probes, and frees what they reserved
 prefill_chunks.py   how a long prompt is split
 fair_shares.py      which sequences give way to other tenants
+class_shares.py     what is left to each class, and which sequences give way to a more urgent one
 block_shares.py     what each tenant holds of a shard's KV blocks
 overload.py         which requests are refused or dropped because they would wait too long
 refusals.py         the other reasons for a refusal, and all error messages

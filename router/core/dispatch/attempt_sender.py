@@ -14,6 +14,7 @@ from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, 
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
+from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
@@ -40,8 +41,10 @@ class AttemptSender:
         decision_sample_share: float,
         prefill_chunks: PrefillChunkSettings | None,
         fair_shares: FairShares,
+        service: ServiceCounters,
     ) -> None:
-        self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks, fair_shares)
+        self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks, fair_shares, service)
+        self.service = service
         self._fair_shares = fair_shares
         self._index = index
         self._ledger = ledger
@@ -58,6 +61,7 @@ class AttemptSender:
         if live.charge is not None and live.charge.max_tokens is not None:
             max_tokens = min(max_tokens, live.charge.max_tokens)
         live.num_attempts += 1
+        live.is_displaced = False
         variant = shard.description.variant
         if live.variant and live.variant != variant and live.continues_answer:
             live.is_exact = False
@@ -77,6 +81,8 @@ class AttemptSender:
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+            if self.service.has_rivals(live):
+                self.service.note_dispatch(live, candidate.num_prefill_tokens)
         hashes = self._placer.hashes(live, candidate.block_size)
         if not live.num_ready_tokens:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)
@@ -96,7 +102,7 @@ class AttemptSender:
         live.pending = []
         live.hashes = {}
         if tenant is not None:
-            self._fair_shares.note_sent(shard, tenant, now)
+            self._fair_shares.note_sent(shard, live, now)
         if request.adapter is not None:
             shard.adapters.note_sent(request.adapter, now)
         num_expected = candidate.num_overlap_tokens
@@ -110,6 +116,8 @@ class AttemptSender:
         """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+            if self.service.has_rivals(live):
+                self.service.note_dispatch(live, candidate.num_prefill_tokens)
         block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
         hashes = self._placer.hashes(live, block_size)
         is_first = not live.num_ready_tokens
@@ -239,7 +247,8 @@ class AttemptSender:
         hashes: Sequence[int],
         now: float,
     ) -> None:
-        num_prompt_blocks = -(-live.num_context_tokens // candidate.block_size)
+        num_tokens = candidate.num_prefill_tokens + candidate.num_overlap_tokens
+        num_prompt_blocks = -(-num_tokens // candidate.block_size)
         reservation = Reservation(
             shard_id=shard.shard_id,
             num_sequences=len(live.pending),

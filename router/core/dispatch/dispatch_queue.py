@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 from router.core.dispatch.fair_shares import FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
+from router.core.dispatch.service_counters import ServiceCounters
 from router.core.dispatch.waiting_queues import WaitingQueues
-from router.core.events import Tier
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger, LoadView
@@ -56,8 +56,9 @@ class DispatchQueue:
         sender: AttemptTarget,
         prefill_chunks: PrefillChunkSettings | None,
         fair_shares: FairShares,
+        service: ServiceCounters,
     ) -> None:
-        self.queues = WaitingQueues()
+        self.queues = WaitingQueues(service)
         self.check_unschedulable = False
         """The fleet may have changed: look for requests that no shard can serve."""
         self._fleet = fleet
@@ -66,6 +67,7 @@ class DispatchQueue:
         self._sender = sender
         self._prefill_chunks = prefill_chunks
         self._fair_shares = fair_shares
+        self._service = service
         self._hold = placer.hold
         self._dirty_shards: set[str] = set()
         """Shards that may have room since `serve` last ran."""
@@ -91,21 +93,33 @@ class DispatchQueue:
 
     def must_park(self, live: LiveRequest) -> bool:
         """Whether a request that is not urgent has to wait although a shard could take it: more urgent ones that could
-        run there arrived before, or enough of its tier are placed already."""
+        run there arrived before, or enough of its class are placed already."""
         model = live.request.model
         if not self.queues.num_waiting(model):
             return False
-        parked = QueueId(model, is_parked=True)
-        return not self._parked_may_go(parked) or any(map(self._placer.can_run, self.queues.queue(parked)))
+        parked = _parked(live)
+        rank = live.priority_class.rank
+        return not self._parked_may_go(parked, rank) or any(map(self._placer.can_run, self.queues.queue(parked)))
 
-    def park(self, live: LiveRequest) -> None:
+    def park(self, live: LiveRequest, now: float) -> None:
         """Leave the request unplaced while more urgent ones wait."""
-        self.queues.push(live, QueueId(live.request.model, is_parked=True))
+        self._push(live, _parked(live), now)
+        self._fair_shares.note_parked(live, now)
 
     def wait_for_any(self, live: LiveRequest, now: float) -> None:
-        """No shard has room for the request, or it has left the one where it was; `serve` will place it."""
-        self.queues.push(live, QueueId(live.request.model))
-        self._fair_shares.note_waiting(now)
+        """No shard has room for the request, or it has left the one where it was; `serve` will place it. One that had
+        to give way to a more urgent class is parked, or it would be sent back at once."""
+        self._push(live, _parked(live) if live.is_displaced else QueueId(live.request.model), now)
+        self._fair_shares.note_waiting(live, now)
+
+    def _push(self, live: LiveRequest, queue_id: QueueId, now: float) -> None:
+        if self._service.has_rivals(live):
+            self._count_service(queue_id.model, now)
+        self.queues.push(live, queue_id)
+
+    def _count_service(self, model: str, now: float) -> None:
+        """Count what running answers have had, because the order of tenants depends on it now."""
+        self._service.settle_shards(model, self._fleet.ready(model), now)
 
     def leave(self, live: LiveRequest) -> None:
         """The request stops waiting. If it waits again later, its patience begins anew."""
@@ -166,17 +180,20 @@ class DispatchQueue:
 
     def preemptions(self, now: float) -> list[Preemption]:
         """The sequences that have to give way to other tenants, to be removed from their shards before `serve`."""
-        for model in self._fair_shares.end_contention(now):
+        for model in self._fair_shares.end_contention(self.queues, now):
             self._dirty_shards.update(shard.shard_id for shard in self._fleet.ready(model))
         return self._fair_shares.preemptions(self.queues, now)
 
     def serve(self, now: float) -> None:
         """Send every waiting request that can be sent."""
-        self._fair_shares.begin_serving()
+        self._fair_shares.begin_serving(now)
+        parked = [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]
+        for queue_id in parked:
+            self._place_aged(queue_id, now)
         self._serve_models(now)
         if self._hold is not None:
             self._serve_shards(now)
-        for queue_id in [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]:
+        for queue_id in sorted(filter(self.queues.__contains__, parked), key=self.queues.rank_of):
             self._serve_parked(queue_id, now)
         self._fair_shares.end_serving()
 
@@ -197,7 +214,7 @@ class DispatchQueue:
             queue_id for queue_id in self.queues.queue_ids if not (queue_id.shard_id or queue_id.is_parked)
         ]:
             while any(shard.has_room for shard in self._fleet.ready(queue_id.model)):
-                live = self._take_for_any(queue_id)
+                live = self._take_for_any(queue_id, now)
                 if live is None:
                     break
                 self.enter(live, now)
@@ -205,22 +222,42 @@ class DispatchQueue:
     def _serve_parked(self, queue_id: QueueId, now: float) -> None:
         """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
         queue precedes one that arrives later."""
-        while self._parked_may_go(queue_id):
-            live = self._take_for_any(queue_id)
+        while queue_id in self.queues and self._parked_may_go(queue_id, self.queues.rank_of(queue_id)):
+            live = self._take_for_any(queue_id, now)
             if live is None:
                 break
             self.enter(live, now)
 
-    def _take_for_any(self, queue_id: QueueId) -> LiveRequest | None:
-        """The next request that some shard can run now."""
-        return self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room)
-
-    def _parked_may_go(self, queue_id: QueueId) -> bool:
+    def _place_aged(self, queue_id: QueueId, now: float) -> None:
+        """Requests that have waited for so long that they count as urgent as any that wait are parked no longer. They
+        are few at a time, because they take places that more urgent classes share with them by weight only from then
+        on."""
         model, queues = queue_id.model, self.queues
-        if queues.num_waiting(model, Tier.INTERACTIVE):
+        first = next(queues.queue(queue_id))
+        rank, num_shards = first.priority_class.rank, len(self._fleet.ready(model))
+        while queue_id in queues and queues.num_placed(model, rank) < num_shards:
+            oldest = min(queues.queue(queue_id), key=lambda live: live.arrived_at)
+            is_aged = oldest.rank(now) < rank and not queues.num_waiting(model, oldest.rank(now) - 1)
+            live = self._take_for_any(queue_id, now) if is_aged else None
+            if live is None:
+                break
+            live.is_displaced = False
+            self.wait_for_any(live, now)
+
+    def _take_for_any(self, queue_id: QueueId, now: float) -> LiveRequest | None:
+        """The next request that some shard can run now."""
+        if self.queues.num_flows(queue_id) > 1:
+            self._count_service(queue_id.model, now)
+        return self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room, now=now)
+
+    def _parked_may_go(self, queue_id: QueueId, rank: int) -> bool:
+        model, queues = queue_id.model, self.queues
+        if queues.num_waiting(model, rank - 1):
             return False
         shards = self._fleet.ready(model)
-        num_placed = queues.num_waiting(model) - queues.num_in(queue_id)
+        num_placed = queues.num_waiting(model) - sum(
+            queues.num_in(other) for other in queues.queue_ids if other.is_parked and other.model == model
+        )
         return num_placed < len(shards) and any(shard.has_room for shard in shards)
 
     # -- queues of shards ------------------------------------------------------------------------------------------
@@ -258,8 +295,8 @@ class DispatchQueue:
 
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
-        self.queues.push(live, QueueId(shard.description.model, shard.shard_id))
-        self._fair_shares.note_waiting(now)
+        self._push(live, QueueId(shard.description.model, shard.shard_id), now)
+        self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
         view.held[live.request.request_id] = candidate.own_seconds
@@ -300,7 +337,7 @@ class DispatchQueue:
             self._sender.send(live, shard, candidate, now)
             return
         self._sender.send_prefill_chunk(live, shard, candidate, num_tokens, now)
-        self.queues.push(live, queue_id)
+        self._push(live, queue_id, now)
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
         view.held[live.request.request_id] = live.own_seconds
@@ -311,10 +348,13 @@ class DispatchQueue:
         hold = self._hold
         assert hold is not None
         must_leave_room = self._fair_shares.must_leave_room
+        if self.queues.num_flows(queue_id) > 1:
+            self._count_service(queue_id.model, now)
         live = self.queues.take(
             queue_id,
             lambda live: live.prefill_chunk is None and not must_leave_room(shard, live),
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
+            now=now,
         )
         if live is not None:
             self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
@@ -329,7 +369,7 @@ class DispatchQueue:
         longest = max(others, key=lambda queue_id: sum(self._ledger.view(queue_id.shard_id).held.values()))
         waiting = sorted(
             (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
-            key=lambda live: live.own_seconds,
+            key=lambda live: (live.priority_class.rank, live.own_seconds),
         )
         for live in waiting[:MAX_STEAL_CANDIDATES]:
             can_go = self._placer.fits(live, shard) and self._placer.has_room(shard, live)
@@ -378,3 +418,8 @@ class DispatchQueue:
             self._replace_at[model] = now + REPLACE_SECONDS
         else:
             del self._replace_at[model]
+
+
+def _parked(live: LiveRequest) -> QueueId:
+    """The queue of requests of its class that are not placed."""
+    return QueueId(live.request.model, parked_class=live.priority_class.name)

@@ -12,16 +12,19 @@ Gallager, "Data Networks", 6.5.2.)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from router.core.dispatch.block_shares import BlockShares, num_blocks_needed, num_blocks_of
+from router.core.dispatch.class_shares import ClassShares
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import SHADOW_TIER, ShardLoad
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load.load_ledger import LoadLedger
+from router.core.priority_classes import PriorityClass
 
 MAX_MOVES: Final = 16
 """The most moves of one choice, besides its attempts: a choice that is preempted, or that runs on a fleet whose shards
@@ -46,6 +49,8 @@ class Preemption(NamedTuple):
     shard: Shard
     tenant: str
     choices: list[Choice]
+    is_for_class: bool = False
+    """Whether they give way to a more urgent class; otherwise to other tenants."""
 
 
 class _Leaving(NamedTuple):
@@ -58,13 +63,23 @@ class _Leaving(NamedTuple):
 
 
 class FairShares:
-    """With `settings` None, tenants are not limited."""
+    """With `settings` None, tenants are not limited and nothing is preempted. Between classes only declared ones are:
+    `classes`."""
 
-    def __init__(self, settings: FairnessSettings | None, fleet: Fleet, ledger: LoadLedger) -> None:
+    def __init__(
+        self,
+        settings: FairnessSettings | None,
+        fleet: Fleet,
+        ledger: LoadLedger,
+        classes: Sequence[PriorityClass] = (),
+    ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._ledger = ledger
         self._blocks = BlockShares(ledger)
+        work_seconds = (settings or FairnessSettings()).contention_seconds
+        self._classes = ClassShares(classes, fleet, self._blocks, work_seconds) if classes else None
+        """None: no classes are declared, so that none has a floor and none gives way to another."""
         self._contended_until: dict[str, float] = {}
         """Models for which tenants compete."""
         self._leaving: dict[str, _Leaving] = {}
@@ -79,6 +94,11 @@ class FairShares:
     def must_leave_room(self, shard: Shard, live: LiveRequest) -> bool:
         """Whether the request's tenant has its share of the shard, and only the part that is left to the others is
         free."""
+        if self._classes is not None:
+            num_places = self._num_places(shard)
+            share = (self._settings or FairnessSettings()).reserved_share
+            if self._classes.must_leave_room(shard, live, num_places, max(1, int(num_places * share))):
+                return True
         if not self._contended_until or shard.description.model not in self._contended_until:
             return False
         assert self._settings is not None
@@ -91,9 +111,11 @@ class FairShares:
             return True
         return num_mine > 0 and self._must_leave_blocks(shard, live)
 
-    def begin_serving(self) -> None:
+    def begin_serving(self, now: float) -> None:
         """Until `end_serving`, requests are only sent."""
         self._full = set()
+        if self._classes is not None:
+            self._classes.begin_serving(now)
 
     def end_serving(self) -> None:
         self._full = None
@@ -140,17 +162,29 @@ class FairShares:
             for shard in self._fleet.ready(model)
         )
 
-    def note_waiting(self, now: float) -> None:
+    def note_waiting(self, live: LiveRequest, now: float) -> None:
         """A request waits in the router."""
+        self._check_later(now)
+        if self._classes is not None:
+            self._classes.note_work(live, now)
+
+    def note_parked(self, live: LiveRequest, now: float) -> None:
+        """A request waits without a place. It may get one from a less urgent class, but from no tenant."""
+        if self._classes is not None:
+            self.note_waiting(live, now)
+
+    def _check_later(self, now: float) -> None:
         if self._settings is not None:
             self._check_at = min(self._check_at, now + self._settings.preempt_after_seconds)
 
-    def note_sent(self, shard: Shard, tenant: str, now: float) -> None:
+    def note_sent(self, shard: Shard, live: LiveRequest, now: float) -> None:
         """A request was sent to the shard. It may wait there, for a place or for blocks."""
-        if self._settings is None or len(shard.num_by_tenant) < 2:
+        if self._classes is not None:
+            self._classes.note_work(live, now)
+        if self._settings is None or (len(shard.num_by_tenant) < 2 and self._classes is None):
             return
-        self.note_waiting(now)
-        model = shard.description.model
+        self._check_later(now)
+        model, tenant = shard.description.model, live.request.tenant
         if model in self._contended_until and shard.num_by_tenant[tenant] < self._place_share(shard, tenant):
             self._contended_until[model] = now + self._settings.contention_seconds
 
@@ -158,19 +192,23 @@ class FairShares:
 
     def next_deadline(self) -> float:
         """When `preemptions` has to be asked at the latest; infinity: not before another event."""
-        return min(self._check_at, min(self._contended_until.values(), default=math.inf))
+        at = self._check_at
+        if self._contended_until:
+            at = min(at, min(self._contended_until.values()))
+        return at if self._classes is None else min(at, self._classes.next_deadline())
 
-    def end_contention(self, now: float) -> list[str]:
-        """Returns the models for which tenants compete no longer."""
+    def end_contention(self, queues: WaitingQueues, now: float) -> list[str]:
+        """Returns the models for which tenants or classes compete no longer."""
         ended = [model for model, until in self._contended_until.items() if until <= now]
         for model in ended:
             del self._contended_until[model]
         if ended and not self._contended_until:
             self._blocks.forget()
-        return ended
+        return ended if self._classes is None else [*ended, *self._classes.end_contention(queues, now)]
 
     def preemptions(self, queues: WaitingQueues, now: float) -> list[Preemption]:
-        """What has to leave now: at most one tenant's sequences on each shard. The caller removes them at once."""
+        """What has to leave now: for a more urgent class, and otherwise at most one tenant's sequences on each shard.
+        The caller removes them at once."""
         if now < self._check_at:
             return []
         assert self._settings is not None
@@ -178,9 +216,14 @@ class FairShares:
         able = [shard for shard in self._fleet.shards.values() if not shard.is_draining and not shard.is_suspected]
         shared = [shard for shard in able if len(shard.num_by_tenant) > 1]
         crowded = [shard for shard in shared if len(shard.attempts) > self._num_places(shard)]
+        for_classes = [] if self._classes is None else self._for_classes(self._classes, queues, able, before, now)
+        taken = {preemption.shard.shard_id for preemption in for_classes}
+        able = [shard for shard in able if shard.shard_id not in taken]
+        crowded = [shard for shard in crowded if shard.shard_id not in taken]
         found: dict[str, Preemption] = {}
         for tenant, shards, num_wanted in self._starved(queues, before, crowded):
-            preemption = self._for(tenant, [shard for shard in shards if shard.shard_id not in found], num_wanted)
+            free = [shard for shard in shards if shard.shard_id not in found and shard.shard_id not in taken]
+            preemption = self._for(tenant, free, num_wanted)
             if preemption is not None:
                 found[preemption.shard.shard_id] = preemption
         self._end_leaving()
@@ -192,10 +235,58 @@ class FairShares:
         for preemption in found.values():
             self._contended_until[preemption.shard.description.model] = now + self._settings.contention_seconds
         may_continue = (
-            crowded or queues.num_requests or self._contended_until or any(map(self._blocks.has_queued, shared))
+            crowded
+            or queues.num_requests
+            or self._contended_until
+            or any(map(self._blocks.has_queued, shared if self._classes is None else able))
         )
         self._check_at = now + self._settings.preempt_after_seconds if may_continue else math.inf
-        return list(found.values())
+        return [*for_classes, *found.values()]
+
+    def _for_classes(
+        self, classes: ClassShares, queues: WaitingQueues, able: list[Shard], before: float, now: float
+    ) -> list[Preemption]:
+        """The sequences that make room for more urgent classes: on shards where some wait for a place, and if all are
+        full for those that wait in the router. A request that a shard has free places for waits for something else."""
+        assert self._settings is not None
+        chosen: dict[str, tuple[PriorityClass, list[Choice]]] = {}
+        for shard in able:
+            waiting = classes.starved_on(shard, before)
+            num_excess = len(shard.choices) - self._num_places(shard)
+            if waiting is not None and num_excess > 0:
+                chosen[shard.shard_id] = waiting, self._giving_way(classes, shard, waiting, num_excess, now)
+        for live, num_wanted in classes.starved(queues, before):
+            window, num_left = live.min_window, num_wanted
+            shards = [
+                shard
+                for shard in able
+                if shard.description.model == live.request.model and shard.description.max_model_len >= window
+            ]
+            if any(len(shard.attempts) < self._num_places(shard) for shard in shards):
+                continue
+            for shard in shards:
+                if num_left > 0 and not (shard.shard_id in chosen and chosen[shard.shard_id][1]):
+                    num_excess = len(shard.choices) - (self._num_places(shard) - num_left)
+                    gone = self._giving_way(classes, shard, live.priority_class, num_excess, now)
+                    chosen[shard.shard_id] = live.priority_class, gone
+                    num_left -= len(gone)
+        found: list[Preemption] = []
+        for shard_id, (wanted_class, gone) in chosen.items():
+            shard = self._fleet.shards[shard_id]
+            by_tenant: dict[str, list[Choice]] = {}
+            for choice in gone:
+                by_tenant.setdefault(choice.request.request.tenant, []).append(choice)
+            found += [Preemption(shard, tenant, left, is_for_class=True) for tenant, left in by_tenant.items()]
+            if gone:
+                until = now + self._settings.contention_seconds
+                classes.note_preempted(shard.description.model, wanted_class, until)
+        return found
+
+    def _giving_way(
+        self, classes: ClassShares, shard: Shard, wanted_class: PriorityClass, num_excess: int, now: float
+    ) -> list[Choice]:
+        able = filter(_may_move, classes.candidates(shard, wanted_class.rank, now))
+        return list(itertools.islice(able, max(0, num_excess)))
 
     def _starved(
         self, queues: WaitingQueues, before: float, crowded: list[Shard]

@@ -20,7 +20,9 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
-from router.core.events import SHADOW_CLIENT_ID, Request, Tier
+from router.core.events import SHADOW_CLIENT_ID, Request, class_of
+from router.core.live import LiveRequest
+from router.core.priority_classes import MAX_PLACED_RANK, PriorityClass
 
 RATE_SECONDS: Final = 10.0
 """Time constant of the measured rates, in seconds during which requests waited."""
@@ -167,9 +169,9 @@ class OverloadGuard:
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
-    def note_admitted(self, request: Request, now: float) -> None:
-        if request.tier is Tier.INTERACTIVE:
-            self._model(request.model).note_interactive(now)
+    def note_admitted(self, live: LiveRequest, now: float) -> None:
+        if live.priority_class.rank <= MAX_PLACED_RANK:
+            self._model(live.request.model).note_interactive(now)
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """Record the actions that followed an event."""
@@ -198,14 +200,14 @@ class OverloadGuard:
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
         if self._queues.num_waiting(request.model):
-            wait_seconds += self.wait_seconds(request.model, request.tier, now) or 0.0
-        if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_seconds):
+            wait_seconds += self.wait_seconds(request.model, class_of(request), now) or 0.0
+        if not wait_seconds or wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_of(request)):
             return None
         measured = self._model(request.model)
         # The wait in the engine is part of the time measured between dispatch and first token.
         answer_seconds = measured.decode_seconds(request.max_tokens)
         answer_seconds += max(0.0, measured.prefill_seconds - engine_seconds) if answer_seconds else 0.0
-        if wait_seconds <= min(self._max_queue_seconds, timeout_seconds - answer_seconds):
+        if wait_seconds <= min(self._max_queue_of(request), timeout_seconds - answer_seconds):
             return None
         return KvloomError(
             ErrorReason.ERROR_REASON_QUEUE_FULL,
@@ -214,31 +216,35 @@ class OverloadGuard:
             retry_after_seconds=retry_after_seconds(request.request_id, wait_seconds),
         )
 
-    def wait_seconds(self, model: str, tier: Tier, now: float) -> float | None:
+    def wait_seconds(self, model: str, priority_class: PriorityClass, now: float) -> float | None:
         """How long a request that arrives now would wait in the router; None: not known."""
         measured = self._models.get(model)
         rate = None if measured is None else measured.drain.per_second()
         if rate is None or measured is None:
             return None
-        num_ahead = self._queues.num_waiting(model, Tier.INTERACTIVE)
-        if tier is not Tier.INTERACTIVE:
-            # Requests that arrive meanwhile in a higher tier go first.
-            num_ahead += self._queues.num_waiting(model, tier)
+        num_ahead = self._queues.num_waiting(model, priority_class.rank)
+        if priority_class.is_parked:
+            # Requests that arrive meanwhile in a more urgent class go first.
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
         return (num_ahead + 1) / max(rate, 1e-3)
 
-    def queue_deadline(self, request: Request, deadline: float, now: float) -> float:
+    def queue_deadline(self, live: LiveRequest, deadline: float, now: float) -> float:
         """When a waiting request can no longer be answered in time, or has waited as long as any request may."""
-        latest = min(deadline, now + self._max_queue_seconds)
+        limit = live.priority_class.max_queue_seconds
+        latest = min(deadline, now + (self._max_queue_seconds if limit is None else limit))
         if self._config.sheds_early:
-            measured = self._models.get(request.model)
+            measured = self._models.get(live.request.model)
             if measured is not None:
-                latest = min(latest, deadline - measured.service_seconds(request.max_tokens))
+                latest = min(latest, deadline - measured.service_seconds(live.request.max_tokens))
         return max(latest, now)
+
+    def _max_queue_of(self, request: Request) -> float:
+        limit = class_of(request).max_queue_seconds
+        return self._max_queue_seconds if limit is None else limit
 
     def full(self, request: Request, now: float) -> KvloomError:
         """The error for a full queue."""
-        wait_seconds = self.wait_seconds(request.model, request.tier, now)
+        wait_seconds = self.wait_seconds(request.model, class_of(request), now)
         return KvloomError(
             ErrorReason.ERROR_REASON_QUEUE_FULL,
             "Too many requests are waiting; try again later.",

@@ -64,6 +64,7 @@ class Lifecycle:
         self.clients: dict[str, Client] = {}
         self._fleet = fleet
         self._attempt_sender = attempt_sender
+        self._service = attempt_sender.service
         self._screening = screening
         self._action_buffer = action_buffer
         self._max_attempts = max_attempts
@@ -197,7 +198,7 @@ class Lifecycle:
     def preempt(self, preemption: Preemption, now: float) -> None:
         """Stop sequences on their shard; they wait to continue after the tokens they have, like those of a shard that
         failed."""
-        shard, tenant, choices = preemption
+        shard, tenant, choices, is_for_class = preemption
         shard.fast_path.write_back()
         slots = [choice.shard_slot for choice in choices]
         self._action_buffer.add(CancelOnShard(shard.shard_id, slots))
@@ -208,6 +209,7 @@ class Lifecycle:
             choice.num_moves += 1
             live = choice.request
             live.moves = live.moves.with_preemption()
+            live.is_displaced = is_for_class
             live.pending.append(choice)
             if live.usage is not None:
                 live.usage.release(now)
@@ -300,6 +302,8 @@ class Lifecycle:
         assert not choice.is_done
         choice.is_done = True
         self._screening.forget(choice)
+        if self._service.is_counting:
+            self._service.settle(choice)
         live = choice.request
         finish.num_prompt_tokens = len(live.request.prompt_token_ids)
         finish.num_cached_tokens = choice.num_cached_tokens or 0
@@ -380,9 +384,9 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         request.model,
         live.last_shard_id,
         live.num_attempts,
-        reason,  # Python calls with more than 15 keywords are slow.
-        error_reason=error.reason if error is not None else 0,
-        num_prompt_tokens=len(request.prompt_token_ids),
+        reason,
+        error.reason if error is not None else 0,
+        len(request.prompt_token_ids),  # Python calls with more than 15 keywords are slow.
         num_cached_tokens=live.num_cached_tokens,
         num_output_tokens=live.num_output_tokens,
         queue_time_seconds=dispatched_at - live.arrived_at,

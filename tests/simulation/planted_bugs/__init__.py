@@ -5,6 +5,7 @@ are real: they were in the core until the simulation found them."""
 
 from tests.simulation.planted_bugs import (
     answers,
+    classes,
     dispatch,
     fairness,
     found,
@@ -23,6 +24,7 @@ __all__ = [
     "PLANTED_BUGS",
     "PlantedBug",
     "answers",
+    "classes",
     "dispatch",
     "fairness",
     "found",

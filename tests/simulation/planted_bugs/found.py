@@ -21,7 +21,6 @@ from tools.dst.checkers import (
     DeadlinesKept,
     EndsJustified,
     IndexExact,
-    OutagePatience,
     PlacementsFit,
     RecordsFollowed,
     RolloutsHarmless,
@@ -39,7 +38,7 @@ def tells_attempts_apart_by_their_numbers(patch: Patch) -> None:
     patch.setattr(Attempt, "key", property(lambda self: (self.request_id, self.attempt_id)))
 
 
-@caught_by(EndsJustified, first_seed=280)
+@caught_by(EndsJustified)
 def takes_a_queue_place_without_need(patch: Patch) -> None:
     """A resumed request that is at its limit evicts another one from the full queue, or is refused."""
     original = Arrivals.on_request
@@ -49,7 +48,7 @@ def takes_a_queue_place_without_need(patch: Patch) -> None:
         if self.refusal(request) is None and request.request_id not in self._lifecycle.requests:
             live = LiveRequest(request, self._lifecycle.client(request.client_id), now)
             if not self._placer.can_run(live):
-                self._make_queue_place(request, now)
+                self._make_queue_place(live, now)
         original(self, event, now)
 
     patch.setattr(Arrivals, "on_request", on_request)
@@ -102,7 +101,7 @@ def keeps_waiting_for_a_suspected_shard(patch: Patch) -> None:
     patch.setattr(DispatchQueue, "leave_suspected", lambda _self, _now: None)
 
 
-@caught_by(SessionsMoveOnce, first_seed=490)
+@caught_by(SessionsMoveOnce, first_seed=360)
 def brings_a_forgotten_rollout_back(patch: Patch) -> None:
     """A supervisor that was suspended continues its rollout, although all edges have gone back to the old version."""
 
@@ -139,10 +138,3 @@ def cancels_what_took_the_place_of_a_lost_sequence(patch: Patch) -> None:
     """An event ends a request and replaces its shard by another process: the cancellation reaches that one, where the
     slot belongs to another request."""
     patch.setattr(ActionBuffer, "drop_cancels", lambda _self, _shard_id: None)
-
-
-@caught_by(OutagePatience, first_seed=1205)
-def remembers_when_patience_ended_before(patch: Patch) -> None:
-    """A request of which a part was given up in an outage waits for ever in the next one, since the end of its patience
-    has passed."""
-    patch.setattr(DispatchQueue, "leave", DispatchQueue._take_out)

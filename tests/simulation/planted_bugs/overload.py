@@ -11,9 +11,10 @@ from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import draining
 from router.core.dispatch.waiting_queues import WaitingQueues
-from router.core.events import Request, Tier
+from router.core.events import Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.health.health_watch import HealthWatch
+from router.core.priority_classes import BATCH
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
     DrainedShardsEmpty,
@@ -42,8 +43,9 @@ def counts_decode_time_as_queue_time(patch: Patch) -> None:
 
 @caught_by(TiersKept)
 def serves_all_tiers_alike(patch: Patch) -> None:
-    """Batch requests wait in the same queue as interactive ones."""
-    patch.setattr(DispatchQueue, "park", lambda self, live: self.wait_for_any(live, live.arrived_at))
+    """Batch requests wait in the same queue as interactive ones, in the order in which they came."""
+    patch.setattr(DispatchQueue, "park", lambda self, live, now: self.wait_for_any(live, now))
+    patch.setattr(WaitingQueues, "_in_order", lambda self, queue_id, _now: self._queues.get(queue_id, {}).values())
 
 
 @caught_by(TiersKept)
@@ -51,8 +53,8 @@ def takes_places_from_tenants_only(patch: Patch) -> None:
     """In a full queue, a request whose tenant has its share is refused, although a batch request could be evicted."""
     original = WaitingQueues.take_victim
 
-    def take_victim(self: WaitingQueues, tenant: str, tier: Tier = Tier.INTERACTIVE) -> Any:
-        return original(self, tenant, Tier.BATCH)
+    def take_victim(self: WaitingQueues, tenant: str, _rank: int) -> Any:
+        return original(self, tenant, BATCH.rank)
 
     patch.setattr(WaitingQueues, "take_victim", take_victim)
 

@@ -1,6 +1,7 @@
 """The invariants of the router core. Each checker watches one of them from outside.
 
 attempts.py    what may be dispatched to shards, and frames of attempts that are no longer current
+classes.py     declared classes: none starves, floors hold, no answer ends because it has to wait
 deadlines.py   deadlines and the timer that enforces them
 delivery.py    what clients read: every token, all of the text, well-formed frames
 ends.py        how requests end: once, metered exactly, and for a reason
@@ -35,6 +36,7 @@ from tools.dst.checkers.attempts import (
     SlotsExclusive,
     VariantsKept,
 )
+from tools.dst.checkers.classes import ClassesAge, FloorsKept, SchedulingEndsNothing
 from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextIntact, TokensExact
 from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
@@ -79,6 +81,9 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     NoStarvation,
     PreemptionsJustified,
     ReserveKept,
+    ClassesAge,
+    FloorsKept,
+    SchedulingEndsNothing,
     QueueBound,
     DeadlinesKept,
     SafetyKept,

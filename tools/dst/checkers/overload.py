@@ -58,6 +58,7 @@ class TiersKept(Checker):
         if (
             observed is None
             or observed.request.tier is Tier.INTERACTIVE
+            or node.config.classes
             or observed.num_attempts
             or node.holds_requests
         ):
@@ -69,7 +70,12 @@ class TiersKept(Checker):
 
     def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
         observed = choice.request
-        if _reason(finish) != _FULL or observed.num_attempts or observed.request.tier is not Tier.INTERACTIVE:
+        if (
+            node.config.classes
+            or _reason(finish) != _FULL
+            or observed.num_attempts
+            or observed.request.tier is not Tier.INTERACTIVE
+        ):
             return
         if node.config.overload.sheds_early and observed is node.witness.arriving:
             return  # it may have had to wait too long even with a place in the queue

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from router.core.actions import Action, SubmitAttempt
-from router.core.events import Event, Tier
+from router.core.events import Event, Tier, class_of
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedRequest, State, eligible
 from tools.dst.views import RouterView
@@ -26,6 +27,8 @@ class NoIdleWait(Checker):
                 if not node.config.overload.outage_patience_seconds:
                     self.fail(f"{observed.request.request_id} waits for a shard that does not exist")
                 continue  # OutagePatience checks for how long it may
+            if node.config.classes:
+                continue  # it may be left to others, or these go first
             if observed.request.tier is not Tier.INTERACTIVE and others_go_first(node, observed):
                 continue
             if node.holds_requests:
@@ -38,50 +41,110 @@ class NoIdleWait(Checker):
                     self.fail(f"{observed.request.request_id} waits, {shard.description.shard_id} has room")
 
 
+class _Passed(NamedTuple):
+    """A request that was dispatched while another tenant waited."""
+
+    observed: ObservedRequest
+    num_emitted: int
+    """Tokens that it had before."""
+    num_prefill_tokens: int
+    """Of its prompt, what was to be computed; 0 if it had run before."""
+
+
 class NoStarvation(Checker):
-    """Tenants are served in turn: while a tenant has a queued request that could be dispatched, every other tenant is
-    served at most once before it. Not checked under a policy that holds requests back, whose queues cannot be seen."""
+    """Tenants are served by how little service they have had: while a tenant has a queued request that could be
+    dispatched, no other of its class is served more than a bound before it. The bound is the most that requests of the
+    waiting tenant could have been served in advance, because they ran at one time, and what an engine's step or two may
+    add unseen. Not checked under a policy that holds requests back, whose queues cannot be seen."""
 
     invariant = "no_starvation"
 
     def __init__(self) -> None:
-        self._num_passed: dict[tuple[RouterView, str, bool, str], int] = {}
+        self._passed: dict[_Pair, list[_Passed]] = {}
+        self._most_ahead: dict[tuple[RouterView, str], float] = {}
+        """By tenant: what its requests that ran at one time could be served at most."""
 
     def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is None or node.holds_requests:
             return
-        model = observed.request.model
+        self._note_running(node, observed, attempt)
         if observed is node.witness.arriving:
             return  # it was never queued; NoIdleWait checks that no queued request could have used its place
         if all(observed.choice(spec.index).state is State.MOVING for spec in attempt.choices):
             return  # it moves off a hung shard, and its client has begun to read
-        shards = node.witness.shards
-        passed: set[str] = set()
+        request, parked = observed.request, is_parked(observed)
+        name, shards = class_of(request).name, node.witness.shards
+        able: set[str] = set()
         for other in node.witness.waiting():
             tenant = other.request.tenant
-            if other.request.model != model or tenant == observed.request.tenant or tenant in passed:
+            if other.request.model != request.model or tenant == request.tenant or tenant in able:
                 continue
-            if is_parked(other) is not is_parked(observed):
-                continue  # they are in different queues
+            if is_parked(other) is not parked or class_of(other.request).name != name:
+                continue  # they are in different queues, or not of one class
             if any(node.witness.has_room(shard, other) for shard in eligible(shards, other)):
-                passed.add(tenant)
-        parked = is_parked(observed)
-        self._num_passed.pop((node, model, parked, observed.request.tenant), None)
-        for tenant in passed:
-            key = (node, model, parked, tenant)
-            count = self._num_passed[key] = self._num_passed.get(key, 0) + 1
-            if count >= len(node.tenants):
-                self.fail(f"{tenant} waits on {node.name} while others were served {count} times")
+                able.add(tenant)
+        turn = _Turn(node, request.model, parked, name)
+        for key in [key for key in self._passed if key.turn == turn and key.waits == request.tenant]:
+            del self._passed[key]  # it has been served
+        num_prefill = len(request.prompt_token_ids) - attempt.num_expected_cached_tokens
+        passed = _Passed(observed, _num_emitted(observed), 0 if observed.num_attempts else max(1, num_prefill))
+        for tenant in able:
+            entries = self._passed.setdefault(_Pair(turn, tenant, request.tenant), [])
+            bound = self._most_ahead.get((node, tenant), 0.0) + 4 * sum(len(one.observed.choices) for one in entries)
+            service = sum(
+                one.num_prefill_tokens + 2 * (_num_emitted(one.observed) - one.num_emitted) for one in entries
+            )
+            if service > bound and len(entries) >= len(node.tenants):
+                self.fail(f"{tenant} waits on {node.name} while {request.tenant} was served {service:g}")
+            entries.append(passed)
+
+    def _note_running(self, node: RouterView, observed: ObservedRequest, attempt: SubmitAttempt) -> None:
+        tenant = observed.request.tenant
+        running = [
+            other
+            for other in node.witness.live.values()
+            if other.request.tenant == tenant and any(choice.state is State.RUNNING for choice in other.choices)
+        ]
+        ahead = sum(_most_service(other, attempt.max_tokens) for other in {*running, observed})
+        self._most_ahead[node, tenant] = max(self._most_ahead.get((node, tenant), 0.0), ahead)
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
-        if self._num_passed:
+        if self._passed:
             waiting = {
-                (node, observed.request.model, is_parked(observed), observed.request.tenant)
-                for observed in node.witness.waiting()
+                (_Turn(node, one.request.model, is_parked(one), class_of(one.request).name), one.request.tenant)
+                for one in node.witness.waiting()
             }
-            self._num_passed = {
-                key: count for key, count in self._num_passed.items() if key[0] is not node or key in waiting
+            self._passed = {
+                key: passed
+                for key, passed in self._passed.items()
+                if key.turn.node is not node or (key.turn, key.waits) in waiting
             }
+
+
+class _Turn(NamedTuple):
+    """Requests among which the one of the tenant with least service is next."""
+
+    node: RouterView
+    model: str
+    parked: bool
+    priority_class: str
+
+
+class _Pair(NamedTuple):
+    turn: _Turn
+    waits: str
+    """The tenant that waits."""
+    served: str
+    """The tenant that is served meanwhile."""
+
+
+def _num_emitted(observed: ObservedRequest) -> int:
+    return sum(len(choice.emitted) for choice in observed.choices)
+
+
+def _most_service(observed: ObservedRequest, max_tokens: int) -> float:
+    num_output = sum(choice.limit or max_tokens for choice in observed.choices)
+    return len(observed.request.prompt_token_ids) + 2.0 * num_output
 
 
 def is_parked(observed: ObservedRequest) -> bool:

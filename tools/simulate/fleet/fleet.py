@@ -62,6 +62,8 @@ class FleetOptions:
     sample_interval_seconds: float = 1.0
     core_config: CoreConfig | None = None
     """None means a core with `policy`, without a safety service, that rejects nothing and has no timeouts."""
+    has_tenants: bool = True
+    """Whether the router is told the tenants of calls."""
     on_action: Callable[[Action, float], None] | None = None
     """Called with every action of every router and its time."""
 

@@ -210,16 +210,22 @@ def test_a_tenant_that_returns_before_its_turn_has_kept_it() -> None:
 
 
 def test_an_unused_turn_is_not_saved_up() -> None:
-    """An unused turn is not saved up."""
+    """A tenant that returns is next, but what it left unused is not made up for: then the others are served as well."""
     rig, slots = full_shard()
     rig.submit("calm", slots=(9,), tenant="calm")
     for i in range(2, 8):
         rig.submit(f"busy{i}", slots=(i,), tenant="busy")
     rig.handle(RequestCancelled("calm"))
     slots += submitted(rig.finish("s0", slots.pop(0)))[1]
+    slots += submitted(rig.finish("s0", slots.pop(0)))[1]
     rig.submit("calm again", slots=(10,), tenant="calm")
-    served = [only(rig.finish("s0", slots.pop(0)), SubmitAttempt).request.request_id for _ in range(2)]
-    assert served == ["busy3", "calm again"]
+    rig.submit("and again", slots=(11,), tenant="calm")
+    served: list[str] = []
+    for _ in range(4):
+        attempt = only(rig.finish("s0", slots.pop(0)), SubmitAttempt)
+        served.append(attempt.request.request_id)
+        slots.append(attempt.choices[0].slot)
+    assert served == ["calm again", "busy4", "and again", "busy5"]
 
 
 def test_full_queue_refuses_and_keeps_shares() -> None:

@@ -9,6 +9,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.overload import DrainRate, OverloadSettings, retry_after_seconds
 from router.core.events import ClientGone, LoadReported, RequestCancelled, ShardDown, ShardLoad, Tick, Tier
+from router.core.priority_classes import BATCH, INTERACTIVE
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 SHEDS = OverloadSettings(sheds_early=True)
@@ -197,8 +198,8 @@ def test_the_predicted_wait_of_the_lower_tier_counts_the_higher() -> None:
     for i in range(4):
         rig.submit(f"more{i}", slots=(60 + i,))
     guard = rig.core._overload
-    urgent = guard.wait_seconds("m", Tier.INTERACTIVE, rig.now)
-    batch = guard.wait_seconds("m", Tier.BATCH, rig.now)
+    urgent = guard.wait_seconds("m", INTERACTIVE, rig.now)
+    batch = guard.wait_seconds("m", BATCH, rig.now)
     assert urgent is not None
     assert batch is not None
     assert batch > 2 * urgent
