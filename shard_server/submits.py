@@ -95,6 +95,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             guide=guide,
             adapter=submit.adapter.name,
             discards_blocks=submit.discards_blocks,
+            no_speculation=submit.no_speculation,
             origin=origin,
         )
         for choice in submit.choices

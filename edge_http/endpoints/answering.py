@@ -36,6 +36,7 @@ from edge_http.wire.headers import (
     RESPONSE_ID,
     RESUME,
     cache_use,
+    degradation,
     explanation,
     idempotency_key,
     last_event_id,
@@ -89,6 +90,8 @@ class GenerationJob(msgspec.Struct, frozen=True):
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
     """What the answer repeats of its prompt."""
+    has_fallback_model: bool = False
+    """Whether another model may take it."""
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
 
@@ -235,7 +238,7 @@ async def _whole_body(
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     if edge.has_result_cache:
         more |= cache_use(start.result_cache for start in collected.starts.values())
-    headers = {**job.headers, **more}
+    headers = {**job.headers, **degradation(collected.first_start), **more}
     if collected.bill is not None:
         bill = collected.bill_details()
         headers.update((f"x-kvloom-{name.replace('_', '-')}", value) for name, value in bill.items())
@@ -397,4 +400,6 @@ def _link_request(
         wanted.no_result_cache = refuses_result_cache(request)
     if RECEIPT in request.headers:
         wanted.receipt = wants_receipt(request, can_have=edge.receipt_keys is not None)
+    if job.has_fallback_model:
+        wanted.has_fallback_model = True
     return wanted

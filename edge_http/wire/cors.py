@@ -43,6 +43,7 @@ _EXPOSED_HEADERS: Final = (
     "request-id",
     "x-kvloom-response-id",
     "x-kvloom-resume",
+    "x-kvloom-brownout",
     "x-kvloom-cache",
     "x-kvloom-shard",
     "x-kvloom-cached-tokens",

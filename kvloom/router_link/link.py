@@ -177,6 +177,8 @@ class GrpcRouterLink:
             submit.receipt = True
         if request.seed_is_drawn:
             submit.seed_is_drawn = True
+        if request.has_fallback_model:
+            submit.has_fallback_model = True
         self._submits.append(submit)
         self._wake_writer()
         return handle

@@ -65,3 +65,5 @@ class LinkRequest:
     """See GenerateRequest in router_service.proto, likewise the next one."""
     receipt: bool = False
     seed_is_drawn: bool = False
+    has_fallback_model: bool = False
+    """See Submit in router_service.proto."""

@@ -10,6 +10,7 @@ frames.py                one engine step as it enters and leaves the core
 lease_messages.py        leases of limits: what is asked of their owners, and what they answer
 live.py                  clients, live requests, their choices and their attempts
 request_usage.py         what a usage record needs of a request
+degradation.py           how an answer was degraded when its request was admitted
 withheld_output.py       output of a choice that its client must not see yet
 action_buffer.py         collects the actions of one event
 shard_event_handler.py   handles the events of shards
@@ -23,6 +24,7 @@ fleet/                   the connected shards, their slots, their health, and th
 placement/               which shard a request is placed on, and why
 tenancy/                 the limits of keys, tenants and organisations
 dispatch/                the queue in the router, and sending attempts to shards
+brownout/                answers that are degraded by steps under overload
 relay/                   tokens on their path to clients, screening, failover, and the end of requests
 admission/               new requests, cancellations and deadlines
 health/                  suspecting and probing shards, and moving requests off them

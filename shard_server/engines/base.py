@@ -221,6 +221,9 @@ class EngineRequest:
     discards_blocks: bool = False
     """Whether the blocks that it computes must not enter the prefix cache. It may use those that are there. Engines
     without Capability.PROMPT_LOGPROBS need not honour it."""
+    no_speculation: bool = False
+    """Whether no tokens are to be drafted for it. Engines that cannot tell sequences apart in this need not honour
+    it."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 

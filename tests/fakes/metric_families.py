@@ -25,7 +25,14 @@ from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
-from router.core.actions import LimitsCounted, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
+from router.core.actions import (
+    LimitsCounted,
+    RequestDegraded,
+    RequestEnded,
+    RequestsMoved,
+    SequencesPreempted,
+    ShardHealthChanged,
+)
 from router.core.fleet.shard_health import HealthState
 from router.core.tenancy.limiter import Limiter
 from router.metering.metrics import MeteringMetrics
@@ -107,7 +114,7 @@ def _edge() -> Any:
 
 def _router() -> CollectorRegistry:
     registry = CollectorRegistry()
-    model = types.SimpleNamespace(name=MODEL, num_ready_shards=1)
+    model = types.SimpleNamespace(name=MODEL, num_ready_shards=1, brownout_step=0)
     shard = types.SimpleNamespace(description=types.SimpleNamespace(shard_id="shard-0"), health=HealthState.HEALTHY)
     metrics = RouterMetrics(lambda: cast(Any, [model]), lambda: cast(Any, [shard]), registry)
     metrics.request_ended(
@@ -118,6 +125,7 @@ def _router() -> CollectorRegistry:
     metrics.shard_health_changed(ShardHealthChanged("shard-0", HealthState.SUSPECTED, "stalled"))
     metrics.requests_moved(RequestsMoved("shard-0", 1))
     metrics.sequences_preempted(SequencesPreempted("shard-0", "t", [1]))
+    metrics.request_degraded(RequestDegraded(MODEL, ("max_tokens",)))
     metrics.watch(lambda: dict.fromkeys(GAUGES, 0.0))
     _limits(registry)
     MeteringMetrics(registry)
@@ -174,7 +182,7 @@ def _control() -> list[Metric]:
 def router_of_many(count: int) -> CollectorRegistry:
     """A router that knows so many models, of a shard each."""
     registry = CollectorRegistry()
-    models = [types.SimpleNamespace(name=f"model-{i}", num_ready_shards=1) for i in range(count)]
+    models = [types.SimpleNamespace(name=f"model-{i}", num_ready_shards=1, brownout_step=0) for i in range(count)]
     shards = [
         types.SimpleNamespace(description=types.SimpleNamespace(shard_id=f"s-{i}"), health=HealthState.HEALTHY)
         for i in range(count)
