@@ -363,16 +363,18 @@ class BrownoutStepConfig(Section):
     """Whether requests whose route or `models` names another model are passed on to it."""
     shed: list[TierName] = []
     """The tiers whose requests are refused."""
+    max_queue_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """Requests that would wait longer than this for a shard are refused, as judged by the rate at which the queue
+    drains. They count as missed objectives. 0: `router.max_queue_seconds` decides."""
     applies_to: Annotated[list[TierName], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: list[TierName](("interactive", "batch"))
     )
     """The tiers whose requests the step concerns; those of others are exempt from it."""
 
     def __post_init__(self) -> None:
-        if not (self.max_tokens or self.no_speculation or self.max_choices or self.smaller_model or self.shed):
-            raise ValueError(
-                "a step needs one of max_tokens, no_speculation, max_choices, smaller_model and shed: it does nothing"
-            )
+        effects = ("max_tokens", "no_speculation", "max_choices", "smaller_model", "shed", "max_queue_seconds")
+        if not any(getattr(self, name) for name in effects):
+            raise ValueError(f"a step needs one of {', '.join(effects)}: it does nothing")
         for tier in self.shed:
             if tier not in self.applies_to:
                 raise ValueError(f"shed names {tier!r}, which applies_to exempts")
@@ -383,7 +385,7 @@ def _default_ladder() -> list[BrownoutStepConfig]:
         BrownoutStepConfig(no_speculation=True, max_tokens=1024),
         BrownoutStepConfig(smaller_model=True, max_tokens=512),
         BrownoutStepConfig(max_choices=1, max_tokens=256),
-        BrownoutStepConfig(shed=["batch"]),
+        BrownoutStepConfig(shed=["batch"], max_queue_seconds=1.0),
     ]
 
 

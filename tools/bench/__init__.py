@@ -11,6 +11,8 @@ comparison.py               `kvloom models compare`: the likelihood gap of two m
 memory.py                   `kvloom bench memory`: what bursts leave behind, and how long they hold up the edge
 memory_bursts.py            the bursts
 live_probe.py               asks an edge whether it is alive, from a process of its own
+brownout.py                 `kvloom bench brownout`
+brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
 tenant_timing.py            `kvloom bench tenant-timing`: what the time to the first token tells another tenant

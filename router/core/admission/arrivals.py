@@ -73,7 +73,7 @@ class Arrivals:
         if error is None and not event.cached:  # a cached answer needs no shard
             error = self._overload_refusal(request, timeout_seconds, now)
             if error is None and self._brownout is not None:
-                admitted = self._brownout.admit(request)
+                admitted = self._brownout.admit(request, lambda: self._predicted_wait_seconds(request, now), now)
                 if isinstance(admitted, KvloomError):
                     error = admitted
                 else:
@@ -157,6 +157,13 @@ class Arrivals:
         if error is not None and self._queue.can_make_room(request.model, request.tenant):
             return None  # the prediction counts the requests of a tenant that gives way
         return error
+
+    def _predicted_wait_seconds(self, request: Request, now: float) -> float:
+        """How long the request would wait, in the router and on its shard, as far as is known."""
+        wait_seconds = self._queue.engine_wait_seconds(request.model, now)
+        if self._queue.queues.num_waiting(request.model):
+            wait_seconds += self._overload.wait_seconds(request.model, request.tier, now) or 0.0
+        return wait_seconds
 
     def _hand_over(
         self, live: LiveRequest, open_shards: list[Shard], now: float, *, is_parked: bool, has_room: bool

@@ -25,7 +25,8 @@ OVERLOADED: Final = frozenset(
         ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED,
     }
 )
-"""A request that ends so without a token has missed its objective. What the ladder itself refuses does not count."""
+"""A request that ends so without a token has missed its objective. What the ladder itself refuses does not count, but
+for max_queue_seconds."""
 
 
 class Brownout:
@@ -49,15 +50,18 @@ class Brownout:
         self._note_change = note_change
         self._retry_after_seconds = retry_after_seconds
 
-    def admit(self, request: Request) -> Request | KvloomError:
+    def admit(self, request: Request, predicted_wait_seconds: Callable[[], float], now: float) -> Request | KvloomError:
         """The request as it is to be served now, or why it is not. Answers that were begun elsewhere stay as they
         are."""
         step = self._steps.get(request.model)
         if step is None or is_continued(request):
             return request
         effects = self._ladder.effects(step, request.tier)
-        found = refusal(request, effects, step)
+        found = refusal(request, effects, step, predicted_wait_seconds)
         if found is not None:
+            if found.effect == "max_queue_seconds":
+                # Otherwise the ladder would come down while it refuses what the fleet cannot serve.
+                self._observe(request, now, is_good=False)
             self._action_buffer.add(RequestDegraded(request.model, (found.effect,)))
             wait_seconds = self._config.min_step_seconds
             return refused(found, self._retry_after_seconds(request.request_id, wait_seconds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kvloom.config import BrownoutStepConfig
@@ -21,6 +21,7 @@ class Effects(NamedTuple):
 
     max_tokens: float = math.inf
     max_choices: float = math.inf
+    max_queue_seconds: float = math.inf
     no_speculation: bool = False
     smaller_model: bool = False
     sheds: bool = False
@@ -30,6 +31,7 @@ class Effects(NamedTuple):
         return Effects(
             min(self.max_tokens, step.max_tokens or math.inf),
             min(self.max_choices, step.max_choices or math.inf),
+            min(self.max_queue_seconds, step.max_queue_seconds or math.inf),
             self.no_speculation or step.no_speculation,
             self.smaller_model or step.smaller_model,
             self.sheds or name in step.shed,
@@ -61,8 +63,11 @@ class Ladder:
         return self._effects.get((step, tier), NO_EFFECTS)
 
 
-def refusal(request: Request, effects: Effects, step: int) -> Refusal | None:
-    """Why the request is refused on this step; None: it is not."""
+def refusal(
+    request: Request, effects: Effects, step: int, predicted_wait_seconds: Callable[[], float]
+) -> Refusal | None:
+    """Why the request is refused on this step; None: it is not. `predicted_wait_seconds` is called only if it
+    matters."""
     where = f"The model {request.model!r} is overloaded (step {step} of its brownout)"
     if effects.smaller_model and request.has_fallback_model:
         return Refusal("smaller_model", f"{where}: the request is passed on to the next model that it allows.")
@@ -71,6 +76,11 @@ def refusal(request: Request, effects: Effects, step: int) -> Refusal | None:
     if len(request.choices) > effects.max_choices:
         most = int(effects.max_choices)
         return Refusal("max_choices", f"{where}: n may be at most {most} for now, got {len(request.choices)}.")
+    if effects.max_queue_seconds < math.inf:
+        wait_seconds = predicted_wait_seconds()
+        if wait_seconds > effects.max_queue_seconds:
+            most = f"more than {effects.max_queue_seconds:g}"
+            return Refusal("max_queue_seconds", f"{where}: it would wait {wait_seconds:.1f} seconds, {most}.")
     return None
 
 

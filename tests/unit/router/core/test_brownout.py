@@ -143,6 +143,40 @@ def test_refusals_name_the_reason_and_the_time_to_wait(
     assert not has(actions, SubmitAttempt)
 
 
+def test_what_would_wait_too_long_is_refused_and_counts() -> None:
+    """The last resort keeps the queue short. These refusals are misses of the objective, or the ladder would come down
+    while it hides the overload; requests that need not wait are served."""
+    rig = CoreRig(
+        brownout=BrownoutConfig(
+            enabled=True,
+            ttft_slo_seconds=1.0,
+            fast_window_seconds=1.0,
+            slow_window_seconds=10.0,
+            min_requests=1,
+            min_step_seconds=1.0,
+            hold_seconds=5.0,
+            steps=[BrownoutStepConfig(max_queue_seconds=3.0)],
+        ),
+        policy="least_requests",
+    )
+    rig.add_shard(max_batch=1)
+    running = [submitted(rig.submit(f"old{i}", slots=(i,)))[1][0] for i in range(2)]
+    for i in range(2, 14):
+        rig.submit(f"old{i}", slots=(i,))
+    for _ in range(8):
+        rig.now += 1.0
+        slot = running.pop(0)
+        rig.start("s0", slot)
+        running.append(submitted(rig.finish("s0", slot))[1][0])
+    assert rig.core.num_queued_requests == 4
+    error = sent(rig.submit("late", slots=(90,))).finishes[0].error
+    assert error is not None
+    assert error.reason == ErrorReason.ERROR_REASON_BROWNOUT
+    assert "it would wait 5." in error.message
+    assert has(rig.log, BrownoutStepChanged)
+    assert RequestDegraded("m", ("max_queue_seconds",)) in rig.log
+
+
 def test_tiers_that_a_step_does_not_name_are_exempt_from_it() -> None:
     """applies_to: batch requests have the cap of the first step only, and any number of choices."""
     rig = degraded_rig(2)
