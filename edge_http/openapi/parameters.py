@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from edge_http.wire.headers import (
+    BROWNOUT,
     CACHE,
     CACHED_TOKENS,
     DETAILS,
@@ -103,6 +104,11 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     CACHE: {
         "description": "Whether the result cache had the answer, if routers have one.",
         "schema": {"type": "string", "enum": ["hit", "miss", "off"]},
+    },
+    BROWNOUT: {
+        "description": "How the answer was degraded because its model is overloaded: the step of the brownout "
+        "ladder, and what it changed. Absent when nothing was.",
+        "schema": {"type": "string", "examples": ["2; max_tokens=512; no_speculation"]},
     },
     CACHED_TOKENS: {
         "description": "How many of the prompt's tokens were in its cache.",

@@ -16,6 +16,7 @@ from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
 from edge_http.openapi.parameters import GENERATION
 from edge_http.wire.headers import (
+    BROWNOUT,
     CACHE,
     CACHED_TOKENS,
     EXPLAIN,
@@ -31,7 +32,7 @@ from edge_http.wire.headers import (
 _GENERATION_ERRORS: Final = (404, 409, 410, 429, 500, 502, 503, 504)
 _ANTHROPIC_ERRORS: Final = (404, 409, 410, 429, 500, 502, 504, 529)
 _EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN, CACHE, RECEIPT)
-_ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE)
+_ANSWER_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE, BROWNOUT)
 _STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_ANSWER_HEADERS)
 _MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]
 _MODEL: Final = "smollm2-135m-instruct"

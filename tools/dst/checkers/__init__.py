@@ -10,6 +10,7 @@ health.py      hung and draining shards, and the bounds of suspicion
 limits.py      budgets, rates and leases, in runs with limits
 integrity.py   the core's own consistency check
 models.py      shards of several models, and models that are loaded and unloaded
+brownout.py    degraded requests
 overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
 registry.py    shards are found by their records, and no other process is used
@@ -33,6 +34,7 @@ from tools.dst.checkers.attempts import (
     SlotsExclusive,
     VariantsKept,
 )
+from tools.dst.checkers.brownout import BrownoutAtAdmission
 from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextIntact, TokensExact
 from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
@@ -94,6 +96,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     DrainedShardsEmpty,
     DrainsEnd,
     RejectionsJustified,
+    BrownoutAtAdmission,
     TiersKept,
     OutagePatience,
     CachedAnswersOwn,
