@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvloom.client.client import Client
 from kvloom.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
@@ -15,6 +17,7 @@ from kvloom.text.tokenizer import ModelTokenizer
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.router_world import eventually
+from tools.cli.explain import print_explanation, print_plan
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -99,6 +102,13 @@ async def test_answers_are_capped_refused_and_whole_again(world: EmbeddingWorld)
         assert answer.num_output_tokens == 3
         plan = await client.plan(text="the quick fox", model=MODEL, max_tokens=12)
         assert plan.brownout == "2; max_tokens=3; no_speculation"
+        explained = await client.explain(answer.request_id)
+        console = Console(file=io.StringIO(), width=200)
+        print_plan(plan, console)
+        print_explanation(explained, console)
+        shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+        assert "would be degraded (brownout step 2; max_tokens=3; no_speculation)" in shown
+        assert "is degraded (brownout step 2; max_tokens=3; no_speculation)" in shown
 
     await eventually(lambda: step_of(world) == 0, "the end of the brownout")
     world.fabric.config.router.brownout.ttft_slo_seconds = 60.0

@@ -18,13 +18,7 @@ from router.core.degradation import Degradation
 from router.core.events import Request, Tier
 from router.core.live import LiveRequest
 
-OVERLOADED: Final = frozenset(
-    {
-        ErrorReason.ERROR_REASON_QUEUE_FULL,
-        ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
-        ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED,
-    }
-)
+OVERLOADED: Final = frozenset({ErrorReason.ERROR_REASON_QUEUE_FULL, ErrorReason.ERROR_REASON_QUEUE_TIMEOUT})
 """A request that ends so without a token has missed its objective. What the ladder itself refuses does not count, but
 for max_queue_seconds."""
 
@@ -86,10 +80,13 @@ class Brownout:
         self._observe(live.request, now, is_good=now - live.arrived_at <= self._config.ttft_slo_seconds)
 
     def note_end_without_token(self, live: LiveRequest, now: float) -> None:
-        """A request has ended, or was refused. One that its client gave up in time says nothing."""
+        """A request has ended, or was refused. One that its client gave up in time says nothing, and neither does one
+        with less time than the objective: otherwise clients could cause a brownout by short timeouts."""
         error = live.ended_with[1]
-        is_late = now - live.arrived_at > self._config.ttft_slo_seconds
-        if is_late or (error is not None and error.reason in OVERLOADED):
+        slo_seconds = self._config.ttft_slo_seconds
+        is_late = now - live.arrived_at > slo_seconds
+        is_short = 0 < live.request.timeout_seconds < slo_seconds
+        if is_late or (error is not None and error.reason in OVERLOADED and not is_short):
             self._observe(live.request, now, is_good=False)
 
     def pass_time(self, now: float) -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from kvloom.config import BrownoutConfig, BrownoutStepConfig
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, RESULT_CACHE_USE_HIT, FinishReason, Pooling
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_LENGTH,
+    RESULT_CACHE_USE_HIT,
+    FinishReason,
+    Pooling,
+    SamplingParams,
+    StopConditions,
+)
+from router import convert
 from router.core.actions import (
     AnswerCompleted,
     BrownoutStepChanged,
@@ -251,3 +259,26 @@ def test_cached_answers_are_whole_and_capped_ones_are_not_kept() -> None:
     _, (slot,) = submitted(rig.handle(RequestArrived(missed, ticket="t")))
     rig.start("s0", slot)
     assert not only(rig.finish("s0", slot, FINISH_REASON_LENGTH), AnswerCompleted).is_exact
+
+
+def test_short_timeouts_cause_no_brownout() -> None:
+    """A client that gives its requests less time than the objective must not shorten the answers of all others."""
+    rig = degraded_rig(0, max_queued_requests=1)
+    rig.handle(ShardDown("s0"))
+    rig.add_shard("s0", max_batch=1)
+    for number in range(3):
+        rig.submit(f"r{number}", slots=(number,))
+    for number in range(9, 30):
+        rig.submit(f"hasty-{number}", slots=(number,), timeout_seconds=0.1)
+    assert not has(rig.log, BrownoutStepChanged)
+
+
+def test_a_shard_is_told_what_to_leave_out() -> None:
+    """A cap below min_tokens is no mistake of the client, so the shard must not refuse the request for it."""
+    rig = degraded_rig(1)
+    stop = StopConditions(min_tokens=8, max_tokens=10)
+    attempt = only(rig.submit("r", sampling=SamplingParams(), stop=stop), SubmitAttempt)
+    submit = convert.submit_to_proto(attempt, packs_token_ids=True)
+    assert submit.no_speculation
+    assert (submit.stop.max_tokens, submit.stop.min_tokens) == (6, 6)
+    assert stop.min_tokens == 8
