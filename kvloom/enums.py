@@ -38,6 +38,7 @@ class ErrorReason(enum.IntEnum):
     OVERLOADED = 36
     BUDGET_EXHAUSTED = 37
     BUDGET_UNAVAILABLE = 38
+    BROWNOUT = 39
     SHARD_LOST = 40
     ENGINE_FAILED = 41
     CLIENT_TOO_SLOW = 42

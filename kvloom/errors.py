@@ -72,6 +72,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_OVERLOADED: ErrorKind("RESOURCE_EXHAUSTED", 503, "overloaded_error", "overloaded"),
     _R.ERROR_REASON_BUDGET_EXHAUSTED: ErrorKind("RESOURCE_EXHAUSTED", 429, "insufficient_quota", "insufficient_quota"),
     _R.ERROR_REASON_BUDGET_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "budget_unavailable"),
+    _R.ERROR_REASON_BROWNOUT: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "brownout"),
     _R.ERROR_REASON_SHARD_LOST: ErrorKind("UNAVAILABLE", 502, "api_error", "shard_lost"),
     _R.ERROR_REASON_ENGINE_FAILED: ErrorKind("INTERNAL", 500, "api_error", "engine_failed"),
     _R.ERROR_REASON_CLIENT_TOO_SLOW: ErrorKind("RESOURCE_EXHAUSTED", 429, "invalid_request_error", "client_too_slow"),

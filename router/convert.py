@@ -89,6 +89,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
         prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
         limits=None if start.limits is None else limits_state_to_proto(start.limits),
         result_cache=start.result_cache,  # pyright: ignore[reportArgumentType]  (as below)
+        brownout=start.brownout,
     )
 
 
@@ -152,6 +153,10 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         submit.discards_blocks = True
     if request.kv_share is not None:
         submit.kv_share.owner, submit.kv_share.percent = request.kv_share.owner, request.kv_share.percent
+    if request.degradation is not None:
+        submit.no_speculation = request.degradation.no_speculation
+        # A cap below the least that was asked for is no mistake of the client.
+        submit.stop.min_tokens = min(submit.stop.min_tokens, attempt.max_tokens)
     adapter = request.adapter
     if adapter is not None:
         submit.adapter.name, submit.adapter.checksum = adapter
@@ -315,6 +320,7 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
             for adapter in model.adapters
         ],
         withdrawn=model.is_withdrawn,
+        brownout_step=model.brownout_step,
     )
 
 

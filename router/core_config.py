@@ -56,6 +56,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
             outage_patience_seconds=router.overload.outage_patience_seconds,
             ramp_start_requests=router.overload.ramp_start_requests,
         ),
+        brownout=router.brownout if router.brownout.enabled else None,
         fairness=FairnessSettings(
             preempt_after_seconds=router.fairness.preempt_after_seconds,
             reserved_share=router.fairness.reserved_share,

@@ -17,12 +17,14 @@ from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
     AnswerCompleted,
+    BrownoutStepChanged,
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
     LeasesWanted,
     LimitsCounted,
     PlacementDecided,
+    RequestDegraded,
     RequestEnded,
     RequestsMoved,
     ScreenAnswers,
@@ -142,6 +144,10 @@ class Observer(Protocol):
 
     def variant_changed(self, change: VariantChanged) -> None: ...
 
+    def brownout_step_changed(self, change: BrownoutStepChanged) -> None: ...
+
+    def request_degraded(self, degraded: RequestDegraded) -> None: ...
+
 
 class Tap(Protocol):
     """Follows requests and their answers on their way through the driver, and may have requests of its own. Its methods
@@ -214,6 +220,8 @@ class CoreDriver:
             RequestsMoved: observer.requests_moved,
             SequencesPreempted: observer.sequences_preempted,
             VariantChanged: observer.variant_changed,
+            BrownoutStepChanged: observer.brownout_step_changed,
+            RequestDegraded: observer.request_degraded,
             AnswerCompleted: self._on_completed,
         }
         self._carry_out = carry_out

@@ -128,11 +128,13 @@ class Intake:
         caches_results: bool = False,
         gives_receipts: bool = False,
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
+        prefers_others: Callable[[str, Tier], bool] | None = None,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
         are none. `meters_usage`: requests get what usage records need. `classes`: those that are declared, with the
-        built-in ones."""
+        built-in ones. `prefers_others`: whether a model is to be passed by requests that may have another; None: none
+        is."""
         self._classes = classes
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
@@ -144,6 +146,7 @@ class Intake:
         self._adapter_named = adapter_named
         self._routes = routes
         self._has_ready_shard = has_ready_shard
+        self._prefers_others = prefers_others
         self._max_prompt_tokens = max_prompt_tokens
         self._max_tokens_now = max_prompt_tokens
         """Less while memory is short; the characters likewise."""
@@ -224,6 +227,8 @@ class Intake:
             request = _with_reasoning(request, model, submit.num_ended_reasoning_tokens, scope)
         if self._keeps_answers:
             request = self._kept(request, submit, model)
+        if submit.has_fallback_model:
+            request = msgspec.structs.replace(request, has_fallback_model=True)
         if model is None:
             found = self._adapter_named(request.model)
             return request if found is None else _with_adapter(request, *found, submit.adapter_checksum)
@@ -268,7 +273,17 @@ class Intake:
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
-        model, chosen = choose_model(wanted, self._models, self._routes, self._has_ready_shard, tenant, scope.access)
+        tier = _tier(wanted.tier)
+        prefers_others = self._prefers_others
+        model, chosen = choose_model(
+            wanted,
+            self._models,
+            self._routes,
+            self._has_ready_shard,
+            tenant,
+            scope.access,
+            None if prefers_others is None else lambda name: prefers_others(name, tier),
+        )
         if model is None:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
@@ -298,7 +313,7 @@ class Intake:
             sampling=sampling,
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
-            tier=_tier(wanted.tier),
+            tier=tier,
             tenant=tenant,
             key_id=scope.key_id,
             cache_salt=self._cache_salt(tenant),

@@ -18,7 +18,7 @@ from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramF
 from kvloom.process.request_context import request_fields
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FinishReason
 from router.caller_scope import shown_id
-from router.core.actions import RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
+from router.core.actions import RequestDegraded, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
 from router.core.request_end import NO_MOVES, end_of
@@ -143,6 +143,12 @@ class RouterMetrics:
             "Answers that continued on a shard of another variant, so that their tokens may differ. Unit: answers.",
             registry=registry,
         )
+        self._degraded = Counter(
+            "kvloom_router_brownout_requests",
+            "Requests on which the brownout ladder had this effect when they arrived. Unit: requests.",
+            ("model", "effect"),
+            registry=registry,
+        )
         self._decisions_dropped = Counter(
             "kvloom_router_decisions_dropped",
             "Placements that are missing from the decision log's file. Unit: placements.",
@@ -224,6 +230,10 @@ class RouterMetrics:
     def variant_changed(self) -> None:
         self._variant_changes.inc()
 
+    def request_degraded(self, degraded: RequestDegraded) -> None:
+        for effect in degraded.effects:
+            self._degraded.labels(self._model_label(degraded.model), effect).inc()
+
     def decisions_dropped(self, count: int) -> None:
         self._decisions_dropped.inc(count)
 
@@ -279,12 +289,23 @@ class _FleetCollector(Collector):
             "kvloom_router_shards_ready", "Shards that take requests now. Unit: shards.", labels=["model"]
         )
         num_ready: dict[str, int] = {}
+        steps: dict[str, int] = {}
         for model in self._models():
             label = self._model_label(model.name)
             num_ready[label] = num_ready.get(label, 0) + model.num_ready_shards
+            steps[label] = max(steps.get(label, 0), model.brownout_step)
         for label, count in num_ready.items():
             ready.add_metric([label], count)
         yield ready
+        brownout = GaugeMetricFamily(
+            "kvloom_router_brownout_step",
+            "The step of the brownout ladder on which the model is now, 0 for none; the highest of the models that are "
+            "counted together as other. Unit: steps.",
+            labels=["model"],
+        )
+        for label, step in steps.items():
+            brownout.add_metric([label], step)
+        yield brownout
         health = GaugeMetricFamily(
             "kvloom_router_shard_health",
             "Shards in this state now, by id; those above the limit are counted together as other. Unit: shards.",

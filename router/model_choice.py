@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -27,8 +28,10 @@ def choose_model(
     is_ready: Callable[[str], bool],
     caller: str,
     access: CallerAccess | None = None,
+    prefers_others: Callable[[str], bool] | None = None,
 ) -> ModelChoice:
-    """Of several models it is the first with a ready shard. Raises KvloomError (INVALID_ARGUMENT,
+    """Of several models it is the first with a ready shard that is not so overloaded that it `prefers_others`, or else
+    the first with a ready shard. Raises KvloomError (INVALID_ARGUMENT,
     PERMISSION_DENIED)."""
     if access is not None:
         is_any = routes.is_any(wanted.model, models)
@@ -55,8 +58,11 @@ def choose_model(
     known = [model for name in names if (model := models.get(name)) is not None]
     if chosen.cascades:
         chosen = dataclasses.replace(chosen, targets=names[:1])
-    ready = next((model for model in known if is_ready(model.base_name or model.name)), None)
-    return ModelChoice(ready or next(iter(known), None), chosen)
+    ready = [model for model in known if is_ready(model.base_name or model.name)]
+    preferred = ready
+    if prefers_others is not None:
+        preferred = [model for model in ready if not prefers_others(model.base_name or model.name)]
+    return ModelChoice(next(itertools.chain(preferred, ready, known), None), chosen)
 
 
 def _facts(wanted: GenerateRequest, caller: str) -> RouteFacts:

@@ -135,7 +135,9 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             accepted = await self._intake.accept_generate(
                 request.request, PLAN_CLIENT_ID, scope=self._scopes.of(context)
             )
-            return plan_to_proto(self._core.plan(accepted.request, self._driver.now()), accepted.model, accepted.chosen)
+            plan = self._core.plan(accepted.request, self._driver.now())
+            brownout = str(self._core.expected_degradation(accepted.request) or "")
+            return plan_to_proto(plan, accepted.model, accepted.chosen, brownout)
         except KvloomError as error:
             # The intake names fields of the nested request.
             field = f"request.{error.field}" if error.field else ""

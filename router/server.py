@@ -52,7 +52,9 @@ from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
 from router.core.actions import (
+    BrownoutStepChanged,
     PlacementDecided,
+    RequestDegraded,
     RequestEnded,
     RequestsMoved,
     SequencesPreempted,
@@ -163,6 +165,7 @@ class RouterServer:
             caches_results=config.router.result_cache.enabled,
             gives_receipts=config.router.receipts.enabled,
             classes=declared_classes(config.router.classes),
+            prefers_others=core.prefers_others if config.router.brownout.enabled else None,
         )
         self._intake = intake
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices
@@ -557,6 +560,20 @@ class RouterServer:
         named = {key: value for key, value in msgspec.structs.asdict(change).items() if value}
         log.warning("answer continues on another variant", **named)
         self._metrics.variant_changed()
+
+    def brownout_step_changed(self, change: BrownoutStepChanged) -> None:
+        report = log.warning if change.step > change.previous_step else log.info
+        report(
+            "brownout step changed",
+            model=change.model,
+            step=change.step,
+            previous_step=change.previous_step,
+            fast_burn_rate=round(change.fast_burn_rate, 3),
+            slow_burn_rate=round(change.slow_burn_rate, 3),
+        )
+
+    def request_degraded(self, degraded: RequestDegraded) -> None:
+        self._metrics.request_degraded(degraded)
 
     def _progress(self, min_age_seconds: float) -> list[RequestEnded]:
         now = self._driver.now()

@@ -98,6 +98,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             adapter=submit.adapter.name,
             discards_blocks=submit.discards_blocks,
             kv_share=kv_share,
+            no_speculation=submit.no_speculation,
             origin=origin,
         )
         for choice in submit.choices

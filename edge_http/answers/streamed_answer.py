@@ -9,7 +9,7 @@ from edge_http.answers.answer import Answer
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.formatting.response_formatter import Finish, ResponseFormatter
-from edge_http.wire.headers import cache_use, explanation
+from edge_http.wire.headers import cache_use, degradation, explanation
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.parsers.events import Event, TextDelta
@@ -167,7 +167,7 @@ class StreamedAnswer(Answer):
             more = explanation(self.first_start) if self._with_explanation else {}
             if self._with_cache_use:
                 more |= cache_use(start.result_cache for start in self.starts.values())
-            self._events.begin({**self._headers, **more})
+            self._events.begin({**self._headers, **degradation(self.first_start), **more})
         start = self.starts.get(index)
         self._send_all(self._formatter.opening(index, 0 if start is None else start.num_cached_tokens))
         if self._formatter.report is not None:

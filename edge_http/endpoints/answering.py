@@ -39,6 +39,7 @@ from edge_http.wire.headers import (
     RESPONSE_ID,
     RESUME,
     cache_use,
+    degradation,
     explanation,
     idempotency_key,
     last_event_id,
@@ -93,6 +94,8 @@ class GenerationJob(msgspec.Struct, frozen=True):
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
     """What the answer repeats of its prompt."""
+    has_fallback_model: bool = False
+    """Whether another model may take it."""
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
     service_tier: str = ""
@@ -253,7 +256,7 @@ async def _whole_body(
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     if edge.has_result_cache:
         more |= cache_use(start.result_cache for start in collected.starts.values())
-    headers = {**job.headers, **more}
+    headers = {**job.headers, **degradation(collected.first_start), **more}
     if collected.bill is not None:
         headers.update((_BILL_HEADERS[name], value) for name, value in collected.bill_details().items())
     return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
@@ -416,4 +419,6 @@ def _link_request(
         wanted.no_result_cache = refuses_result_cache(request)
     if RECEIPT in request.headers:
         wanted.receipt = wants_receipt(request, can_have=edge.receipt_keys is not None)
+    if job.has_fallback_model:
+        wanted.has_fallback_model = True
     return wanted

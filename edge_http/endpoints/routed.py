@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from edge_http.submission import RunAnswer, run_submission
 from kvloom.errors import KvloomError
 from kvloom.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
+from kvloom.v1.error_reason_pb2 import ErrorReason
 
 _LOGPROBS: Final[frozenset[Feature]] = frozenset(("logprobs",))
 
@@ -81,13 +83,15 @@ class _RoutedRequest(Generic[Body]):
         chosen = self._choose()
         # All attempts together have the time of one.
         deadline = asyncio.get_running_loop().time() + self.edge.config.request_timeout_seconds
-        for name in self._tried(chosen):
+        tried = self._tried(chosen)
+        for number, name in enumerate(itertools.chain(tried, self._overloaded(tried)), start=1):
             job = await self._job(chosen, name)
             if job is None:
                 continue
             may_pass = not outlives_connection(self.edge, self.request, is_stream=job.stream)
             try:
-                job = msgspec.structs.replace(job, deadline=deadline)
+                has_fallback = may_pass and number < len(tried)
+                job = msgspec.structs.replace(job, deadline=deadline, has_fallback_model=has_fallback)
                 if name not in chosen.cascades:
                     run = self._run(chosen, name, job)
                     return await generate(self.edge, self.request, self.permit, job, run=run)
@@ -122,6 +126,14 @@ class _RoutedRequest(Generic[Body]):
         if chosen.cascades and outlives_connection(self.edge, self.request, is_stream=is_stream):
             return [name for name in chosen.models if name not in chosen.cascades]
         return list(chosen.models)
+
+    def _overloaded(self, tried: Sequence[str]) -> Iterator[str]:
+        """The first model that has passed the request on because of its brownout, once no other could take it: it is
+        asked again, as the last."""
+        for name, error in self.passed:
+            if error.reason == ErrorReason.ERROR_REASON_BROWNOUT and name != tried[-1]:
+                yield name
+                return
 
     async def _job(self, chosen: ChosenRoute, name: str) -> GenerationJob | None:
         """The request for a model; None: it cannot take it, which has been noted."""

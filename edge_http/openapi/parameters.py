@@ -7,6 +7,7 @@ from typing import Any, Final
 from edge_http.formatting.limit_headers import ANTHROPIC_LIMIT_HEADERS, OPENAI_LIMIT_HEADERS
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
+    BROWNOUT,
     BUDGET_REMAINING,
     CACHE,
     CACHED_TOKENS,
@@ -159,6 +160,11 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     CACHE: {
         "description": "Whether the result cache had the answer, if routers have one.",
         "schema": {"type": "string", "enum": ["hit", "miss", "off"]},
+    },
+    BROWNOUT: {
+        "description": "How the answer was degraded because its model is overloaded: the step of the brownout "
+        "ladder, and what it changed. Absent when nothing was.",
+        "schema": {"type": "string", "examples": ["2; max_tokens=512; no_speculation"]},
     },
     CACHED_TOKENS: {
         "description": "How many of the prompt's tokens were in its cache.",

@@ -17,6 +17,7 @@ from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
 from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
+    BROWNOUT,
     BUDGET_REMAINING,
     CACHE,
     CACHED_TOKENS,
@@ -37,7 +38,7 @@ from edge_http.wire.headers import (
 _GENERATION_ERRORS: Final = (404, 409, 410, 429, 500, 502, 503, 504)
 _ANTHROPIC_ERRORS: Final = (404, 409, 410, 429, 500, 502, 504, 529)
 _EMBEDDING_PARAMETERS: Final = (REQUEST_ID, "traceparent", IDEMPOTENCY_KEY, EXPLAIN, CACHE, RECEIPT)
-_COMMON_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE, MODEL, ROUTE, REPLAYED)
+_COMMON_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE, BROWNOUT, MODEL, ROUTE, REPLAYED)
 _ANSWER_HEADERS: Final = (*_COMMON_HEADERS, COST, BUDGET_REMAINING)
 _STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_COMMON_HEADERS)
 _MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]

@@ -15,6 +15,7 @@ from aiohttp import web
 from edge_http.formatting.limit_headers import ANTHROPIC_LIMIT_HEADERS, OPENAI_LIMIT_HEADERS
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
+    BROWNOUT,
     BUDGET_REMAINING,
     CACHE,
     CACHED_TOKENS,
@@ -65,6 +66,7 @@ _EXPOSED_HEADERS: Final = (
     RESPONSE_ID,
     RESUME,
     REPLAYED,
+    BROWNOUT,
     CACHE,
     SHARD,
     CACHED_TOKENS,

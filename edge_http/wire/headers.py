@@ -33,6 +33,7 @@ RETRY_AFTER: Final = "Retry-After"
 RETRY_AFTER_MS: Final = "retry-after-ms"
 SHOULD_RETRY: Final = "x-should-retry"
 CACHE: Final = "x-kvloom-cache"
+BROWNOUT: Final = "x-kvloom-brownout"
 """In a request: whether the result cache may be used. In a response: whether it had the answer."""
 RECEIPT: Final = "x-kvloom-receipt"
 MODEL: Final = "x-kvloom-model"
@@ -154,6 +155,11 @@ def refuses_result_cache(request: web.BaseRequest) -> bool:
     if given is not None:
         return given.lower() == "off"
     return "no-store" in request.headers.get("Cache-Control", "").lower()
+
+
+def degradation(start: SequenceStart | None) -> dict[str, str]:
+    """Return the response header that tells how the answer is degraded, if it is."""
+    return {BROWNOUT: start.brownout} if start is not None and start.brownout else {}
 
 
 def cache_use(uses: Iterable[int]) -> dict[str, str]:

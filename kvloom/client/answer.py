@@ -53,6 +53,8 @@ class Answer:
     """Whether the router's result cache had it."""
     receipt: bytes = b""
     """The signed receipt as JSON, if the request asked for one and its router could give one."""
+    brownout: str = ""
+    """How the answer was degraded because its model is overloaded, e.g. "2; max_tokens=256"; "": it was not."""
 
     @property
     def text(self) -> str:
@@ -101,6 +103,7 @@ class AnswerBuilder:
             num_cached_tokens=first.num_cached_tokens if first else 0,
             num_output_tokens=sum(finish.num_output_tokens for finish in finishes if finish),
             is_result_cache_hit=any(finish.result_cache == RESULT_CACHE_USE_HIT for finish in finishes if finish),
+            brownout=next((delta.start.brownout for delta in self._parts[0] if delta.start), ""),
             receipt=next((finish.receipt for finish in finishes if finish and finish.receipt), b""),
         )
 

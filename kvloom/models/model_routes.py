@@ -36,6 +36,7 @@ FALLBACK_REASONS: Final = frozenset(
         ErrorReason.ERROR_REASON_NO_SHARD_READY,
         ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
         ErrorReason.ERROR_REASON_OVERLOADED,
+        ErrorReason.ERROR_REASON_BROWNOUT,
         ErrorReason.ERROR_REASON_SHARD_LOST,
         ErrorReason.ERROR_REASON_ENGINE_FAILED,
     )

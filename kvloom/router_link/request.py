@@ -69,3 +69,5 @@ class LinkRequest:
     seed_is_drawn: bool = False
     priority_class: str = ""
     fairness_id: str = ""
+    has_fallback_model: bool = False
+    """See Submit in router_service.proto."""

@@ -12,6 +12,7 @@ live.py                  clients, live requests, their choices and their attempt
 request_end.py           how a request ended, and how often it was moved
 priority_classes.py      the classes of requests: which goes first, and what each is guaranteed
 request_usage.py         what a usage record needs of a request
+degradation.py           how an answer was degraded when its request was admitted
 withheld_output.py       output of a choice that its client must not see yet
 action_buffer.py         collects the actions of one event
 shard_event_handler.py   handles the events of shards
@@ -25,6 +26,7 @@ fleet/                   the connected shards, their slots, their health, and th
 placement/               which shard a request is placed on, and why
 tenancy/                 the limits of keys, tenants and organisations
 dispatch/                the queue in the router, and sending attempts to shards
+brownout/                answers that are degraded by steps under overload
 relay/                   tokens on their path to clients, screening, failover, and the end of requests
 admission/               new requests, cancellations and deadlines
 health/                  suspecting and probing shards, and moving requests off them

@@ -211,6 +211,25 @@ class VariantChanged(msgspec.Struct, frozen=True):
     tenant: str = ""
 
 
+class BrownoutStepChanged(msgspec.Struct, frozen=True):
+    """A model is on another step of the brownout ladder."""
+
+    model: str
+    step: int
+    """0: answers are no longer degraded."""
+    previous_step: int
+    fast_burn_rate: float
+    slow_burn_rate: float
+
+
+class RequestDegraded(msgspec.Struct, frozen=True):
+    """The brownout ladder has an effect on a request that arrived."""
+
+    model: str
+    effects: Sequence[str]
+    """The keys of the steps that had one."""
+
+
 Action = (
     SubmitAttempt
     | PlacementDecided
@@ -228,4 +247,6 @@ Action = (
     | RequestsMoved
     | SequencesPreempted
     | VariantChanged
+    | BrownoutStepChanged
+    | RequestDegraded
 )

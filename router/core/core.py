@@ -24,13 +24,15 @@ from router.core.admission.cancellation import Cancellation
 from router.core.admission.deadlines import Deadlines
 from router.core.admission.held_requests import HeldRequests
 from router.core.admission.outage import Outage
+from router.core.brownout.brownout import Brownout
 from router.core.core_config import CoreConfig
+from router.core.degradation import Degradation
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import FairShares
-from router.core.dispatch.overload import OverloadGuard
+from router.core.dispatch.overload import OverloadGuard, retry_after_seconds
 from router.core.dispatch.refusals import check_shard, draining, queue_timeout
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.events import Event, Request
+from router.core.events import Event, Request, Tier
 from router.core.fleet.fleet import Fleet, Shard, ShardState
 from router.core.fleet.shard_health import HealthState
 from router.core.health.health_watch import HealthWatch
@@ -81,6 +83,16 @@ class RouterCore:
             fair_shares,
             ServiceCounters(config.prompt_token_weight, config.output_token_weight),
         )
+        self._brownout: Brownout | None = None
+        """None: no answer is ever degraded."""
+        if config.brownout is not None:
+            self._brownout = Brownout(
+                config.brownout,
+                self._action_buffer,
+                self._fleet.brownout_steps,
+                self._note_fleet_change,
+                retry_after_seconds,
+            )
         self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(
             self._fleet,
@@ -89,6 +101,7 @@ class RouterCore:
             self._action_buffer,
             config.max_attempts,
             limiter=limiter,
+            brownout=self._brownout,
         )
         self._limits = (
             None if limiter is None else HeldRequests(limiter, self._fleet, self._lifecycle, self._action_buffer)
@@ -107,6 +120,7 @@ class RouterCore:
             self._deadlines,
             self._action_buffer,
             self._limits,
+            self._brownout,
         )
         relay = Relay(
             self._lifecycle,
@@ -200,6 +214,14 @@ class RouterCore:
             return PlacementPlan(len(request.prompt_token_ids), (), error=error)
         return self._placer.plan(LiveRequest(request, Client(request.client_id), now), now)
 
+    def expected_degradation(self, request: Request) -> Degradation | None:
+        """How the answer would be degraded if the request arrived now."""
+        return None if self._brownout is None else self._brownout.preview(request)
+
+    def prefers_others(self, model: str, tier: Tier) -> bool:
+        """Whether a request that names several models should go to another one, since this one is overloaded."""
+        return self._brownout is not None and self._brownout.prefers_others(model, tier)
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this name is live."""
         return request_id in self._lifecycle.requests
@@ -224,6 +246,8 @@ class RouterCore:
         )
         if self._limits is not None:
             at = min(at, self._limits.next_deadline())
+        if self._brownout is not None:
+            at = min(at, self._brownout.next_deadline())
         return None if at == math.inf else at
 
     @property
@@ -350,6 +374,8 @@ class RouterCore:
         self._index.settle()
         self._health.on_tick(now)
         self._verdicts.expire(now)
+        if self._brownout is not None:
+            self._brownout.pass_time(now)
         for preemption in self._attempt_sender.queue.preemptions(now):
             self._lifecycle.preempt(preemption, now)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvloom.config import HealthConfig
+from kvloom.config import BrownoutConfig, HealthConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
@@ -43,6 +43,8 @@ class CoreConfig:
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split into chunks, under a policy that lets requests wait; None: they are never split."""
     overload: OverloadSettings = dataclasses.field(default_factory=OverloadSettings)
+    brownout: BrownoutConfig | None = None
+    """How answers are degraded under overload; None: never."""
     fairness: FairnessSettings | None = None
     """When a tenant above its share gives way to others; None: never."""
     classes: Sequence[PriorityClass] = ()

@@ -14,6 +14,7 @@ import msgspec
 from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
+from router.core.degradation import Degradation
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
@@ -107,6 +108,10 @@ class Request(msgspec.Struct, frozen=True):
     wants_receipt: bool = False
     discards_blocks: bool = False
     """Whether none of the blocks that it computes are kept; it uses those of its cache salt."""
+    has_fallback_model: bool = False
+    """Whether its client has another model for it, so that this one may refuse it in a brownout."""
+    degradation: Degradation | None = None
+    """How its answer is degraded. The core sets this when it admits the request; None: it is not."""
 
     @property
     def num_earlier_tokens(self) -> int:

@@ -27,6 +27,8 @@ class Start(msgspec.Struct):
     limits: LimitsState | None = None
     """What is left of the caller's limits, if it has any. Set by the router."""
     result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    brownout: str = ""
+    """How the answer is degraded; see SequenceStart.brownout in generation.proto. Set by the router."""
 
 
 class Finish(msgspec.Struct):

@@ -294,6 +294,15 @@ class LiveRequest:
         self.is_screened = True
         """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
 
+    def capped(self, max_tokens: float) -> float:
+        """What the limits of its caller and the brownout of its model leave of this many output tokens of a choice."""
+        if self.charge is not None and self.charge.max_tokens is not None:
+            max_tokens = min(max_tokens, self.charge.max_tokens)
+        degradation = self.request.degradation
+        if degradation is not None and degradation.max_tokens is not None:
+            max_tokens = min(max_tokens, degradation.max_tokens)
+        return max_tokens
+
     @property
     def continues_answer(self) -> bool:
         """Whether it waits for a shard that continues what another one has computed."""

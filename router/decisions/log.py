@@ -25,6 +25,8 @@ class RememberedRequest(msgspec.Struct):
     request_id: str
     num_prompt_tokens: int
     client_request_id: str = ""
+    brownout: str = ""
+    """How its answer is degraded; see SequenceStart.brownout in generation.proto."""
     packed_attempts: list[bytes] = []
     ended: RequestEnded | None = None
     """None while it still runs."""
@@ -81,7 +83,7 @@ class DecisionLog:
             self._forget(request_id)  # This is an earlier request of the same id.
             client_request_id = decision.request.client_request_id
             remembered = self._remembered[request_id] = RememberedRequest(
-                request_id, decision.pick.num_prompt_tokens, client_request_id
+                request_id, decision.pick.num_prompt_tokens, client_request_id, str(decision.request.degradation or "")
             )
             if client_request_id:
                 self._by_client_request_id.setdefault(client_request_id, {})[request_id] = None

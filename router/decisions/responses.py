@@ -22,8 +22,10 @@ from router.decisions.log import RememberedRequest
 from router.decisions.records import AttemptRecord
 
 
-def plan_to_proto(plan: PlacementPlan, model: str = "", chosen: ChosenRoute | None = None) -> PlanResponse:
-    """`chosen`: how the model was chosen, if it was not named."""
+def plan_to_proto(
+    plan: PlacementPlan, model: str = "", chosen: ChosenRoute | None = None, brownout: str = ""
+) -> PlanResponse:
+    """`chosen`: how the model was chosen, if it was not named. `brownout`: how the answer would be degraded."""
     return PlanResponse(
         model=model,
         route="" if chosen is None else chosen.how,
@@ -35,6 +37,7 @@ def plan_to_proto(plan: PlacementPlan, model: str = "", chosen: ChosenRoute | No
         picked_shard_id=plan.picked_shard_id,
         error=None if plan.error is None else plan.error.to_proto(),
         regret=_regret(plan),
+        brownout=brownout,
     )
 
 
@@ -80,6 +83,7 @@ def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Seque
         request_id=remembered.request_id,
         client_request_id=remembered.client_request_id,
         other_request_ids=other_request_ids,
+        brownout=remembered.brownout,
     )
     response.decisions.extend(_decision_to_proto(attempt, remembered.num_prompt_tokens) for attempt in attempts)
     if remembered.ended is not None:

@@ -228,6 +228,9 @@ class EngineRequest:
     kv_share: KvShare | None = None
     """The guaranteed share of the blocks that the sequence's owner has; None: it has none. Only engines with
     Capability.KV_SHARES honour it."""
+    no_speculation: bool = False
+    """Whether no tokens are to be drafted for it. Engines that cannot tell sequences apart in this need not honour
+    it."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 

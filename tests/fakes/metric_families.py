@@ -27,6 +27,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import (
     LimitsCounted,
+    RequestDegraded,
     RequestEnded,
     RequestsMoved,
     SequencesPreempted,
@@ -115,7 +116,7 @@ def _edge() -> Any:
 
 def _router() -> CollectorRegistry:
     registry = CollectorRegistry()
-    model = types.SimpleNamespace(name=MODEL, num_ready_shards=1)
+    model = types.SimpleNamespace(name=MODEL, num_ready_shards=1, brownout_step=0)
     shard = types.SimpleNamespace(description=types.SimpleNamespace(shard_id="shard-0"), health=HealthState.HEALTHY)
     metrics = RouterMetrics(lambda: cast(Any, [model]), lambda: cast(Any, [shard]), registry)
     metrics.request_ended(
@@ -130,6 +131,7 @@ def _router() -> CollectorRegistry:
     metrics.shard_health_changed(ShardHealthChanged("shard-0", HealthState.SUSPECTED, "stalled"))
     metrics.requests_moved(RequestsMoved("shard-0", 1))
     metrics.sequences_preempted(SequencesPreempted("shard-0", "t", [1]))
+    metrics.request_degraded(RequestDegraded(MODEL, ("max_tokens",)))
     metrics.watch(lambda: dict.fromkeys(GAUGES, 0.0))
     _limits(registry)
     MeteringMetrics(registry)
@@ -186,7 +188,7 @@ def _control() -> list[Metric]:
 def router_of_many(count: int) -> CollectorRegistry:
     """A router that knows so many models, of a shard each."""
     registry = CollectorRegistry()
-    models = [types.SimpleNamespace(name=f"model-{i}", num_ready_shards=1) for i in range(count)]
+    models = [types.SimpleNamespace(name=f"model-{i}", num_ready_shards=1, brownout_step=0) for i in range(count)]
     shards = [
         types.SimpleNamespace(description=types.SimpleNamespace(shard_id=f"s-{i}"), health=HealthState.HEALTHY)
         for i in range(count)

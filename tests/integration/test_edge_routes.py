@@ -30,6 +30,7 @@ ROUTES = ModelRoutes(
     ]
 )
 OVERLOADED = KvloomError(ErrorReason.ERROR_REASON_OVERLOADED, "full")
+BROWNOUT = KvloomError(ErrorReason.ERROR_REASON_BROWNOUT, "overloaded")
 LIMITED = KvloomError(ErrorReason.ERROR_REASON_RATE_LIMITED, "too many of yours")
 
 
@@ -108,6 +109,30 @@ async def test_the_next_model_takes_what_the_first_refused(world: EdgeWorld, str
     assert (headers["x-kvloom-model"], headers["x-kvloom-route"]) == ("guided", "tiny;passed=tiny:overloaded")
     assert [request.request.model for request in world.link.requests] == ["tiny", "guided"]
     assert not world.edge.num_running
+
+
+async def test_a_brownout_moves_requests_only_where_another_model_takes_them(world: EdgeWorld) -> None:
+    """A router is told whether the client has another model. If that one cannot take the request, the first is asked
+    again, as the last: a degraded answer is better than none."""
+
+    def play(request: FakeRequest) -> None:
+        if request.request.has_fallback_model:
+            request.finish(ERROR, error=BROWNOUT)
+        elif request.request.model == "guided" and is_full:
+            request.finish(ERROR, error=OVERLOADED)
+        else:
+            answer("Hi")(request)
+
+    world.link.script, is_full = play, False
+    _, _, headers = await ask(world, models=["guided"])
+    assert (headers["x-kvloom-model"], headers["x-kvloom-route"]) == ("guided", "tiny;passed=tiny:brownout")
+    is_full = True
+    status, _, headers = await ask(world, models=["guided"])
+    assert (status, headers["x-kvloom-model"]) == (200, "tiny")
+    assert headers["x-kvloom-route"] == "tiny;passed=tiny:brownout,guided:overloaded"
+    assert [request.request.model for request in world.link.requests[2:]] == ["tiny", "guided", "tiny"]
+    await ask(world)
+    assert not world.link.requests[-1].request.has_fallback_model
 
 
 async def test_a_stream_that_has_begun_stays_with_its_model(world: EdgeWorld) -> None:

@@ -34,6 +34,7 @@ STATE = FabricState(
     name="a-kvloom",
     owner="o",
     not_ready=["a-edge is restarting"],
+    brownouts=["a-router degrades answers of tiny: it is overloaded (brownout step 2)"],
     rollouts=[RolloutState("m", "m@2", "serving", 10.0, 2, 4)],
 )
 

@@ -16,6 +16,8 @@ memory_bursts.py            the bursts
 live_probe.py               asks an edge whether it is alive, from a process of its own
 fairness.py                 `kvloom bench fairness`
 fairness_model.py           what a tenant that floods the fleet costs another one, in virtual time
+brownout.py                 `kvloom bench brownout`
+brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
 tenant_timing.py            `kvloom bench tenant-timing`: what the time to the first token tells another tenant

@@ -53,6 +53,7 @@ def main() -> None:
 @click.group(
     cls=LazyGroup,
     commands_at={
+        "brownout": "tools.bench.brownout:bench_brownout",
         "engine": "tools.bench.engine.command:bench_engine",
         "index": "tools.bench.prefix_index:bench_index",
         "kv-shares": "tools.bench.kv_shares:bench_kv_shares",

@@ -156,6 +156,8 @@ def print_plan(plan: PlanResponse, console: Console) -> None:
         _print(console, f"an edge asks first, and judges by {tests}: {', '.join(plan.candidates)}")
     if plan.shards:
         console.print(_table(plan))
+    if plan.brownout:
+        _print(console, f"the model is overloaded: the answer would be degraded (brownout step {plan.brownout})")
     if plan.HasField("error"):
         _print(console, f"not placed: {plan.error.message}")
     _print_regret(plan, console)
@@ -170,6 +172,8 @@ def print_explanation(explanation: ExplainResponse, console: Console) -> None:
         console.print(_table(decision.plan))
         _print_regret(decision.plan, console)
         console.print()
+    if explanation.brownout:
+        _print(console, f"the model was overloaded: the answer is degraded (brownout step {explanation.brownout})")
     if explanation.HasField("outcome"):
         _print_outcome(explanation.outcome, console)
     else:

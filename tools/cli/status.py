@@ -82,6 +82,7 @@ def _machine_as_json(machine: Machine, fleet_model: str) -> dict[str, Any]:
         "supervisor_pid": state.supervisor_pid,
         "processes": state.processes,
         "rollouts": state.rollouts,
+        "brownouts": state.brownouts,
     }
 
 
@@ -129,7 +130,7 @@ def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
         )
     )
     lines = [f"{where}{phase}: {url}{f'({details})' * bool(details)}".rstrip()]
-    lines += [f"  {reason}" for reason in state.not_ready]
+    lines += [f"  {reason}" for reason in [*state.not_ready, *state.brownouts]]
     for rollout in state.rollouts:
         step = f", step {rollout.step} of {rollout.num_steps}" if rollout.step else ""
         lines.append(f"  rollout of {rollout.new} over {rollout.old}: {rollout.phase}, {rollout.share:g}%{step}")

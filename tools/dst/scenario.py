@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from kvloom.config import HealthConfig
+from kvloom.config import BrownoutConfig, BrownoutStepConfig, HealthConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
@@ -328,6 +328,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),
         overload=_draw_overload(random.Random(f"{seed} overload")),
+        brownout=_draw_brownout(random.Random(f"{seed} brownout")),
         fairness=_draw_fairness(random.Random(f"{seed} fairness")),
         classes=_draw_classes(random.Random(f"{seed} classes")),
         # Sized for simulated prompts, which are short.
@@ -375,6 +376,31 @@ def _draw_classes(rng: random.Random) -> tuple[PriorityClass, ...]:
         PriorityClass("plain", 1, 1.0, shares[1], aging_seconds),
         PriorityClass("flex", 2, 1.0, 0.0, aging_seconds),
         PriorityClass("idle", 3, 1.0, 0.0, aging_seconds),
+    )
+
+
+def _draw_brownout(rng: random.Random) -> BrownoutConfig | None:
+    """In a fifth of the seeds; sized for simulated answers, which are short."""
+    if rng.random() > 0.2:
+        return None
+    cap = BrownoutStepConfig(max_tokens=rng.choice((3, 6, 10)), no_speculation=rng.random() < 0.5)
+    steps = [
+        BrownoutStepConfig(max_choices=1, applies_to=[rng.choice(("interactive", "batch"))]),
+        BrownoutStepConfig(shed=["batch"]),
+        BrownoutStepConfig(max_tokens=1, max_queue_seconds=0.05),
+    ]
+    rng.shuffle(steps)
+    return BrownoutConfig(
+        enabled=True,
+        ttft_slo_seconds=rng.choice((0.01, 0.05, 0.2)),
+        target=rng.choice((0.9, 0.95)),
+        fast_window_seconds=0.05,
+        slow_window_seconds=rng.choice((0.1, 0.5)),
+        min_step_seconds=rng.choice((0.05, 0.2)),
+        step_up_burn_rate=2.0,
+        hold_seconds=rng.choice((0.05, 0.5)),
+        min_requests=rng.choice((1, 3)),
+        steps=[cap, *steps[: rng.choice((0, 1, 3))]],
     )
 
 

@@ -23,6 +23,8 @@ class Call:
     """The model that the trace names, or in a fleet of several the one that it is for. It has no effect in a fleet of
     one model."""
     tenant: str = ""
+    is_batch: bool = False
+    """Whether it is in the batch tier."""
 
 
 class Workload(Protocol):

@@ -18,7 +18,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig, RouterCore
-from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
+from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, Tier
 from router.placement_plugins import plugin_policy
 from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
 from tools.simulate.fleet.sequence import ShardSequence
@@ -136,6 +136,7 @@ class _World:
             max_tokens=call.num_output_tokens,
             session_key=call.session_key,
             tenant=call.tenant if self._options.has_tenants else "",
+            tier=Tier.BATCH if call.is_batch else Tier.INTERACTIVE,
             block_hashes={self._block_size: tuple(call.block_hashes)},
         )
         self._deliver(link, ev.RequestArrived(request))

@@ -32,6 +32,7 @@ from tools.supervisor.models.changes import ModelChanges, Resolve
 from tools.supervisor.models.history import ModelHistory
 from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages, started_roles, supervisor_name
 from tools.supervisor.readiness import (
+    brownouts,
     edges_without,
     http_url,
     not_ready_reasons,
@@ -422,6 +423,8 @@ class Fabric:
         state.rollouts = list(self._rollouts.rollouts.running)
         if state.phase == "ready":
             state.not_ready = await self._not_ready()
+            if self._config.router.brownout.enabled:
+                state.brownouts = await brownouts(state.processes, self._trust)
         return state
 
     async def _not_ready(self) -> list[str]:

@@ -134,6 +134,20 @@ async def num_ready_shards(address: str, trust: FabricTrust) -> int | None:
     return None if models is None else sum(model.num_ready_shards for model in models)
 
 
+async def brownouts(statuses: Sequence[ProcessStatus], trust: FabricTrust) -> list[str]:
+    """The models that running routers have on a step of the brownout ladder, one sentence each."""
+    running = [status for status in statuses if status.role == "router" and status.state == ProcessState.READY]
+    found = await asyncio.gather(
+        *(models_of(status.internal_address or status.router_address, trust) for status in running)
+    )
+    return [
+        f"{status.name} degrades answers of {model.name}: it is overloaded (brownout step {model.brownout_step})"
+        for status, models in zip(running, found, strict=True)
+        for model in models or ()
+        if model.brownout_step
+    ]
+
+
 async def models_of(address: str, trust: FabricTrust) -> Sequence[ModelInfo] | None:
     """The models that a router knows; None if it does not answer."""
     async with trust.open_channel(reachable_address(address), "router") as channel:

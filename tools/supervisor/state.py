@@ -41,6 +41,8 @@ class FabricState(msgspec.Struct, kw_only=True):
     """Why requests that reach this machine are not served; not known from the file."""
     rollouts: list[RolloutState] = []
     """Those that have not ended; not known from the file either."""
+    brownouts: list[str] = []
+    """The models whose answers are degraded (docs/brownout.md), likewise."""
 
     @property
     def place(self) -> str:

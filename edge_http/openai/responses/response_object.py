@@ -14,7 +14,13 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Maps the finish reasons of incomplete responses to OpenAI's words."""
-_RATE_LIMITS: Final = frozenset((ErrorReason.ERROR_REASON_RATE_LIMITED, ErrorReason.ERROR_REASON_QUEUE_FULL))
+_RATE_LIMITS: Final = frozenset(
+    (
+        ErrorReason.ERROR_REASON_RATE_LIMITED,
+        ErrorReason.ERROR_REASON_QUEUE_FULL,
+        ErrorReason.ERROR_REASON_BROWNOUT,
+    )
+)
 
 
 class ResponseObject:

@@ -10,11 +10,12 @@ from router.core import events as ev
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
 from router.core.admission.held_requests import HeldRequests
+from router.core.brownout.brownout import Brownout
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_names, check_servable, safety_unavailable
-from router.core.events import Request
+from router.core.events import Request, class_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Client, LiveRequest
@@ -40,6 +41,7 @@ class Arrivals:
         deadlines: Deadlines,
         action_buffer: ActionBuffer,
         limits: HeldRequests | None = None,
+        brownout: Brownout | None = None,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -53,6 +55,7 @@ class Arrivals:
         self._meters_usage = config.meters_usage
         self._max_held_tokens = config.max_held_tokens
         self._limits = limits
+        self._brownout = brownout
         if limits is not None:
             limits.resume = self._on_lease
 
@@ -70,6 +73,12 @@ class Arrivals:
         error = self.refusal(request) or check_names(request, client, self._lifecycle.requests)
         if error is None and not event.cached:  # a cached answer needs no shard
             error = self._overload_refusal(request, timeout_seconds, now)
+            if error is None and self._brownout is not None:
+                admitted = self._brownout.admit(request, lambda: self._predicted_wait_seconds(request, now), now)
+                if isinstance(admitted, KvloomError):
+                    error = admitted
+                else:
+                    request = admitted
         if error is not None:
             self._refuse(request, client, error, now)
             return
@@ -95,11 +104,10 @@ class Arrivals:
         """The request is admitted, if it has a place: it is queued."""
         request = live.request
         live.max_held_tokens = max(1, self._max_held_tokens // len(request.choices))
-        limit = request.max_tokens or math.inf
-        if live.charge is not None and live.charge.max_tokens is not None:
-            if live.charge.max_tokens < limit:
-                live.is_exact = False  # it is not the whole answer to this request: not to be kept, nor attested
-            limit = min(limit, live.charge.max_tokens)
+        asked = request.max_tokens or math.inf
+        limit = live.capped(asked)
+        if limit < asked:
+            live.is_exact = False  # it is not the whole answer to this request: not to be kept, nor attested
         if live.cached and max(len(choice.token_ids) for choice in live.cached) <= limit:
             # What it has was allowed by the policy in force: both are in its key.
             if live.charge is not None:
@@ -155,6 +163,13 @@ class Arrivals:
             return None  # the prediction counts the requests of a tenant that gives way
         return error
 
+    def _predicted_wait_seconds(self, request: Request, now: float) -> float:
+        """How long the request would wait, in the router and on its shard, as far as is known."""
+        wait_seconds = self._queue.engine_wait_seconds(request.model, now)
+        if self._queue.queues.num_waiting(request.model):
+            wait_seconds += self._overload.wait_seconds(request.model, class_of(request), now) or 0.0
+        return wait_seconds
+
     def _hand_over(
         self, live: LiveRequest, open_shards: list[Shard], now: float, *, is_parked: bool, has_room: bool
     ) -> None:
@@ -194,4 +209,6 @@ class Arrivals:
                 step.finishes.append(Finish(slot, FINISH_REASON_ERROR, num_prompt_tokens, error=error))
         rejected = LiveRequest(request, client, now)
         rejected.note_end(FINISH_REASON_ERROR, error)
+        if self._brownout is not None:
+            self._brownout.note_end_without_token(rejected, now)
         self._action_buffer.add(request_ended(rejected, now))

@@ -58,8 +58,7 @@ class AttemptSender:
         request = live.request
         window = shard.description.max_model_len - len(request.prompt_token_ids)
         max_tokens = window if request.max_tokens is None else min(request.max_tokens, window)
-        if live.charge is not None and live.charge.max_tokens is not None:
-            max_tokens = min(max_tokens, live.charge.max_tokens)
+        max_tokens = int(live.capped(max_tokens))
         live.num_attempts += 1
         live.is_displaced = False
         variant = shard.description.variant

@@ -151,6 +151,7 @@ class ModelState(msgspec.Struct, frozen=True):
     """By name."""
     is_withdrawn: bool = False
     """Whether it takes no new requests, since all its shards are to end."""
+    brownout_step: int = 0
 
 
 class _LastKnown(NamedTuple):
@@ -191,6 +192,8 @@ class Fleet:
     def __init__(self) -> None:
         self.shards: dict[str, Shard] = {}
         self.is_draining = False
+        self.brownout_steps: dict[str, int] = {}
+        """The models whose answers are degraded, and the steps on which they are."""
         self._models: dict[str, _LastKnown] = {}
         """As they were when they last had a shard. Withdrawn models are forgotten with their last shard."""
         self._has_served = False
@@ -259,6 +262,7 @@ class Fleet:
                 if model in by_model
                 else [adapter._replace(num_ready_shards=0) for adapter in known.adapters],
                 is_withdrawn=self.is_withdrawn(model),
+                brownout_step=self.brownout_steps.get(model, 0),
             )
             for model, known in sorted(self._models.items())
         ]

@@ -20,6 +20,7 @@ from kvloom.v1.generation_pb2 import (
 )
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import AnswerCompleted, CancelOnShard, CompletedChoice, RequestEnded, SequencesPreempted
+from router.core.brownout.brownout import Brownout
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import MAX_MOVES, Preemption
 from router.core.dispatch.refusals import adapter_not_found, no_shard_ready
@@ -59,6 +60,7 @@ class Lifecycle:
         action_buffer: ActionBuffer,
         max_attempts: int,
         limiter: Limiter | None = None,
+        brownout: Brownout | None = None,
     ) -> None:
         self.requests: dict[str, LiveRequest] = {}
         self.clients: dict[str, Client] = {}
@@ -69,6 +71,7 @@ class Lifecycle:
         self._action_buffer = action_buffer
         self._max_attempts = max_attempts
         self._limiter = limiter
+        self._brownout = brownout
 
     def client(self, client_id: str) -> Client:
         client = self.clients.get(client_id)
@@ -107,6 +110,8 @@ class Lifecycle:
         client_start = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
         client_start.prompt_logprobs = start.prompt_logprobs
         client_start.result_cache = live.result_cache
+        if live.request.degradation is not None:
+            client_start.brownout = str(live.request.degradation)
         if choice.withheld is not None:
             choice.withheld.start = client_start
         else:
@@ -294,6 +299,8 @@ class Lifecycle:
     def _send_start(self, choice: Choice, start: Start, now: float) -> None:
         if choice.request.first_sent_at is None:
             choice.request.first_sent_at = now
+            if self._brownout is not None and not choice.request.cached:
+                self._brownout.note_first_token(choice.request, now)
         if self._limiter is not None and choice.request.charge is not None:
             start.limits = self._limiter.state(choice.request.charge, now)
         self._action_buffer.step(choice.client).starts.append(start)
@@ -326,6 +333,8 @@ class Lifecycle:
             if kept is not None and live.ended_with[0] in _COMPLETE:
                 self._action_buffer.add(_answer_completed(live, kept))
             live.kept_ends = None
+            if self._brownout is not None and live.first_sent_at is None:
+                self._brownout.note_end_without_token(live, now)
             self._action_buffer.add(request_ended(live, now))
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []

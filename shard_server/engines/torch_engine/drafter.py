@@ -74,7 +74,7 @@ class Drafter:
     def _draft(self, sequence: EngineSequence, rows_left: int) -> list[int]:
         # The token that is drawn after the last draft counts, too.
         limit = min(rows_left, sequence.request.max_tokens - sequence.num_output_tokens - 1)
-        if limit < 1:
+        if limit < 1 or sequence.request.no_speculation:
             return []
         draft: list[int] = []
         if sequence.request.predicted_token_ids and self._config.max_predicted_tokens:

@@ -14,9 +14,11 @@ from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.health.health_watch import HealthWatch
+from router.core.live import LiveRequest
 from router.core.priority_classes import BATCH
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
+    BrownoutAtAdmission,
     DrainedShardsEmpty,
     DrainsEnd,
     OutagePatience,
@@ -39,6 +41,23 @@ def counts_decode_time_as_queue_time(patch: Patch) -> None:
         return original(self, request, timeout_seconds, now)
 
     patch.setattr(OverloadGuard, "refusal", refusal)
+
+
+@caught_by(BrownoutAtAdmission, max_seeds=8, first_seed=12)
+def forgets_the_cap_on_another_shard(patch: Patch) -> None:
+    """An answer that was capped at its admission has all the tokens it asked for when it continues elsewhere."""
+    original = LiveRequest.capped
+
+    def capped(self: LiveRequest, max_tokens: float) -> float:
+        return max_tokens if self.num_attempts else original(self, max_tokens)
+
+    patch.setattr(LiveRequest, "capped", capped)
+
+
+@caught_by(BrownoutAtAdmission, max_seeds=8, first_seed=12)
+def degrades_answers_that_continue(patch: Patch) -> None:
+    """An answer that another router has begun is shortened by the brownout of this one."""
+    patch.setattr("router.core.brownout.brownout.is_continued", lambda _request: False)
 
 
 @caught_by(TiersKept)

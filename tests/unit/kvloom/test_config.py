@@ -37,6 +37,13 @@ def test_what_is_dumped_is_loaded_again(tmp_path: Path) -> None:
         ("[edge]\nport = 70000\n", "edge.port"),
         ('[shard]\nqueue_order = "lifo"\n', "shard.queue_order"),
         ("[edge\n", "kvloom.toml"),
+        ("[[router.brownout.steps]]\nmax_token = 5\n", "max_token"),
+        ("[[router.brownout.steps]]\n", "it does nothing"),
+        ('[[router.brownout.steps]]\nshed = ["bulk"]\n', "shed"),
+        ('[[router.brownout.steps]]\nshed = ["batch"]\napplies_to = ["interactive"]\n', "exempts"),
+        ("[router.brownout]\nmin_step_seconds = 5\n", "min_step_seconds must be at least fast_window_seconds"),
+        ("[router.brownout]\ntarget = 0.5\n", "step_up_burn_rate cannot be reached"),
+        ("[router.brownout]\nslow_window_seconds = 5\n", "router.brownout"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:

@@ -11,8 +11,10 @@ from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
     AnswerCompleted,
+    BrownoutStepChanged,
     FleetChanged,
     PlacementDecided,
+    RequestDegraded,
     RequestEnded,
     RequestsMoved,
     SendStep,
@@ -83,6 +85,10 @@ class Silent:
     def sequences_preempted(self, preempted: SequencesPreempted) -> None: ...
 
     def variant_changed(self, change: VariantChanged) -> None: ...
+
+    def brownout_step_changed(self, change: BrownoutStepChanged) -> None: ...
+
+    def request_degraded(self, degraded: RequestDegraded) -> None: ...
 
 
 class Reacting:

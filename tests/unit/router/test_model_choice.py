@@ -52,3 +52,16 @@ def test_embeddings_of_different_models_are_not_mixed() -> None:
         chosen(routes, embedding)
     listed = GenerateRequest(model="small", models=["large"], text="hello", pooling=Pooling())
     assert chosen(routes, listed, {"large"})[0] == "large"
+
+
+def test_a_model_in_a_brownout_is_passed_while_another_is_ready() -> None:
+    """Over gRPC the router chooses itself. Without another ready model the overloaded one is still better than none."""
+    routes = ModelRoutes([RouteConfig(name="r", targets=["large"], fallback=["small"])])
+    request = GenerateRequest(model="r", text="hello")
+
+    def model_of(ready: set[str]) -> str | None:
+        found = choose_model(request, MODELS, routes, ready.__contains__, "caller", None, "large".__eq__)
+        return None if found.model is None else found.model.name
+
+    assert model_of({"large", "small"}) == "small"
+    assert model_of({"large"}) == "large"

@@ -12,6 +12,7 @@ kv_shares.py   guaranteed shares of cached blocks
 limits.py      budgets, rates, leases and charges, in seeds with limits
 integrity.py   the core's own consistency check
 models.py      shards of several models, and models that are loaded and unloaded
+brownout.py    degraded requests
 overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
 registry.py    shards are found by their records, and no other process is used
@@ -36,6 +37,7 @@ from tools.dst.checkers.attempts import (
     SlotsExclusive,
     VariantsKept,
 )
+from tools.dst.checkers.brownout import BrownoutAtAdmission
 from tools.dst.checkers.classes import ClassesAge, FloorsKept, SchedulingEndsNothing
 from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextIntact, TokensExact
@@ -103,6 +105,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     DrainedShardsEmpty,
     DrainsEnd,
     RejectionsJustified,
+    BrownoutAtAdmission,
     TiersKept,
     OutagePatience,
     CachedAnswersOwn,

@@ -151,6 +151,10 @@ _CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
         and not choice.request.was_dispatched
     ),
     ErrorReason.ERROR_REASON_QUEUE_FULL: _queue_was_full,
+    # BrownoutAtAdmission checks the step.
+    ErrorReason.ERROR_REASON_BROWNOUT: lambda node, choice: (
+        node.config.brownout is not None and choice.request is node.witness.arriving
+    ),
     ErrorReason.ERROR_REASON_NO_SHARD_READY: _no_shard,
     ErrorReason.ERROR_REASON_MODEL_NOT_FOUND: _does_not_exist,
     ErrorReason.ERROR_REASON_ADAPTER_NOT_FOUND: _failed_everywhere,

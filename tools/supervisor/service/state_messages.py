@@ -24,6 +24,7 @@ def state_to_proto(state: FabricState) -> GetStateResponse:
         model=state.model,
         processes=[SupervisedProcess(**dataclasses.asdict(process)) for process in state.processes],
         not_ready=state.not_ready,
+        brownouts=state.brownouts,
         rollouts=[RolloutMessage(**dataclasses.asdict(rollout)) for rollout in state.rollouts],
     )
 
@@ -40,6 +41,7 @@ def state_from_proto(message: GetStateResponse) -> FabricState:
         model=message.model,
         processes=[_process_from_proto(process) for process in message.processes],
         not_ready=list(message.not_ready),
+        brownouts=list(message.brownouts),
         rollouts=[RolloutState(**_values(rollout, RolloutState)) for rollout in message.rollouts],
     )
 

@@ -1,0 +1,120 @@
+"""The brownout's place in the router core: it watches first tokens and refusals, and degrades new requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from kvloom.config import BrownoutConfig
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router.core.action_buffer import ActionBuffer
+from router.core.actions import BrownoutStepChanged, RequestDegraded
+from router.core.brownout.controller import BrownoutController, StepChange
+from router.core.brownout.ladder import Ladder, degradation, refusal, refused
+from router.core.degradation import Degradation
+from router.core.events import Request, Tier
+from router.core.live import LiveRequest
+
+OVERLOADED: Final = frozenset({ErrorReason.ERROR_REASON_QUEUE_FULL, ErrorReason.ERROR_REASON_QUEUE_TIMEOUT})
+"""A request that ends so without a token has missed its objective. What the ladder itself refuses does not count, but
+for max_queue_seconds."""
+
+
+class Brownout:
+    """Running answers are never changed: everything happens when a request arrives."""
+
+    def __init__(
+        self,
+        config: BrownoutConfig,
+        action_buffer: ActionBuffer,
+        steps: dict[str, int],
+        note_change: Callable[[], None],
+        retry_after_seconds: Callable[[str, float], float],
+    ) -> None:
+        """`steps` is kept up to date: the models that are degraded, and their steps. `note_change` is called when it
+        changes. `retry_after_seconds` spreads the retries of requests that should wait for a time."""
+        self._config = config
+        self._controller = BrownoutController(config)
+        self._ladder = Ladder(config.steps)
+        self._action_buffer = action_buffer
+        self._steps = steps
+        self._note_change = note_change
+        self._retry_after_seconds = retry_after_seconds
+
+    def admit(self, request: Request, predicted_wait_seconds: Callable[[], float], now: float) -> Request | KvloomError:
+        """The request as it is to be served now, or why it is not. Answers that were begun elsewhere stay as they
+        are."""
+        step = self._steps.get(request.model)
+        if step is None or is_continued(request):
+            return request
+        effects = self._ladder.effects(step, request.tier)
+        found = refusal(request, effects, step, predicted_wait_seconds)
+        if found is not None:
+            if found.effect == "max_queue_seconds":
+                # Otherwise the ladder would come down while it refuses what the fleet cannot serve.
+                self._observe(request, now, is_good=False)
+            self._action_buffer.add(RequestDegraded(request.model, (found.effect,)))
+            wait_seconds = self._config.min_step_seconds
+            return refused(found, self._retry_after_seconds(request.request_id, wait_seconds))
+        degraded = degradation(request, effects, step)
+        if degraded is None:
+            return request
+        self._action_buffer.add(RequestDegraded(request.model, degraded.effects))
+        return msgspec.structs.replace(request, degradation=degraded)
+
+    def preview(self, request: Request) -> Degradation | None:
+        """How the answer would be degraded now, for an explanation: nothing is counted, and nothing refused."""
+        step = self._steps.get(request.model)
+        return None if step is None else degradation(request, self._ladder.effects(step, request.tier), step)
+
+    def prefers_others(self, model: str, tier: Tier) -> bool:
+        """Whether a request that names several models should go to another one, if that is ready."""
+        step = self._steps.get(model)
+        return step is not None and self._ladder.effects(step, tier).smaller_model
+
+    def note_first_token(self, live: LiveRequest, now: float) -> None:
+        """The request's client is sent its first token, which was computed for it."""
+        self._observe(live.request, now, is_good=now - live.arrived_at <= self._config.ttft_slo_seconds)
+
+    def note_end_without_token(self, live: LiveRequest, now: float) -> None:
+        """A request has ended, or was refused. One that its client gave up in time says nothing, and neither does one
+        with less time than the objective: otherwise clients could cause a brownout by short timeouts."""
+        error = live.ended_with[1]
+        slo_seconds = self._config.ttft_slo_seconds
+        is_late = now - live.arrived_at > slo_seconds
+        is_short = 0 < live.request.timeout_seconds < slo_seconds
+        if is_late or (error is not None and error.reason in OVERLOADED and not is_short):
+            self._observe(live.request, now, is_good=False)
+
+    def pass_time(self, now: float) -> None:
+        for change in self._controller.pass_time(now):
+            self._on_change(change)
+
+    def next_deadline(self) -> float:
+        return self._controller.next_deadline()
+
+    def _observe(self, request: Request, now: float, *, is_good: bool) -> None:
+        if request.tier is not Tier.INTERACTIVE or request.pooling is not None or is_continued(request):
+            return
+        change = self._controller.observe(request.model, now, is_good=is_good)
+        if change is not None:
+            self._on_change(change)
+
+    def _on_change(self, change: StepChange) -> None:
+        if change.step:
+            self._steps[change.model] = change.step
+        else:
+            self._steps.pop(change.model, None)
+        rates = change.rates
+        self._action_buffer.add(
+            BrownoutStepChanged(change.model, change.step, change.previous_step, rates.fast, rates.slow)
+        )
+        self._note_change()
+
+
+def is_continued(request: Request) -> bool:
+    """Whether another router, edge or model has begun the answer."""
+    return request.num_ended_tokens > 0 or any(choice.output_token_ids for choice in request.choices)
