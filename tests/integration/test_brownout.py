@@ -14,10 +14,13 @@ from rich.console import Console
 from kvloom.client.client import Client
 from kvloom.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.trust.fabric_trust import NO_SECRET
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.router_world import eventually
 from tools.cli.explain import print_explanation, print_plan
+from tools.supervisor.readiness import brownouts
+from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -109,6 +112,11 @@ async def test_answers_are_capped_refused_and_whole_again(world: EmbeddingWorld)
         shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
         assert "would be degraded (brownout step 2; max_tokens=3; no_speculation)" in shown
         assert "is degraded (brownout step 2; max_tokens=3; no_speculation)" in shown
+
+    router = ProcessStatus("router", "router-0", 1, ProcessState.READY, router_address=world.fabric.address)
+    assert await brownouts([router], NO_SECRET) == [
+        f"router-0 degrades answers of {MODEL}: it is overloaded (brownout step {step_of(world)})"
+    ]
 
     await eventually(lambda: step_of(world) == 0, "the end of the brownout")
     world.fabric.config.router.brownout.ttft_slo_seconds = 60.0

@@ -136,7 +136,7 @@ async def num_ready_shards(address: str, trust: FabricTrust) -> int | None:
 
 async def brownouts(statuses: Sequence[ProcessStatus], trust: FabricTrust) -> list[str]:
     """The models that running routers have on a step of the brownout ladder, one sentence each."""
-    running = [status for status in statuses if status.role == "router" and status.state == ProcessState.READY]
+    running = [status for status in statuses if status.router_address and status.state == ProcessState.READY]
     found = await asyncio.gather(
         *(models_of(status.internal_address or status.router_address, trust) for status in running)
     )
