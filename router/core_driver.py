@@ -314,7 +314,8 @@ class CoreDriver:
                         carry_out[type(action)](action)
                 except Exception as error:  # Queued events belong to other peers, so they are handled first.
                     fault = fault or error
-                deadlines_stand = deadlines_stand and self.core.deadlines_stand
+                if not self.core.deadlines_stand:
+                    deadlines_stand = False
                 next_event = pending.popleft() if pending else None
         finally:
             self._dispatching = False

@@ -76,14 +76,15 @@ class DecisionLog:
         return list(reversed(self._by_client_request_id.get(client_request_id, {})))
 
     def placement_decided(self, decision: PlacementDecided) -> None:
-        request_id = decision.request.request_id
-        now = self._clock()
+        request, now = decision.request, self._clock()
+        request_id = request.request_id
         remembered = self._remembered.get(request_id)
         if remembered is None or decision.attempt_id == 1:
             self._forget(request_id)  # This is an earlier request of the same id.
-            client_request_id = decision.request.client_request_id
+            client_request_id = request.client_request_id
+            degradation = "" if request.degradation is None else str(request.degradation)
             remembered = self._remembered[request_id] = RememberedRequest(
-                request_id, decision.pick.num_prompt_tokens, client_request_id, str(decision.request.degradation or "")
+                request_id, decision.pick.num_prompt_tokens, client_request_id, degradation
             )
             if client_request_id:
                 self._by_client_request_id.setdefault(client_request_id, {})[request_id] = None

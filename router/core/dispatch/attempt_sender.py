@@ -262,7 +262,7 @@ class AttemptSender:
             live.usage.hold(num_prompt_blocks, candidate.block_size, now)
         if not live.request.discards_blocks:
             self._index.place(shard.shard_id, hashes, now)
-        self._placer.note_placed(live, shard, hashes, now)
+        self._placer.note_placed(live, shard, candidate, hashes, now)
 
     def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:
         slot = shard.slots.allocate()

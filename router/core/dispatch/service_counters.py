@@ -141,13 +141,14 @@ class ServiceCounters:
 
     def has_rivals(self, live: LiveRequest) -> bool:
         """Whether any other class, tenant or sub-flow than that of this request has ever asked for service."""
-        if not self.is_counting:
-            request = live.request
-            flow = (live.priority_class, request.tenant, request.fairness_id)
-            if self._only is None:
-                self._only = flow
-            elif flow != self._only:
-                self.is_counting = True
+        if self.is_counting:
+            return True
+        request = live.request
+        flow = (live.priority_class, request.tenant, request.fairness_id)
+        if flow == self._only:
+            return False
+        self.is_counting = self._only is not None
+        self._only = flow
         return self.is_counting
 
     def enter(self, live: LiveRequest) -> None:

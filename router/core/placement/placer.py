@@ -134,12 +134,14 @@ class Placer:
         """One shard as the request sees it."""
         return self._candidates([shard], live, now)[0]
 
-    def note_placed(self, live: LiveRequest, shard: Shard, block_hashes: Sequence[int], now: float) -> None:
+    def note_placed(
+        self, live: LiveRequest, shard: Shard, candidate: Candidate, block_hashes: Sequence[int], now: float
+    ) -> None:
         """The picked request is on its way; `block_hashes` are its blocks of the shard's size."""
         self._num_placed += 1
         shard.turn = self._num_placed
         self._reuse.note_prompt(block_hashes, now)
-        self._policy.placed(_arrival(live, block_hashes), shard.shard_id)
+        self._policy.placed(_arrival(live, candidate, block_hashes), shard.shard_id)
 
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
         """The placement, with that shard just picked; to be called before anything is reserved for it."""
@@ -182,7 +184,7 @@ class Placer:
         """The cost of placing the request on each of the shards."""
         hashes = self.hashes(live, shards[0].description.block_size)
         candidates = self._candidates(shards, live, now)
-        terms = self._policy.costs(_arrival(live, hashes), candidates)
+        terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
         best = candidates[self._cheapest(list(map(sum, terms)), candidates, live)]
         return _Scores(live, now, candidates, terms, best, is_whole)
 
@@ -311,6 +313,8 @@ def _adapter_wait_seconds(shard: Shard, adapter: Adapter, now: float) -> float:
     return shard.adapters.wait_seconds(adapter, now) if shard.adapters.has(adapter) else 0.0
 
 
-def _arrival(live: LiveRequest, block_hashes: Sequence[int]) -> Arrival:
+def _arrival(live: LiveRequest, candidate: Candidate, block_hashes: Sequence[int]) -> Arrival:
+    """`candidate`: any shard, as the request sees it now."""
     request = live.request
-    return Arrival(request.request_id, request.session_key, live.num_context_tokens, block_hashes)
+    num_tokens = candidate.num_prefill_tokens + candidate.num_overlap_tokens
+    return Arrival(request.request_id, request.session_key, num_tokens, block_hashes)

@@ -103,15 +103,15 @@ class Lifecycle:
         if choice.num_cached_tokens is not None:
             return
         live = choice.request
-        num_cached_tokens = max(0, start.num_cached_tokens - live.num_prepared_tokens)
-        choice.num_cached_tokens = min(num_cached_tokens, len(live.request.prompt_token_ids))
+        request, num_cached_tokens = live.request, max(0, start.num_cached_tokens - live.num_prepared_tokens)
+        choice.num_cached_tokens = num_cached_tokens = min(num_cached_tokens, len(request.prompt_token_ids))
         if choice is live.choices[0]:
-            live.num_cached_tokens = choice.num_cached_tokens
-        client_start = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
+            live.num_cached_tokens = num_cached_tokens
+        client_start = Start(choice.client_slot, num_cached_tokens, start.queue_time_seconds, choice.shard_id)
         client_start.prompt_logprobs = start.prompt_logprobs
         client_start.result_cache = live.result_cache
-        if live.request.degradation is not None:
-            client_start.brownout = str(live.request.degradation)
+        if request.degradation is not None:
+            client_start.brownout = str(request.degradation)
         if choice.withheld is not None:
             choice.withheld.start = client_start
         else:
@@ -311,15 +311,16 @@ class Lifecycle:
         self._screening.forget(choice)
         if self._service.is_counting:
             self._service.settle(choice)
-        live = choice.request
-        finish.num_prompt_tokens = len(live.request.prompt_token_ids)
+        live, client, num_output_tokens = choice.request, choice.client, len(choice.output_token_ids)
+        request = live.request
+        finish.num_prompt_tokens = len(request.prompt_token_ids)
         finish.num_cached_tokens = choice.num_cached_tokens or 0
-        finish.num_output_tokens = len(choice.output_token_ids)
-        del choice.client.choices[choice.client_slot]
-        self._action_buffer.step(choice.client).finishes.append(finish)
-        live.num_output_tokens += len(choice.output_token_ids) - choice.num_resumed_tokens
-        if live.usage is not None and live.request.count_reasoning is not None:
-            live.usage.num_reasoning_tokens += self._count_reasoning(live.request, choice, finish)
+        finish.num_output_tokens = num_output_tokens
+        del client.choices[choice.client_slot]
+        self._action_buffer.step(client).finishes.append(finish)
+        live.num_output_tokens += num_output_tokens - choice.num_resumed_tokens
+        if live.usage is not None and request.count_reasoning is not None:
+            live.usage.num_reasoning_tokens += self._count_reasoning(request, choice, finish)
         live.note_end(finish.reason, finish.error)
         live.num_open_choices -= 1
         if live.charge is not None:
@@ -329,7 +330,7 @@ class Lifecycle:
             finish.result_cache = live.result_cache
             kept.append((choice, finish))
         if not live.num_open_choices:
-            del self.requests[live.request.request_id]
+            del self.requests[request.request_id]
             if kept is not None and live.ended_with[0] in _COMPLETE:
                 self._action_buffer.add(_answer_completed(live, kept))
             live.kept_ends = None

@@ -101,7 +101,7 @@ def keeps_waiting_for_a_suspected_shard(patch: Patch) -> None:
     patch.setattr(DispatchQueue, "leave_suspected", lambda _self, _now: None)
 
 
-@caught_by(SessionsMoveOnce, first_seed=360)
+@caught_by(SessionsMoveOnce, first_seed=110)
 def brings_a_forgotten_rollout_back(patch: Patch) -> None:
     """A supervisor that was suspended continues its rollout, although all edges have gone back to the old version."""
 

@@ -97,7 +97,7 @@ def lists_withdrawn_models_for_ever(patch: Patch) -> None:
     patch.setattr(Fleet, "knows", knows)
 
 
-@caught_by(EndsJustified, first_seed=120)
+@caught_by(EndsJustified, first_seed=70)
 def forgets_models_with_their_first_withdrawn_shard(patch: Patch) -> None:
     """The first withdrawn shard that leaves takes its model along, although others of it are left."""
     original = Fleet.remove
