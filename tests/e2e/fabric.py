@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import psutil
 
 from kvloom.trust.secret import read_secret
 from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from tools.supervisor.state import FabricState, RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL_CACHE_DIR = REPOSITORY / "build" / "models"
@@ -68,8 +70,13 @@ class RunningFabric:
         done = run_kvloom("up", "--detach", *args, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.fullmatch(r"ready: https?://127\.0\.0\.1:\d+", done.stdout.splitlines()[-1])
-        status = json.loads(run_kvloom("status", "--json", env=env).stdout)
-        return cls(env, status["http_url"], status["router_address"])
+        return cls.running(env)
+
+    @classmethod
+    def running(cls, env: dict[str, str]) -> RunningFabric:
+        """The fabric that already runs with this environment's data directory."""
+        state = _state(env)
+        return cls(env, state.http_url, state.router_address)
 
     def stop(self) -> None:
         pids = self.pids()
@@ -78,14 +85,18 @@ class RunningFabric:
         assert_all_gone(pids)
 
     def status(self) -> dict[str, Any]:
+        """What the command says, for tests of it and of what only it finds out, as whether a shard is drained."""
         return json.loads(run_kvloom("status", "--json", env=self.env).stdout)
 
-    def processes(self, role: str) -> list[dict[str, Any]]:
-        return [process for process in self.status()["processes"] if process["role"] == role]
+    def processes(self, role: str = "") -> list[dict[str, Any]]:
+        """As the supervisor sees them; without a role, all. They are read from its file: a command for each question
+        would cost most tests more than what they test."""
+        found = _state(self.env).processes
+        return [msgspec.to_builtins(process) for process in found if role in ("", process.role)]
 
     def pids(self) -> list[int]:
-        status = self.status()
-        return [status["supervisor_pid"], *(process["pid"] for process in status["processes"])]
+        state = _state(self.env)
+        return [state.supervisor_pid, *(process.pid for process in state.processes if process.pid is not None)]
 
     def shard_loads(self) -> list[shard_service_pb2.LoadReport]:
         trust = self.trust()
@@ -119,6 +130,10 @@ def assert_all_gone(pids: list[int]) -> None:
             return True
 
     eventually(f"processes {pids} have gone", lambda: all(map(is_gone, pids)))
+
+
+def _state(env: dict[str, str]) -> FabricState:
+    return RunFolder(Path(env["KVLOOM_DATA_DIR"])).require_running()
 
 
 def _shard_load(trust: SharedSecret, address: str) -> shard_service_pb2.LoadReport:

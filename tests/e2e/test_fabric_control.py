@@ -42,7 +42,7 @@ def status_of(fabric: RunningFabric, key: str, path: str = "/v1/models", body: A
 
 
 def process_of(fabric: RunningFabric, role: str) -> dict[str, Any]:
-    return next(one for one in fabric.status()["processes"] if one["role"] == role)
+    return fabric.processes(role)[0]
 
 
 def test_a_team_gets_a_key_with_one_command_and_loses_it_with_another(fabric: RunningFabric) -> None:

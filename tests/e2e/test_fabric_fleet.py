@@ -90,8 +90,9 @@ def fleet(
         ("--role", "shard", "--role", "router", "--shards", "1"),
     ]
     try:
-        for machine, of_machine in zip(machines, flags, strict=True):
-            machine.up(*of_machine)
+        machines[0].up(*flags[0])  # while there is no shard yet
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda machine, of_machine: machine.up(*of_machine), machines[1:], flags[1:]))
         yield machines
     finally:
         with ThreadPoolExecutor() as pool:

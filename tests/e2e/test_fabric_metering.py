@@ -81,7 +81,7 @@ class Load:
 
 
 def kill(fabric: RunningFabric, name: str) -> None:
-    [pid] = [process["pid"] for process in fabric.status()["processes"] if process["name"] == name]
+    [pid] = [process["pid"] for process in fabric.processes() if process["name"] == name]
     os.kill(pid, signal.SIGKILL)
 
 

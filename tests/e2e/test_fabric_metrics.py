@@ -50,7 +50,7 @@ def test_every_process_is_scraped_at_its_fixed_port(model_dir: Path, tmp_path: P
 
         done = run_kvloom("restart", "router", "edge", "shard-0", env=fabric.env)
         assert done.returncode == 0, done.stderr
-        shown = {process["metrics_address"] for process in fabric.status()["processes"]} - {""}
+        shown = {process["metrics_address"] for process in fabric.processes()} - {""}
         assert shown == set(addresses)
         for address in addresses:
             assert "kvloom_" in fetch(f"http://{address}/metrics")

@@ -121,7 +121,7 @@ async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: Runnin
 
 async def test_a_shard_dies_while_the_client_is_away(mortal_fabric: RunningFabric, tokenizer: ModelTokenizer):
     """Both at once: the answer continues without its client and without its shard, and the client misses nothing."""
-    num_tokens = 200  # four seconds: it must not have ended before the shard is found
+    num_tokens = 80  # four seconds: it must not have ended before the shard is found
     streamed = client(mortal_fabric.http_url)
     async with asyncio.timeout(60):
         await streamed.begin(body("Away when it dies", 6, num_tokens), stop_after=6)

@@ -34,7 +34,8 @@ class Load:
 
     async def learn(self) -> None:
         async with aiohttp.ClientSession() as session:
-            self.expected = [await self.ask_plainly(session, number) for number in range(len(QUESTIONS))]
+            answers = (self.ask_plainly(session, number) for number in range(len(QUESTIONS)))
+            self.expected = await asyncio.gather(*answers)
         assert len(set(self.expected)) == len(QUESTIONS)
 
     async def ask_plainly(self, session: aiohttp.ClientSession, number: int) -> str:
@@ -112,10 +113,10 @@ def fabric(
 
 async def test_a_rolling_restart_of_every_process_loses_nothing(fabric: RunningFabric, load: Load):
     """An upgrade must be no event for users: each answer is complete and the same, without any client trying again."""
-    before = {process["name"]: process["pid"] for process in fabric.status()["processes"]}
+    before = {process["name"]: process["pid"] for process in fabric.processes()}
     done = await asyncio.to_thread(run_kvloom, "restart", "--rolling", env=fabric.env, timeout_seconds=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    after = {process["name"]: process["pid"] for process in fabric.status()["processes"]}
+    after = {process["name"]: process["pid"] for process in fabric.processes()}
     assert after.keys() == before.keys()
     assert [name for name in before if before[name] == after[name]] == ["redis"]
     answered_before = load.num_answered

@@ -44,7 +44,8 @@ def ask(fabric: RunningFabric, model: str, max_tokens: int = 4) -> tuple[int, An
 
 
 def states(fabric: RunningFabric) -> dict[str, str]:
-    return {process["name"]: process["state"] for process in fabric.processes("shard")}
+    processes = fabric.status()["processes"]
+    return {process["name"]: process["state"] for process in processes if process["role"] == "shard"}
 
 
 def test_a_sleeping_model_is_refused_until_it_is_awake(fabric: RunningFabric) -> None:

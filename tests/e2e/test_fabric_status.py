@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -32,16 +33,21 @@ def ready_status(fabric: RunningFabric) -> int:
         return error.code
 
 
+def shown_shards(fabric: RunningFabric) -> list[dict[str, Any]]:
+    """By the command, which asks the supervisor: its file is what cannot be written."""
+    return [process for process in fabric.status()["processes"] if process["role"] == "shard"]
+
+
 def test_status_is_current_while_the_disk_takes_no_state(fabric: RunningFabric) -> None:
     """With a full disk it showed the last state that could be written, and a process that had long been replaced."""
     state_file = Path(fabric.env["KVLOOM_DATA_DIR"]) / "run" / "state.json"
-    (before,) = fabric.processes("shard")
+    (before,) = shown_shards(fabric)
     state_file.unlink()
     state_file.mkdir()  # every write fails, for root as well
     try:
         os.kill(before["pid"], signal.SIGKILL)
-        eventually("the new process is shown", lambda: fabric.processes("shard")[0]["pid"] not in (before["pid"], None))
-        assert fabric.processes("shard")[0]["restarts"] == before["restarts"] + 1
+        eventually("the new process is shown", lambda: shown_shards(fabric)[0]["pid"] not in (before["pid"], None))
+        assert shown_shards(fabric)[0]["restarts"] == before["restarts"] + 1
         assert run_kvloom("logs", "--lines", "1", env=fabric.env).returncode == 0
     finally:
         state_file.rmdir()
