@@ -3,6 +3,7 @@
 data_plane/                 CPU per token and request of the fabric, process by process, also beside other gateways
 engine/                     the embedded engine by itself
 engine_peers/               other engines for `kvloom bench engine --vs`
+tenants/                    what keys, limits, metering and prices cost
 peers/                      other gateways for `kvloom bench data-plane --peers`
 conversations_command.py    `kvloom bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP

@@ -64,6 +64,7 @@ def main() -> None:
         "fairness": "tools.bench.fairness:bench_fairness",
         "overload": "tools.bench.overload:bench_overload",
         "tenant-timing": "tools.bench.tenant_timing:bench_tenant_timing",
+        "tenants": "tools.bench.tenants.command:bench_tenants",
         "routing": "tools.simulate.study.command:study_command",
     },
 )

@@ -25,10 +25,10 @@ _OTHERS_SEED: Final = 1000
 
 
 async def drive(
-    model: ModelConfig, workload: Workload, url: str, pids: dict[str, list[int]], seed: int
+    model: ModelConfig, workload: Workload, url: str, pids: dict[str, list[int]], seed: int, api_key: str = ""
 ) -> dict[str, Any]:
-    """Return what the client has measured, including the CPU time and memory of the given processes by role. Raises
-    CommandError."""
+    """Return what the client has measured, including the CPU time and memory of the given processes by role. `api_key`:
+    where callers need one. Raises CommandError."""
     address = urlsplit(url)
     order = Order(
         host=address.hostname or "127.0.0.1",
@@ -38,6 +38,7 @@ async def drive(
         workload=workload,
         seed=seed,
         pids=pids,
+        api_key=api_key,
     )
     if workload.beside is None:
         return await _measure(order)

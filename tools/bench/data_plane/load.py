@@ -47,6 +47,8 @@ class Order(msgspec.Struct):
     seed: int
     pids: dict[str, list[int]]
     """The processes to be watched, by role."""
+    api_key: str = ""
+    """"": requests have none."""
 
 
 class Load:
@@ -56,6 +58,7 @@ class Load:
         self._order = order
         self.stamps = stamps
         self._bodies = request_bodies(order.workload, order.model, order.seed)
+        self._head = _head(order)
         self._next_body = 0
         self._num_open = 0
         self._done = asyncio.Event()
@@ -128,11 +131,6 @@ class Load:
         body = self._bodies[self._next_body]
         self._next_body += 1
         return b"%bContent-Length: %d\r\n\r\n%b" % (self._head, len(body), body)
-
-    @property
-    def _head(self) -> bytes:
-        host = f"{self._order.host}:{self._order.port}"
-        return f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n".encode()
 
     def on_answer(self) -> None:
         if not self.num_complete:
@@ -265,6 +263,13 @@ class Connection(asyncio.Protocol):
         self._load.errors[error] += 1
         self.close()
         self._load.on_idle()
+
+
+def _head(order: Order) -> bytes:
+    """Of every request, but for its length."""
+    key = f"Authorization: Bearer {order.api_key}\r\n" if order.api_key else ""
+    host = f"Host: {order.host}:{order.port}\r\n"
+    return f"POST /v1/chat/completions HTTP/1.1\r\n{host}{key}Content-Type: application/json\r\n".encode()
 
 
 def read_stamps(model_path: Path) -> dict[bytes, int]:

@@ -1,0 +1,6 @@
+"""`kvloom bench tenants`: what keys, limits, metering and prices cost a request.
+
+command.py       the command and its table
+variants.py      the fabrics and the keys that are compared
+paired.py        differences of figures that were measured alternately, with their confidence
+"""
