@@ -76,7 +76,7 @@ class EngineSuite(AdapterSuite, KvShareSuite):
     async def test_a_sequence_is_cancelled_while_it_waits(self, start: StartEngine) -> None:
         """It ends without a token, and running sequences are not affected."""
         driver = await start(max_batch=1)
-        driver.engine.submit(request_of("runs", prompt_of(4, 20), 12))
+        driver.engine.submit(request_of("runs", prompt_of(4, 20), 90))  # longer than any engine takes to be told
         driver.engine.submit(request_of("waits", prompt_of(5, 20), 12))
         await driver.step_until(lambda: "runs" in driver.tokens)
         driver.engine.cancel("waits")

@@ -63,7 +63,15 @@ def test_a_request_is_explained_with_its_outcome(sim_fabric: RunningFabric):
     chat(sim_fabric)
     body, headers = chat(sim_fabric)
     explained = json.loads(explain(sim_fabric, "--request-id", body["id"], "--json"))
-    assert explained.keys() == {"request_id", "client_request_id", "other_request_ids", "decisions", "outcome"}
+    assert explained.keys() == {
+        "request_id",
+        "client_request_id",
+        "other_request_ids",
+        "decisions",
+        "outcome",
+        "brownout",
+    }
+    assert explained["brownout"] == ""
     plan = explained["decisions"][0]["plan"]
     outcome = explained["outcome"]
     assert headers["x-kvloom-shard"] == plan["picked_shard_id"] == outcome["shard_id"]
@@ -74,7 +82,15 @@ def test_a_request_is_explained_with_its_outcome(sim_fabric: RunningFabric):
     error = outcome["ttft_seconds"] - outcome["predicted_ttft_seconds"]
     assert outcome["ttft_error_seconds"] == pytest.approx(error)
     shown = explain(sim_fabric, "--request-id", body["id"])
-    for piece in (body["id"], "attempt 1", "← picked", "regret: ", "ended: length on ", f"{cached} of ", "predicted "):
+    for piece in (
+        body["id"],
+        "attempt 1",
+        "← picked",
+        "regret: ",
+        "ended: finished, length on ",
+        f"{cached} of ",
+        "predicted ",
+    ):
         assert piece in shown
 
 

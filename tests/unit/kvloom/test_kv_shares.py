@@ -11,8 +11,9 @@ from kvloom.access.tenants import Tenants
 from kvloom.config import ConfigError, load_config
 from kvloom.kv_share import KvShare
 from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.table import Organisation, Tenant, TenantTable, organisation_to_proto, tenant_to_proto
+from kvloom.tenancy.table import Organisation, Tenant, TenantTable
 from kvloom.v1 import control_service_pb2 as pb
+from tests.fakes.tenant_entries import organisation_to_proto, tenant_to_proto
 
 
 def tenants_of(*entries: Organisation | Tenant) -> Tenants:
