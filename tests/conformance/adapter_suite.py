@@ -10,8 +10,8 @@ import pytest
 
 from kvloom.text.block_hash import root_hash
 from shard_server.engines.base import Adapters, Capability, EngineError, EngineRequest, FinishReason, adapters_of
-from tests.conformance.embedding_suite import EmbeddingSuite, StartEngine
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
+from tests.conformance.started_engines import StartedEngines, StartEngine
 
 NAMES = ("a", "b")
 
@@ -22,7 +22,7 @@ def adapted(request_id: str, adapter: str, max_tokens: int = 12, **fields: Any) 
     return request_of(request_id, prompt_of(7, 40), max_tokens, adapter=adapter, root_hash=root, **fields)
 
 
-class AdapterSuite(EmbeddingSuite):
+class AdapterSuite(StartedEngines):
     """A subclass defines `adapter_path`, as EngineSuite says. Engines without the capability skip these tests."""
 
     def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from kvloom.text.block_hash import root_hash
 from shard_server.engines.base import (
     Capability,
-    Engine,
     EngineError,
     EngineRequest,
     FinishReason,
@@ -21,8 +19,7 @@ from shard_server.engines.base import (
     Sampling,
 )
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
-
-StartEngine = Callable[..., Awaitable[EngineDriver]]
+from tests.conformance.started_engines import StartedEngines, StartEngine
 
 
 def embedding_of(request_id: str, prompt: Sequence[int], pooling: Pooling | None = None) -> EngineRequest:
@@ -31,27 +28,8 @@ def embedding_of(request_id: str, prompt: Sequence[int], pooling: Pooling | None
     return EngineRequest(request_id, prompt, Sampling(), 0, pooling=pooling or Pooling(), root_hash=root)
 
 
-class EmbeddingSuite:
-    """A subclass defines `make_engine`, as in EngineSuite. Engines without the capability skip these tests."""
-
-    model_name = "model"
-    """The name of the model that `make_engine` serves."""
-
-    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
-        raise NotImplementedError
-
-    @pytest.fixture
-    async def start(self, request: pytest.FixtureRequest) -> AsyncIterator[StartEngine]:
-        """Starts engines and closes them in the end."""
-        async with contextlib.AsyncExitStack() as stack:
-
-            async def start(**shard_fields: int) -> EngineDriver:
-                engine = self.make_engine(request, **shard_fields)
-                stack.push_async_callback(engine.close)
-                await engine.start()
-                return EngineDriver(engine)
-
-            yield start
+class EmbeddingSuite(StartedEngines):
+    """Engines without the capability skip these tests."""
 
     @pytest.mark.parametrize("name", ["model", "org/other:v2"])
     async def test_an_engine_goes_by_the_name_of_its_model(self, start: StartEngine, name: str) -> None:

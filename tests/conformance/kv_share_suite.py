@@ -9,8 +9,8 @@ import pytest
 from kvloom.kv_share import KvShare
 from kvloom.text.block_hash import block_hashes, root_hash
 from shard_server.engines.base import Capability, EngineRequest
-from tests.conformance.embedding_suite import EmbeddingSuite, StartEngine
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
+from tests.conformance.started_engines import StartedEngines, StartEngine
 
 NUM_BLOCKS = 32
 BLOCK_SIZE = 16
@@ -38,7 +38,7 @@ def cached_blocks(driver: EngineDriver, requests: Sequence[EngineRequest]) -> in
     return len(driver.cached().intersection(hashes))
 
 
-class KvShareSuite(EmbeddingSuite):
+class KvShareSuite(StartedEngines):
     """Engines without the capability skip these tests."""
 
     @pytest.fixture

@@ -12,7 +12,7 @@ from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TensorRtLor
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.embedding_suite import EmbeddingSuite
-from tests.conformance.engine_suite import EngineSuite
+from tests.conformance.engine_suite import EngineSuite, OrderSuite
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
 from tests.fakes.peft_adapter import write_peft_adapter
 from tests.fakes.tensorrt_llm_engine import write_empty_adapter
@@ -30,8 +30,8 @@ class TestSimEngine(EngineSuite):
         return Path(f"adapter-{number}")
 
 
-class TorchEngineSuite(EngineSuite):
-    """Engines of one class share the loaded model."""
+class TorchEngines:
+    """Those of one class share the loaded model."""
 
     @pytest.fixture(autouse=True)
     def lent_runner(self, load_runner: Callable[..., Any]) -> None:
@@ -52,7 +52,9 @@ def random_adapter(request: pytest.FixtureRequest, model_fixture: str, number: i
     return write_peft_adapter(request.getfixturevalue(model_fixture), path, seed=number, size=0.3)
 
 
-class TestTorchEngine(TorchEngineSuite):
+class BuiltInTorchEngines(TorchEngines):
+    """The torch engine on the built-in model."""
+
     def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:
         return random_adapter(request, "model_dir", number)
 
@@ -60,7 +62,11 @@ class TestTorchEngine(TorchEngineSuite):
         return self.make_torch_engine(request.getfixturevalue("model_dir"), {}, shard_fields)
 
 
-class SmallTorchEngineSuite(TorchEngineSuite):
+class TestTorchEngine(BuiltInTorchEngines, EngineSuite):
+    pass
+
+
+class SmallTorchEngineSuite(TorchEngines, EngineSuite):
     """The torch engine on a small random model."""
 
     torch_fields: ClassVar[dict[str, Any]] = {}
@@ -112,7 +118,7 @@ class TestSimEngineShortestPrefillFirst(TestSimEngine):
         return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)
 
 
-class TestTorchEngineShortestPrefillFirst(TestTorchEngine):
+class TestTorchEngineShortestPrefillFirst(BuiltInTorchEngines, OrderSuite):
     """On the built-in model: steps of a small one are so short that the engine is ahead of the test that counts
     them."""
 
