@@ -29,6 +29,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
 from router.core.relay.screening import Screening
+from router.core.request_end import end_of
 from router.core.request_usage import RequestUsage, UsageMeter
 from router.core.tenancy.limiter import Limiter
 from router.core.tenancy.request_charge import RequestCharge
@@ -313,6 +314,9 @@ class Lifecycle:
             self._service.settle(choice)
         live, client, num_output_tokens = choice.request, choice.client, len(choice.output_token_ids)
         request = live.request
+        if finish.error is not None:
+            end = end_of(finish.reason, is_admitted=live.is_admitted, was_sent=live.num_attempts > 0)
+            finish.error = finish.error.ended(end.value)
         finish.num_prompt_tokens = len(request.prompt_token_ids)
         finish.num_cached_tokens = choice.num_cached_tokens or 0
         finish.num_output_tokens = num_output_tokens
