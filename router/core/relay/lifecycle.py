@@ -113,6 +113,8 @@ class Lifecycle:
         client_start.result_cache = live.result_cache
         if request.degradation is not None:
             client_start.brownout = str(request.degradation)
+        if request.priority_class is not None:
+            client_start.priority_class = request.priority_class.name
         if choice.withheld is not None:
             choice.withheld.start = client_start
         else:
@@ -240,6 +242,8 @@ class Lifecycle:
             choice.num_cached_tokens = num_cached_tokens = stored.finish.num_cached_tokens
             if stored.token_ids:
                 start = Start(choice.client_slot, num_cached_tokens, result_cache=live.result_cache)
+                if live.request.priority_class is not None:
+                    start.priority_class = live.request.priority_class.name
                 self._send_start(choice, start, now)
             choice.output_token_ids.extend(stored.token_ids)
             choice.num_chars = sum(map(len, stored.deltas))
