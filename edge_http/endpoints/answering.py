@@ -128,13 +128,7 @@ async def generate(
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
     brings a stream to its end. Raises KvloomError while nothing has been sent."""
     given = request.headers
-    if (
-        edge.class_names
-        or edge.callers.have_tenants
-        or PRIORITY_CLASS in given
-        or OBJECTIVE in given
-        or FAIRNESS_ID in given
-    ):
+    if edge.may_have_classes or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
         job = _with_class(edge, request, job)
     if held is None:
         check_job_window(edge, job)
