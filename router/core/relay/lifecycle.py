@@ -419,6 +419,8 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         is_result_cache_hit=live.result_cache == RESULT_CACHE_USE_HIT,
         is_admitted=live.is_admitted,
         moves=live.moves,
+        priority_class=live.priority_class,
+        fairness_id=request.fairness_id,
     )
 
 
