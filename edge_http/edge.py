@@ -122,9 +122,11 @@ class Edge:
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.has_result_cache = False
+        """Whether routers have one; then responses tell whether it had the answer."""
         self.class_names: frozenset[str] = frozenset()
         """The classes of requests (docs/scheduling.md), with the built-in ones, if any is declared."""
-        """Whether routers have one; then responses tell whether it had the answer."""
+        self.may_have_classes = self.callers.have_tenants
+        """Whether a request that names no class may have one: classes are declared, or its key may have one."""
         self.receipt_keys: Path | None = None
         """The file with the public keys of receipts; None: there are no receipts."""
         self.num_running = 0

@@ -96,7 +96,8 @@ class KvloomError(Exception):
     `message` is a sentence for the user. `field` names the request field at fault, as the caller knows it; "" if there
     is none. `retry_after_seconds` is the time after which a retry makes sense; 0: no advice. `limit` names the limit of
     the caller that refused the request (see `Error` in error_reason.proto); "": none did. `limits` is what is left of
-    the caller's limits; None: it has none, or they are not known.
+    the caller's limits; None: it has none, or they are not known. `end` is the word for how a router ended the request,
+    as in `Error`; "": no router did.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class KvloomError(Exception):
         retry_after_seconds: float = 0.0,
         limit: str = "",
         limits: LimitsState | None = None,
+        end: str = "",
     ) -> None:
         """`reason` may be a `kvloom.ErrorReason` or the number of one."""
         super().__init__(message)
@@ -117,6 +119,7 @@ class KvloomError(Exception):
         self.retry_after_seconds = retry_after_seconds
         self.limit = limit
         self.limits = limits
+        self.end = end
 
     def __str__(self) -> str:
         facts = [self.reason_name]
@@ -135,7 +138,18 @@ class KvloomError(Exception):
             retry_after_seconds=self.retry_after_seconds,
             limit=self.limit,
             limits=self.limits,
+            end=self.end,
         )
+
+    def ended(self, end: str) -> KvloomError:
+        """This error of a request that a router ended so; a copy if another request shares it and ended otherwise."""
+        if not self.end:
+            self.end = end
+        if self.end == end:
+            return self
+        copy = self.renamed(self.field, self.message)
+        copy.end = end
+        return copy
 
     @property
     def kind(self) -> ErrorKind:
@@ -155,6 +169,7 @@ class KvloomError(Exception):
             retry_after_seconds=self.retry_after_seconds,
             limit=self.limit,
             limits=None if self.limits is None else limits_state_to_proto(self.limits),
+            end=self.end,
         )
 
     @classmethod
@@ -166,6 +181,7 @@ class KvloomError(Exception):
             retry_after_seconds=error.retry_after_seconds,
             limit=error.limit,
             limits=limits_state_from_proto(error.limits) if error.HasField("limits") else None,
+            end=error.end,
         )
 
     def to_openai(self) -> dict[str, dict[str, str | None]]:

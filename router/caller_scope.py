@@ -13,11 +13,12 @@ from contextvars import ContextVar
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kvloom.access.caller_access import NamedModel, check_models, usable
+from kvloom.access.caller_access import NamedModel, check_class, check_models, usable
 from kvloom.access.tenants import Tenants
 from kvloom.callers import Callers, bare_credential
 from kvloom.tenancy.principal import Principal
 from kvloom.transport.local_stream import LocalStream
+from router.core.priority_classes import INTERACTIVE
 
 _SEPARATOR: Final = "@"
 _SHARED: Final = "shared"
@@ -66,6 +67,17 @@ class CallerAccess:
     def check_models(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> None:
         """Raises KvloomError (PERMISSION_DENIED), and UNAUTHENTICATED if the key is no longer accepted."""
         check_models(self._tenants.renewed(self._principal), names, models)
+
+    def class_of(self, name: str, of_tier: str, field: str) -> str:
+        """The priority class of a request that names this one ("": none, and then an interactive one has the default).
+        Returned unchanged if any may be used. `field` names it. Raises KvloomError (PERMISSION_DENIED), and
+        UNAUTHENTICATED if the key is no longer accepted."""
+        principal = self._tenants.renewed(self._principal)
+        if not principal.classes:
+            return name
+        name = name or (principal.default_class if of_tier == INTERACTIVE.name else "") or of_tier
+        check_class(principal, name, field)
+        return name
 
     def usable(self, names: Iterable[str], models: Mapping[str, NamedModel]) -> Iterable[str]:
         """Raises KvloomError (UNAUTHENTICATED)."""

@@ -90,6 +90,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
         limits=None if start.limits is None else limits_state_to_proto(start.limits),
         result_cache=start.result_cache,  # pyright: ignore[reportArgumentType]  (as below)
         brownout=start.brownout,
+        priority_class=start.priority_class,
     )
 
 

@@ -46,6 +46,7 @@ from router.core.events import (
     Tick,
 )
 from router.core.frames import Step
+from router.core.request_end import End
 from router.usage_records import Credit
 
 log = structlog.get_logger()
@@ -341,6 +342,7 @@ class CoreDriver:
 
     def request_refused(self, error: KvloomError) -> None:
         """Called when a link has rejected an invalid request by itself."""
+        error.end = error.end or End.REJECTED.value
         self._observer.request_refused(error)
 
     def tokens_credited(self, credit: Credit) -> None:

@@ -44,7 +44,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from router import convert
-from router.caller_scope import TRUSTED, CallerScope
+from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.conversation_intake import (
     MESSAGES,
     check_only_for_conversations,
@@ -220,8 +220,8 @@ class Intake:
         )
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
-        if self._classes or submit.priority_class or submit.fairness_id:
-            request = self._with_class(request, submit)
+        if self._classes or submit.priority_class or submit.fairness_id or scope.access is not None:
+            request = self._with_class(request, submit, scope.access)
         if self._meters_usage:
             request = _metered(request, submit.num_ended_tokens, scope, submit.num_foreign_tokens)
             request = _with_reasoning(request, model, submit.num_ended_reasoning_tokens, scope)
@@ -324,8 +324,8 @@ class Intake:
         )
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
-        if self._classes or wanted.priority_class or wanted.fairness_id:
-            request = self._with_class(request, wanted)
+        if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
+            request = self._with_class(request, wanted, scope.access)
         if self._meters_usage:
             num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
             request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)
@@ -342,10 +342,16 @@ class Intake:
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
 
-    def _with_class(self, request: Request, wanted: Submit | LinkRequest | GenerateRequest) -> Request:
-        """Raises KvloomError (INVALID_ARGUMENT)."""
+    def _with_class(
+        self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, access: CallerAccess | None
+    ) -> Request:
+        """Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
         _check_names(fairness_id=wanted.fairness_id)
         name, known = wanted.priority_class, self._classes or _BUILT_IN
+        if access is not None:
+            name = access.class_of(name, CLASS_OF_TIER[request.tier].name, "priority_class")
+            if not (self._classes or name or wanted.fairness_id):
+                return request
         found = known.get(name or CLASS_OF_TIER[request.tier].name)
         if found is None or name == SHADOW.name:
             raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")

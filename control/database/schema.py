@@ -43,6 +43,8 @@ organisations = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("tier", sa.Text, sa.ForeignKey("limit_tiers.name"), index=True),
     sa.Column("limits", sa.JSON, nullable=False),
+    sa.Column("priority_classes", sa.JSON, nullable=False, server_default="[]"),
+    sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
 )
@@ -57,6 +59,8 @@ projects = sa.Table(
     sa.Column("limits", sa.JSON, nullable=False),
     sa.Column("cache_scope", sa.Text, nullable=False),
     sa.Column("models", sa.JSON, nullable=False),
+    sa.Column("priority_classes", sa.JSON, nullable=False, server_default="[]"),
+    sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
 )
@@ -91,6 +95,8 @@ keys = sa.Table(
     sa.Column("user", sa.Text, index=True),
     sa.Column("scopes", sa.JSON, nullable=False),
     sa.Column("models", sa.JSON, nullable=False),
+    sa.Column("priority_classes", sa.JSON, nullable=False, server_default="[]"),
+    sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
     sa.Column("tier", sa.Text, sa.ForeignKey("limit_tiers.name"), index=True),
     sa.Column("limits", sa.JSON, nullable=False),
     sa.Column("expires_at", sa.Double),

@@ -37,6 +37,7 @@ usage_daily = sa.Table(
     sa.Column("key_id", sa.Text, primary_key=True),
     sa.Column("model", sa.Text, primary_key=True),
     sa.Column("tier", sa.Text, primary_key=True),
+    sa.Column("priority_class", sa.Text, primary_key=True),
     sa.Column("num_requests", sa.BigInteger, nullable=False),
     sa.Column("num_prompt_tokens", sa.BigInteger, nullable=False),
     sa.Column("num_cached_tokens", sa.BigInteger, nullable=False),

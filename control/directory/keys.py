@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, kv_shares, names, users
+from control.directory import account_limits, kv_shares, names, priority_classes, users
 from control.directory import projects as all_projects
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
@@ -57,6 +57,7 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
         "user": key.user or None,
         "scopes": scopes,
         "models": names.models(key.models, "key.models"),
+        **priority_classes.stored(key, "key"),
         "tier": known_tier(key.tier, tiers),
         "limits": account_limits.stored(key.limits, "key.limits"),
         "expires_at": _expiry(key.expires_at, change.now),
@@ -104,9 +105,11 @@ async def update(change: DirectoryChange, request: pb.UpdateKeyRequest) -> pb.Up
             "tier": lambda one: known_tier(one.tier, tiers),
             "limits": lambda one: account_limits.stored(one.limits, "key.limits"),
             "expires_at": lambda one: _expiry(one.expires_at, change.now),
+            **priority_classes.READERS,
         },
         row,
     )
+    priority_classes.check({**row, **values}, "key")
     kv_shares.refuse(values.get("limits", {}), "key.limits")
     if "scopes" in values:
         await _check_user(change.connection, row["user"] or "", row["project"], values["scopes"])
@@ -226,6 +229,8 @@ def _shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb
         user=row["user"] or "",
         scopes=row["scopes"],
         models=row["models"],
+        priority_classes=row["priority_classes"],
+        default_priority_class=row["default_priority_class"],
         tier=row["tier"] or "",
         limits=account_limits.shown(row["limits"]),
         expires_at=row["expires_at"] or 0.0,

@@ -1,5 +1,5 @@
-"""Which names, times, scopes and models are valid. All functions return what they were given, or raise KvloomError
-(INVALID_ARGUMENT) that names the field."""
+"""Which names, times, scopes, models and priority classes are valid. All functions return what they were given, or
+raise KvloomError (INVALID_ARGUMENT) that names the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _USER: Final = re.compile(r"[A-Za-z0-9._@+-]{1,128}")
 _IDENTITY: Final = re.compile(r"[a-z0-9-]{1,32}:[!-~]{1,470}")
 _MODEL: Final = re.compile(r"[^\x00-\x20\x7f*]{1,256}\*?|\*")
 MAX_NAME_CHARS: Final = 128
+_CLASS: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODELS: Final = 256
+MAX_CLASSES: Final = 18
+"""Those that may be declared (docs/scheduling.md), and the built-in ones."""
 MAX_TIME: Final = 253_402_300_800.0
 """The year 10000."""
 
@@ -76,6 +79,25 @@ def models(patterns: Sequence[str], field: str) -> list[str]:
                 f"{pattern[:64]!r} is neither the name of a model nor the beginning of one with '*' at its end.", field
             )
     return list(dict.fromkeys(patterns))
+
+
+def priority_classes(given: Sequence[str], field: str) -> list[str]:
+    """Which classes there are is known to edges and routers only."""
+    if len(given) > MAX_CLASSES:
+        raise invalid_argument(f"There are at most {MAX_CLASSES} priority classes.", field)
+    for name in given:
+        if not _CLASS.fullmatch(name):
+            raise invalid_argument(f"{name[:64]!r} cannot be the name of a priority class.", field)
+    return list(dict.fromkeys(given))
+
+
+def default_priority_class(name: str, allowed: Sequence[str], field: str) -> str:
+    """One of those that are allowed. Empty: there is none."""
+    if name:
+        priority_classes((name,), field)
+        if allowed and name not in allowed:
+            raise invalid_argument(f"{name[:64]!r} is none of the priority classes that are allowed.", field)
+    return name
 
 
 def scopes(names: Sequence[str], field: str) -> list[str]:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import memberships, organisations, projects
-from control.directory import account_limits, kv_shares, names
+from control.directory import account_limits, kv_shares, names, priority_classes
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
@@ -30,6 +30,7 @@ async def create(change: DirectoryChange, request: pb.CreateOrganisationRequest)
         tier=known_tier(organisation.tier, tiers),
         limits=account_limits.stored(organisation.limits, "organisation.limits"),
         disabled=organisation.disabled,
+        classes=priority_classes.stored(organisation, "organisation"),
     )
     await kv_shares.check(change, row["tier"], row["limits"], "organisation.limits")
     return pb.CreateOrganisationResponse(organisation=shown(row, tiers))
@@ -42,12 +43,14 @@ async def insert(
     tier: str | None = None,
     limits: Mapping[str, Any] | None = None,
     disabled: bool = False,
+    classes: Mapping[str, Any] = priority_classes.NONE_GIVEN,
 ) -> dict[str, Any]:
     """Add an organisation that does not exist. Returns its row."""
     row = {
         "id": organisation_id,
         "tier": tier,
         "limits": dict(limits or {}),
+        **classes,
         "disabled": disabled,
         "created_at": change.now,
     }
@@ -82,11 +85,13 @@ async def update(change: DirectoryChange, request: pb.UpdateOrganisationRequest)
             "tier": lambda one: known_tier(one.tier, tiers),
             "limits": lambda one: account_limits.stored(one.limits, "organisation.limits"),
             "disabled": lambda one: one.disabled,
+            **priority_classes.READERS,
         },
         row,
     )
-    await change.connection.execute(sa.update(organisations).where(organisations.c.id == row["id"]).values(values))
     after = {**row, **values}
+    priority_classes.check(after, "organisation")
+    await change.connection.execute(sa.update(organisations).where(organisations.c.id == row["id"]).values(values))
     if "limits" in values or "tier" in values:
         await kv_shares.check(change, after["tier"], after["limits"], "organisation.limits")
     change.touch("organisation", [row["id"]])
@@ -125,6 +130,8 @@ def shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb.
         id=row["id"],
         tier=row["tier"] or "",
         limits=account_limits.shown(row["limits"]),
+        priority_classes=row["priority_classes"],
+        default_priority_class=row["default_priority_class"],
         disabled=row["disabled"],
         created_at=row["created_at"],
         effective_limits=account_limits.effective(row["tier"], row["limits"], tiers),

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, kv_shares, names, organisations
+from control.directory import account_limits, kv_shares, names, organisations, priority_classes
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
@@ -32,6 +32,7 @@ async def create(change: DirectoryChange, request: pb.CreateProjectRequest) -> p
         limits=account_limits.stored(project.limits, "project.limits"),
         cache_scope=_cache_scope(change.actor, project.cache_scope),
         models=names.models(project.models, "project.models"),
+        **priority_classes.stored(project, "project"),
         disabled=project.disabled,
     )
     await kv_shares.check(change, row["tier"], row["limits"], "project.limits")
@@ -48,6 +49,7 @@ async def insert(change: DirectoryChange, project_id: str, *, create_organisatio
         change.actor.require_operator("organisations")
         await organisations.insert(change, organisation)
     defaults = {"tier": None, "limits": {}, "cache_scope": "", "models": [], "disabled": False}
+    defaults |= priority_classes.NONE_GIVEN
     row = {"id": project_id, "organisation": organisation, "created_at": change.now, **defaults, **columns}
     await change.connection.execute(sa.insert(projects).values(row))
     change.touch("tenant", [project_id])
@@ -81,11 +83,13 @@ async def update(change: DirectoryChange, request: pb.UpdateProjectRequest) -> p
             "cache_scope": lambda one: _cache_scope(change.actor, one.cache_scope),
             "models": lambda one: names.models(one.models, "project.models"),
             "disabled": lambda one: one.disabled,
+            **priority_classes.READERS,
         },
         row,
     )
-    await change.connection.execute(sa.update(projects).where(projects.c.id == row["id"]).values(values))
     after = {**row, **values}
+    priority_classes.check(after, "project")
+    await change.connection.execute(sa.update(projects).where(projects.c.id == row["id"]).values(values))
     if "limits" in values or "tier" in values:
         await kv_shares.check(change, after["tier"], after["limits"], "project.limits")
     change.touch("tenant", [row["id"]])
@@ -140,6 +144,8 @@ def shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb.
         limits=account_limits.shown(row["limits"]),
         cache_scope=row["cache_scope"],
         models=row["models"],
+        priority_classes=row["priority_classes"],
+        default_priority_class=row["default_priority_class"],
         disabled=row["disabled"],
         created_at=row["created_at"],
         effective_limits=account_limits.effective(row["tier"], row["limits"], tiers),

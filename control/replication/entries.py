@@ -24,11 +24,18 @@ def _columns(table: sa.Table, names: str) -> list[sa.Column[Any]]:
     return [table.c[name] for name in names.split()]
 
 
-_ORGANISATIONS: Final = sa.select(*_columns(organisations, "id tier limits disabled"))
-_TENANTS: Final = sa.select(*_columns(projects, "id tier limits cache_scope models disabled"))
+_ORGANISATIONS: Final = sa.select(
+    *_columns(organisations, "id tier limits disabled priority_classes default_priority_class")
+)
+_TENANTS: Final = sa.select(
+    *_columns(projects, "id tier limits cache_scope models disabled priority_classes default_priority_class")
+)
 _KEYS: Final = (
     sa.select(
-        *_columns(keys, "id digest project name scopes models tier limits expires_at user"),
+        *_columns(
+            keys,
+            "id digest project name scopes models tier limits expires_at user priority_classes default_priority_class",
+        ),
         memberships.c.role,
     )
     .join(projects, projects.c.id == keys.c.project)
@@ -47,8 +54,14 @@ async def read_organisations(
     """Those with these ids, or the first ones behind an id; likewise the functions below."""
     rows = await _rows(connection, _ORGANISATIONS, organisations.c.id, which, after, limit)
     return [
-        OrganisationEntry(id=one, limits=_limits(tier, limits, tiers), disabled=disabled)
-        for one, tier, limits, disabled in rows
+        OrganisationEntry(
+            id=one,
+            limits=_limits(tier, limits, tiers),
+            disabled=disabled,
+            priority_classes=classes,
+            default_priority_class=default,
+        )
+        for one, tier, limits, disabled, classes, default in rows
     ]
 
 
@@ -63,8 +76,10 @@ async def read_tenants(
             cache_scope=cache_scope,
             models=models,
             disabled=disabled,
+            priority_classes=classes,
+            default_priority_class=default,
         )
-        for one, tier, limits, cache_scope, models, disabled in rows
+        for one, tier, limits, cache_scope, models, disabled, classes, default in rows
     ]
 
 
@@ -88,8 +103,10 @@ async def read_keys(
             expires_at=expires_at or 0.0,
             limits=_limits(tier, limits, tiers),
             user=user or "",
+            priority_classes=classes,
+            default_priority_class=default,
         )
-        for one, digest, project, name, scopes, models, tier, limits, expires_at, user, role in rows
+        for one, digest, project, name, scopes, models, tier, limits, expires_at, user, classes, default, role in rows
     ]
 
 

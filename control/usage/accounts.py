@@ -27,6 +27,7 @@ class DayKey(NamedTuple):
     key_id: str
     model: str
     tier: str
+    priority_class: str
 
 
 SUMS = (
@@ -71,7 +72,8 @@ def spending_of(record: UsageRecord) -> Iterator[tuple[Budget, int]]:
 
 
 def day_key_of(record: UsageRecord) -> DayKey:
-    return DayKey(day_of(record.ended_at), record.tenant, record.key_id, record.priced_model, record.tier)
+    day = day_of(record.ended_at)
+    return DayKey(day, record.tenant, record.key_id, record.priced_model, record.tier, record.served_class)
 
 
 def sums_of(record: UsageRecord) -> tuple[int, ...]:

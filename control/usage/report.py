@@ -29,6 +29,7 @@ _GROUPS: Final = {
     pb.USAGE_GROUP_KEY: "key_id",
     pb.USAGE_GROUP_TENANT: "tenant",
     pb.USAGE_GROUP_TIER: "tier",
+    pb.USAGE_GROUP_CLASS: "priority_class",
 }
 
 
@@ -122,6 +123,7 @@ def _answer(records: Sequence[UsageRecord]) -> pb.MeteredAnswer:
         tenant=found[0].tenant,
         model=last.priced_model,
         outcome=last.outcome,
+        priority_class=last.served_class,
         error_reason=last.error_reason,
         num_records=len(records),
     )

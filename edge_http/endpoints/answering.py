@@ -17,7 +17,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.priority_class import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS, fairness_id_of, priority_class_of
+from edge_http.endpoints.priority_class import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS, served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
@@ -128,7 +128,7 @@ async def generate(
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
     brings a stream to its end. Raises KvloomError while nothing has been sent."""
     given = request.headers
-    if edge.class_names or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
+    if edge.may_have_classes or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
         job = _with_class(edge, request, job)
     if held is None:
         check_job_window(edge, job)
@@ -160,10 +160,12 @@ async def generate(
 
 
 def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
-    """Raises KvloomError (INVALID_ARGUMENT)."""
-    name = priority_class_of(request, job.tier, job.service_tier, edge.class_names)
-    headers = {**job.headers, PRIORITY_CLASS: name}
-    return msgspec.structs.replace(job, priority_class=name, fairness_id=fairness_id_of(request), headers=headers)
+    """Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
+    served = served_class(edge, request, job.tier, job.service_tier)
+    if served is None:
+        return job
+    headers = {**job.headers, **served.headers}
+    return msgspec.structs.replace(job, priority_class=served.name, fairness_id=served.fairness_id, headers=headers)
 
 
 def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:

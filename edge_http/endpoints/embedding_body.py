@@ -11,6 +11,7 @@ from aiohttp import web
 from edge_http.answers.embedded_inputs import EmbeddedInputs
 from edge_http.edge import Edge, ServedModel
 from edge_http.endpoints.answering import seconds_left
+from edge_http.endpoints.priority_class import ServedClass, served_class
 from edge_http.formatting.json_bytes import Buffer
 from edge_http.openai.prompt import Prompt
 from edge_http.resume.kept_answers import WholeBody
@@ -59,7 +60,8 @@ async def embedding_body(
     """Raises KvloomError."""
     inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
     begin_answer(response_id, job.model.name, inputs)
-    await run_submission(edge, _submission(edge, request, job, response_id), inputs)
+    served = served_class(edge, request)
+    await run_submission(edge, _submission(edge, request, job, response_id, served), inputs)
     pieces: list[Buffer] = []
     num_bytes = 0
     async for piece in job.pieces(inputs, response_id):
@@ -70,10 +72,14 @@ async def embedding_body(
     more = explanation(inputs.first_start) if wants_explanation(request) else {}
     if edge.has_result_cache:
         more |= cache_use(inputs.cache_uses)
+    if served is not None:
+        more |= served.headers
     return WholeBody(pieces, num_bytes, {**job.headers, **more})
 
 
-def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str) -> Submission:
+def _submission(
+    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str, served: ServedClass | None
+) -> Submission:
     timeout_seconds = seconds_left(edge, job.deadline)
     return Submission(
         operation=OPERATION,
@@ -81,7 +87,7 @@ def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, respons
         num_prompt_tokens=job.num_prompt_tokens,
         n=1,
         requests=[
-            _link_request(edge, request, job, number, response_id, timeout_seconds)
+            _link_request(edge, request, job, number, response_id, timeout_seconds, served)
             for number in range(len(job.prompts))
         ],
         guide_field="",
@@ -91,7 +97,13 @@ def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, respons
 
 
 def _link_request(
-    edge: Edge, request: web.BaseRequest, job: EmbeddingJob, number: int, response_id: str, timeout_seconds: float
+    edge: Edge,
+    request: web.BaseRequest,
+    job: EmbeddingJob,
+    number: int,
+    response_id: str,
+    timeout_seconds: float,
+    served: ServedClass | None,
 ) -> LinkRequest:
     prompt = job.prompts[number]
     return LinkRequest(
@@ -109,4 +121,6 @@ def _link_request(
         pooling=job.pooling,
         receipt=RECEIPT in request.headers and wants_receipt(request, can_have=edge.receipt_keys is not None),
         no_result_cache=edge.has_result_cache and refuses_result_cache(request),
+        priority_class="" if served is None else served.name,
+        fairness_id="" if served is None else served.fairness_id,
     )

@@ -23,12 +23,14 @@ GROUPS: Final = {
     "model": pb.USAGE_GROUP_MODEL,
     "key": pb.USAGE_GROUP_KEY,
     "tier": pb.USAGE_GROUP_TIER,
+    "class": pb.USAGE_GROUP_CLASS,
 }
 COLUMNS: Final = (
     "day",
     "model",
     "key",
     "tier",
+    "class",
     "num_requests",
     "num_prompt_tokens",
     "num_cached_tokens",
@@ -89,7 +91,7 @@ def _day(text: str, name: str) -> str:
 
 
 def _row(row: pb.UsageRow, groups: list[str]) -> dict[str, Any]:
-    names = {"day": row.day, "model": row.model, "key": row.key_id, "tier": row.tier}
+    names = {"day": row.day, "model": row.model, "key": row.key_id, "tier": row.tier, "class": row.priority_class}
     return {
         **{group: names[group] for group in groups},
         "num_requests": row.num_requests,

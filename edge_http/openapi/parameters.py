@@ -13,6 +13,7 @@ from edge_http.wire.headers import (
     CACHED_TOKENS,
     COST,
     DETAILS,
+    DROPPED_REASON,
     EXPLAIN,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
@@ -21,6 +22,7 @@ from edge_http.wire.headers import (
     MAX_SESSION_KEY_CHARS,
     MODEL,
     PROCESSING_MS,
+    REASON,
     RECEIPT,
     REPLAYED,
     REQUEST_ID,
@@ -128,6 +130,14 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
         "schema": {"type": "integer", "minimum": 0},
     },
     RETRY_AFTER_MS: {"description": "The same, in milliseconds.", "schema": {"type": "integer", "minimum": 0}},
+    REASON: {
+        "description": "How a router ended the request, and why, such as `rejected-queue-full`.",
+        "schema": {"type": "string"},
+    },
+    DROPPED_REASON: {
+        "description": "The same of a request that was never sent to a shard.",
+        "schema": {"type": "string"},
+    },
     SHOULD_RETRY: {
         "description": "A retry would be refused, too: the budget is used up.",
         "schema": {"type": "string", "enum": ["false"]},
@@ -173,7 +183,7 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
 }
 
 EVERY_RESPONSE: Final = (REQUEST_ID, PROCESSING_MS)
-EVERY_ERROR: Final = (*EVERY_RESPONSE, RETRY_AFTER, RETRY_AFTER_MS, SHOULD_RETRY)
+EVERY_ERROR: Final = (*EVERY_RESPONSE, RETRY_AFTER, RETRY_AFTER_MS, REASON, DROPPED_REASON, SHOULD_RETRY)
 OPENAI_LIMITS: Final = (*OPENAI_LIMIT_HEADERS, LIMITED_BY)
 ANTHROPIC_LIMITS: Final = (ANTHROPIC_REQUEST_ID, *ANTHROPIC_LIMIT_HEADERS, LIMITED_BY)
 """What responses have that are charged to a caller's limits, and refusals."""

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from edge_http.resume.table import not_kept
-from edge_http.wire.headers import LAST_EVENT_ID, RELAYED, REPLAYED
+from edge_http.wire.headers import DROPPED_REASON, LAST_EVENT_ID, RELAYED, REPLAYED
 from edge_http.wire.request_callers import relayed_certificate
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 
@@ -28,6 +28,7 @@ _TO_CLIENT: Final = (
     "x-request-id",
     "Retry-After",
     "openai-processing-ms",
+    DROPPED_REASON,
 )
 _OURS: Final = "x-kvloom-"
 

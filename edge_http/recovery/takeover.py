@@ -240,6 +240,8 @@ def _request_record(request: LinkRequest) -> RequestRecord:
         session_key=request.session_key,
         tier=request.tier,
         client_request_id=request.client_request_id,
+        priority_class=request.priority_class,
+        fairness_id=request.fairness_id,
     )
 
 
@@ -269,4 +271,6 @@ def _link_request(
         client_request_id=record.client_request_id,
         adapter_checksum=response.adapter_checksum,
         num_ended_tokens=num_ended_tokens,
+        priority_class=record.priority_class,
+        fairness_id=record.fairness_id,
     )

@@ -76,6 +76,8 @@ class RequestRecord(msgspec.Struct, array_like=True):
     session_key: str
     tier: int
     client_request_id: str = ""
+    priority_class: str = ""
+    fairness_id: str = ""
 
 
 class RequestsRecord(msgspec.Struct, array_like=True):

@@ -102,6 +102,7 @@ async def serve_edge(
         edge.receipt_keys = public_path(key_path(config.router.receipts.key_file, config.data_dir))
     edge.has_result_cache = config.router.result_cache.enabled
     if config.router.classes:
+        edge.may_have_classes = True
         edge.class_names = BUILT_IN_CLASSES | {one.name for one in config.router.classes}
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))

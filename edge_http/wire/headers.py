@@ -29,6 +29,10 @@ LIMITED_BY: Final = "x-kvloom-limited-by"
 COST: Final = "x-kvloom-cost"
 BUDGET_REMAINING: Final = "x-kvloom-budget-remaining"
 """What an answer costs, and what its caller's monthly budget has left, in units of the currency."""
+REASON: Final = "x-kvloom-reason"
+"""How a router ended the request, and why, e.g. "rejected-queue-full" (docs/scheduling.md)."""
+DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
+"""The same of a request that no shard has seen, as clients of llm-d name it."""
 RETRY_AFTER: Final = "Retry-After"
 RETRY_AFTER_MS: Final = "retry-after-ms"
 SHOULD_RETRY: Final = "x-should-retry"
@@ -52,6 +56,7 @@ LAST_EVENT_ID: Final = "Last-Event-ID"
 MAX_EVENT_NUMBER: Final = 2**53
 SESSION_ID: Final = "x-session-id"
 MAX_SESSION_KEY_CHARS: Final = 256
+_DROPPED: Final = ("rejected", "evicted")
 _REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT: Final = re.compile(
@@ -160,6 +165,14 @@ def refuses_result_cache(request: web.BaseRequest) -> bool:
 def degradation(start: SequenceStart | None) -> dict[str, str]:
     """Return the response header that tells how the answer is degraded, if it is."""
     return {BROWNOUT: start.brownout} if start is not None and start.brownout else {}
+
+
+def reason(error: KvloomError) -> dict[str, str]:
+    """Return the response headers that tell how a router ended a request and why; they are empty if no router did."""
+    if not error.end:
+        return {}
+    value = f"{error.end}-{error.reason_name.lower().replace('_', '-')}"
+    return {REASON: value, DROPPED_REASON: value} if error.end in _DROPPED else {REASON: value}
 
 
 def cache_use(uses: Iterable[int]) -> dict[str, str]:

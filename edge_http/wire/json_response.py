@@ -9,7 +9,7 @@ from aiohttp import web
 
 from edge_http.formatting.error_formats import OPENAI_ERRORS, ErrorFormat
 from edge_http.formatting.json_bytes import encode_json
-from edge_http.wire.headers import RETRY_AFTER, RETRY_AFTER_MS, SHOULD_RETRY
+from edge_http.wire.headers import RETRY_AFTER, RETRY_AFTER_MS, SHOULD_RETRY, reason
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -28,6 +28,7 @@ def error_response(error: KvloomError, error_format: ErrorFormat = OPENAI_ERRORS
     if error.retry_after_seconds > 0:
         response.headers[RETRY_AFTER] = str(math.ceil(error.retry_after_seconds))
         response.headers[RETRY_AFTER_MS] = str(round(error.retry_after_seconds * 1e3))  # OpenAI's clients read this one
+    response.headers.update(reason(error))
     if error.reason == ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED:
         response.headers[SHOULD_RETRY] = "false"  # OpenAI's and Anthropic's clients retry a 429 otherwise
     if error.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED:

@@ -47,6 +47,17 @@ def check_models(principal: Principal, names: Iterable[str], models: Mapping[str
             )
 
 
+def check_class(principal: Principal, name: str, field: str) -> None:
+    """Raises KvloomError (PERMISSION_DENIED), with the header or field that names the class, or would."""
+    if not principal.may_use_class(name):
+        raise KvloomError(
+            ErrorReason.ERROR_REASON_PERMISSION_DENIED,
+            f"{field}: your key may not use the priority class {name[:MAX_SHOWN_CHARS]!r}.",
+            field=field,
+            end="rejected",
+        )
+
+
 def usable(principal: Principal, names: Iterable[str], models: Mapping[str, NamedModel]) -> Iterator[str]:
     """The names that may be used."""
     return (name for name in names if may_use(principal, name, models))

@@ -88,7 +88,7 @@ class Tenants:
         self._note_use(key.id)
         tenant = table.tenant(key.tenant)
         assert tenant is not None
-        return principal_of_key(key, tenant)
+        return principal_of_key(key, tenant, self.table.organisation(tenant.organisation))
 
     def of_identity(
         self, key_id: str, tenant_id: str, scopes: Sequence[str], expires_at: float = 0.0, user: str = ""
@@ -106,7 +106,9 @@ class Tenants:
             raise wrong_identity_error()
         if key is not None:
             self._note_use(key.id)
-        return principal_of_identity(key_id, tenant, scopes, expires_at, user, key)
+        return principal_of_identity(
+            key_id, tenant, table.organisation(tenant.organisation), scopes, expires_at, user, key
+        )
 
     def _note_use(self, key_id: str) -> None:
         used = self._used
@@ -130,7 +132,7 @@ class Tenants:
             raise wrong_key_error()
         tenant = self.table.tenant(key.tenant)
         assert tenant is not None
-        return principal_of_key(key, tenant)
+        return principal_of_key(key, tenant, self.table.organisation(tenant.organisation))
 
     def cache_scope(self, tenant_id: str) -> str:
         tenant = self.table.tenant(tenant_id)

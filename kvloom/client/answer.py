@@ -55,6 +55,8 @@ class Answer:
     """The signed receipt as JSON, if the request asked for one and its router could give one."""
     brownout: str = ""
     """How the answer was degraded because its model is overloaded, e.g. "2; max_tokens=256"; "": it was not."""
+    priority_class: str = ""
+    """The class with which it was served; "": that of its tier, of which nothing was said."""
 
     @property
     def text(self) -> str:
@@ -104,6 +106,7 @@ class AnswerBuilder:
             num_output_tokens=sum(finish.num_output_tokens for finish in finishes if finish),
             is_result_cache_hit=any(finish.result_cache == RESULT_CACHE_USE_HIT for finish in finishes if finish),
             brownout=next((delta.start.brownout for delta in self._parts[0] if delta.start), ""),
+            priority_class=next((delta.start.priority_class for delta in self._parts[0] if delta.start), ""),
             receipt=next((finish.receipt for finish in finishes if finish and finish.receipt), b""),
         )
 

@@ -1,6 +1,7 @@
 """Tenants, as every process knows them: who may use what, how much of it, and at which price. All of it is pure.
 
 scopes.py         what a key may be used for, and which roles may give it out
+class_rights.py   which priority classes an organisation, a project or a key may name
 principal.py      who makes a request, and what it may be used for
 limits.py         how much an account may use
 limits_state.py   what a caller is told about its limits

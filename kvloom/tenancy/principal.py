@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from kvloom.tenancy.class_rights import ANY_CLASS, ClassRights
 from kvloom.tenancy.scopes import Scope
-from kvloom.tenancy.table import Key, Tenant, allows_model
+from kvloom.tenancy.table import Key, Organisation, Tenant, allows_model
 
 
 class Principal(msgspec.Struct, frozen=True, gc=False):
@@ -24,6 +25,9 @@ class Principal(msgspec.Struct, frozen=True, gc=False):
     expires_at: float = 0.0
     """Seconds since 1970; 0: never."""
     user: str = ""
+    classes: tuple[ClassRights, ...] = ()
+    """Those of the key, its tenant and its organisation, in this order, as far as they say something of priority
+    classes. A class must be allowed by all of them."""
 
     def has_scope(self, scope: Scope) -> bool:
         return scope in self.scopes
@@ -39,18 +43,39 @@ class Principal(msgspec.Struct, frozen=True, gc=False):
             and any(allows_model(self.key_models, name) for name in names)
         )
 
+    @property
+    def default_class(self) -> str:
+        """The priority class of requests that name none; "": that of their tier."""
+        return next((rights.default for rights in self.classes if rights.default), "")
 
-def principal_of_key(key: Key, tenant: Tenant) -> Principal:
-    return Principal(key.tenant, key.id, key.scopes, tenant.models, key.models, key.expires_at, key.user)
+    def may_use_class(self, name: str) -> bool:
+        return all(rights.allows(name) for rights in self.classes)
+
+
+def _class_rights(*holders: Key | Tenant | Organisation | None) -> tuple[ClassRights, ...]:
+    return tuple(one.classes for one in holders if one is not None and one.classes is not ANY_CLASS)
+
+
+def principal_of_key(key: Key, tenant: Tenant, organisation: Organisation | None) -> Principal:
+    classes = _class_rights(key, tenant, organisation)
+    return Principal(key.tenant, key.id, key.scopes, tenant.models, key.models, key.expires_at, key.user, classes)
 
 
 def principal_of_identity(
-    key_id: str, tenant: Tenant, scopes: Sequence[str], expires_at: float, user: str, key: Key | None
+    key_id: str,
+    tenant: Tenant,
+    organisation: Organisation | None,
+    scopes: Sequence[str],
+    expires_at: float,
+    user: str,
+    key: Key | None,
 ) -> Principal:
     """An identity that has no key, such as a subject of an issuer of tokens. `key`: what the table says of it, if it
     does: it then has only the scopes that both give, and the models and the expiry of the entry apply as well."""
+    classes = _class_rights(key, tenant, organisation)
     if key is None:
-        return Principal(tenant.id, key_id, tuple(scopes), tenant.models, (), expires_at, user)
+        return Principal(tenant.id, key_id, tuple(scopes), tenant.models, (), expires_at, user, classes)
     both = tuple(scope for scope in scopes if scope in key.scopes)
     ends = [end for end in (expires_at, key.expires_at) if end]
-    return Principal(tenant.id, key_id, both, tenant.models, key.models, min(ends, default=0.0), key.user or user)
+    expires_at, user = min(ends, default=0.0), key.user or user
+    return Principal(tenant.id, key_id, both, tenant.models, key.models, expires_at, user, classes)

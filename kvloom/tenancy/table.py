@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from kvloom.tenancy.class_rights import ANY_CLASS, ClassRights
 from kvloom.tenancy.limits import NO_LIMITS, Limits, limits_from_proto
 from kvloom.tenancy.prices import Price, Prices
 from kvloom.tenancy.sliced_dict import SlicedDict
@@ -26,6 +27,7 @@ class Organisation(msgspec.Struct, frozen=True, gc=False):
     id: str
     limits: Limits = NO_LIMITS
     disabled: bool = False
+    classes: ClassRights = ANY_CLASS
 
 
 class Tenant(msgspec.Struct, frozen=True, gc=False):
@@ -37,6 +39,7 @@ class Tenant(msgspec.Struct, frozen=True, gc=False):
     models: tuple[str, ...] = ()
     """Names, and prefixes that end in "*"; empty: all."""
     disabled: bool = False
+    classes: ClassRights = ANY_CLASS
 
     @property
     def organisation(self) -> str:
@@ -54,6 +57,7 @@ class Key(msgspec.Struct, frozen=True, gc=False):
     """Seconds since 1970; 0: never."""
     limits: Limits = NO_LIMITS
     user: str = ""
+    classes: ClassRights = ANY_CLASS
 
 
 def allows_model(patterns: Sequence[str], model: str) -> bool:
@@ -121,11 +125,19 @@ class TenantTable:
         self._remove(response)
         for organisation in response.organisations:
             self._organisations[organisation.id] = Organisation(
-                organisation.id, _limits(organisation.limits), organisation.disabled
+                organisation.id,
+                _limits(organisation.limits),
+                organisation.disabled,
+                self._class_rights(organisation),
             )
         for tenant in response.tenants:
             self._tenants[tenant.id] = Tenant(
-                tenant.id, _limits(tenant.limits), tenant.cache_scope, self._shared(tenant.models), tenant.disabled
+                tenant.id,
+                _limits(tenant.limits),
+                tenant.cache_scope,
+                self._shared(tenant.models),
+                tenant.disabled,
+                self._class_rights(tenant),
             )
         for entry in response.keys:
             self._add(self._key(entry))
@@ -178,7 +190,12 @@ class TenantTable:
             entry.expires_at or NEVER,
             _limits(entry.limits) if entry.HasField("limits") else NO_LIMITS,
             entry.user,
+            self._class_rights(entry),
         )
+
+    def _class_rights(self, entry: pb.OrganisationEntry | pb.TenantEntry | pb.KeyEntry) -> ClassRights:
+        allowed, default = entry.priority_classes, entry.default_priority_class
+        return ClassRights(self._shared(allowed), default) if allowed or default else ANY_CLASS
 
     def _shared(self, names: Iterable[str]) -> tuple[str, ...]:
         found = tuple(names)

@@ -112,11 +112,18 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
     """Its shard had failed."""
     prompt_cost_nanos: int = 0
     """Of a part of an answer: how much of its cost is the prompt's."""
+    priority_class: str = ""
+    """The class with which it was served (docs/scheduling.md); "" in records of routers that did not say it."""
 
     @property
     def answer(self) -> tuple[str, str]:
         """The same for all records of one answer, its parts among them."""
         return self.request_id, self.answer_id.partition(_CHOICES)[0]
+
+    @property
+    def served_class(self) -> str:
+        """Without declared classes, and in records that do not say it, it is that of the tier."""
+        return self.priority_class or self.tier
 
     @property
     def is_billed(self) -> bool:

@@ -25,6 +25,8 @@ def to_grpc_status(error: KvloomError) -> grpc.Status:
         info.metadata["field"] = error.field
     if error.limit:
         info.metadata["limit"] = error.limit
+    if error.end:
+        info.metadata["end"] = error.end
     details = [_pack(info)]
     if error.retry_after_seconds > 0:
         delay = duration_pb2.Duration()
@@ -78,6 +80,7 @@ def error_from_peer(error: grpc.aio.AioRpcError) -> KvloomError | None:
                     retry_after_seconds=retry.retry_delay.ToMicroseconds() / 1e6,
                     limit=info.metadata.get("limit", ""),
                     limits=limits_state_from_proto(limits) if has_limits else None,
+                    end=info.metadata.get("end", ""),
                 )
     return None
 

@@ -75,6 +75,7 @@ class Meter:
             number=number,
             corrects=record.number,
             tier=TIER_DISCARDED,
+            priority_class=record.served_class,
             tenant=_unbilled_tenant(TIER_DISCARDED, record.tenant),
             key_id="",
             charges=charges,
@@ -118,6 +119,7 @@ class Meter:
             num_preemptions=moves.num_preemptions,
             num_migrations=moves.num_migrations,
             num_failovers=moves.num_failovers,
+            priority_class=ended.priority_class.name,
         )
         return self._priced(record, ended_well)
 

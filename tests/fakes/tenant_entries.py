@@ -9,7 +9,11 @@ from kvloom.v1 import control_service_pb2 as pb
 
 def organisation_to_proto(organisation: Organisation) -> pb.OrganisationEntry:
     return pb.OrganisationEntry(
-        id=organisation.id, limits=limits_to_proto(organisation.limits), disabled=organisation.disabled
+        id=organisation.id,
+        limits=limits_to_proto(organisation.limits),
+        disabled=organisation.disabled,
+        priority_classes=organisation.classes.allowed,
+        default_priority_class=organisation.classes.default,
     )
 
 
@@ -20,6 +24,8 @@ def tenant_to_proto(tenant: Tenant) -> pb.TenantEntry:
         cache_scope=tenant.cache_scope,
         models=tenant.models,
         disabled=tenant.disabled,
+        priority_classes=tenant.classes.allowed,
+        default_priority_class=tenant.classes.default,
     )
 
 
@@ -33,4 +39,6 @@ def key_to_proto(key: Key) -> pb.KeyEntry:
         expires_at=key.expires_at,
         limits=limits_to_proto(key.limits),
         user=key.user,
+        priority_classes=key.classes.allowed,
+        default_priority_class=key.classes.default,
     )

@@ -53,6 +53,29 @@ async def test_the_steps_lead_to_the_tables_that_the_code_uses_and_back(database
         await migrate(database)  # and once more from the beginning
 
 
+async def test_sums_of_usage_survive_the_step_that_adds_their_class_and_the_way_back(database_url: str) -> None:
+    """They are what bills are made of. The class of an old request was that of its tier."""
+    sums = "1, 2, 3, 4, 5, 6, 7"
+    read = "SELECT tier, {} num_requests, cost_nanos FROM usage_daily ORDER BY tier"
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database)
+        await migrate_back(database, "r0004")
+        async with database.writing() as connection:
+            for tier in ("batch", "interactive"):
+                row = f"('2026-11-01', 'acme/search', 'k', 'm', '{tier}', {sums})"
+                await connection.execute(sa.text(f"INSERT INTO usage_daily VALUES {row}"))
+        await migrate(database)
+        async with database.writing() as connection:
+            rows = (await connection.execute(sa.text(read.format("priority_class,")))).all()
+            assert [tuple(row) for row in rows] == [("batch", "batch", 1, 7), ("interactive", "interactive", 1, 7)]
+            row = f"('2026-11-01', 'acme/search', 'k', 'm', 'batch', 'gold', {sums})"
+            await connection.execute(sa.text(f"INSERT INTO usage_daily VALUES {row}"))
+        await migrate_back(database, "r0004")
+        async with database.reading() as connection:
+            rows = (await connection.execute(sa.text(read.format("")))).all()
+            assert [tuple(row) for row in rows] == [("batch", 2, 14), ("interactive", 1, 7)]
+
+
 async def test_starts_at_the_same_time_migrate_once(database_url: str) -> None:
     """Two processes that start together must not both create the tables."""
     async with open_database(with_driver(make_url(database_url))) as database:

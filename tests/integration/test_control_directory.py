@@ -14,6 +14,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from control.directory.methods import READS, WRITES
 from kvloom.enums import ErrorReason
 from kvloom.errors import KvloomError
+from kvloom.tenancy.class_rights import ClassRights
 from kvloom.tenancy.limits import Limits
 from kvloom.v1 import control_service_pb2 as control_pb
 from kvloom.v1.control_service_pb2 import KeyUse, ReportKeyUsesRequest
@@ -87,6 +88,32 @@ async def test_a_rotated_key_is_accepted_for_its_grace_beside_the_new_one(world:
     assert (new_key.models, new_key.scopes, new_key.limits) == (old_key.models, old_key.scopes, old_key.limits)
     assert table.is_active(new_key, world.now + 61.0)
     assert not table.is_active(old_key, world.now + 61.0)
+
+
+async def test_priority_classes_reach_the_table_from_all_three_levels(world: ControlWorld) -> None:
+    """The operator bounds an organisation, its administrators their projects and keys; the audit has who did it."""
+    rights = {"priority_classes": ["gold", "batch", "gold"], "default_priority_class": "batch"}
+    made = await make_key(world, **rights)
+    new = await world.ask("RotateKey", id=made.key.id, grace_seconds=60.0)
+    fields = {"priority_classes": ["batch"], "default_priority_class": ""}
+    mask = {"paths": list(fields)}
+    await world.ask("UpdateProject", project=Pb.Project(id="acme/search", **fields), update_mask=mask)
+    await world.ask("UpdateOrganisation", organisation=Pb.Organisation(id="acme", **fields), update_mask=mask)
+    table = await world.table()
+    key, tenant, organisation = table.key(new.key.id), table.tenant("acme/search"), table.organisation("acme")
+    assert key is not None
+    assert tenant is not None
+    assert organisation is not None
+    assert key.classes == ClassRights(("gold", "batch"), "batch")
+    assert tenant.classes == organisation.classes == ClassRights(("batch",))
+    last = (await world.ask("ListAuditEntries")).entries[0]
+    assert (last.action, '"priority_classes":["batch"]' in last.after) == ("UpdateOrganisation", True)
+    only_default = {"paths": ["default_priority_class"]}
+    await world.ask("UpdateKey", key=Pb.ApiKey(id=new.key.id), update_mask=only_default)
+    silver = Pb.ApiKey(id=new.key.id, default_priority_class="silver")
+    with pytest.raises(KvloomError) as info:
+        await world.ask("UpdateKey", key=silver, update_mask=only_default)
+    assert (reason_of(info), info.value.field) == (ErrorReason.INVALID_ARGUMENT, "key.default_priority_class")
 
 
 async def test_limits_are_those_of_the_tier_and_the_account_own_ones_over_them(world: ControlWorld) -> None:
@@ -297,6 +324,12 @@ async def test_an_identity_has_no_key_and_can_be_added_again(world: ControlWorld
         ("CreateUser", {"user": Pb.User(id="a b")}, "user.id"),
         ("CreateKey", {"key": Pb.ApiKey(project="a/b", models=["a*b"]), "create_project": True}, "key.models"),
         ("CreateKey", {"key": Pb.ApiKey(project="a/b", expires_at=5.0), "create_project": True}, "key.expires_at"),
+        ("CreateProject", {"project": Pb.Project(id="a/b", priority_classes=["A b"])}, "project.priority_classes"),
+        (
+            "CreateOrganisation",
+            {"organisation": Pb.Organisation(id="a", priority_classes=["x"], default_priority_class="y")},
+            "organisation.default_priority_class",
+        ),
         (
             "CreateKey",
             {"key": Pb.ApiKey(project="a/b", expires_at=math.nan), "create_project": True},

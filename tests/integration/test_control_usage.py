@@ -142,6 +142,25 @@ async def test_what_reached_nobody_is_on_no_account(database_url: str) -> None:
         assert shown["discarded:acme/search", "discarded"] == shown["shadow:acme/search", "shadow"] == 5
 
 
+async def test_usage_is_summed_by_class(database_url: str) -> None:
+    """Who uses the urgent classes is what an operator charges for, or talks to a team about. Records of routers that
+    do not say the class have that of their tier."""
+    records = [
+        usage_record(1, "a", priority_class="gold"),
+        usage_record(2, "b", priority_class="interactive"),
+        usage_record(3, "c", tier="batch"),
+        usage_record(4, "a", corrects=1, num_output_tokens=3, priority_class="gold"),
+    ]
+    async with usage_database(database_url) as database:
+        for record in records:
+            await store(database, [entry(record)])
+        by_class = pb.GetUsageRequest(group_by=[pb.USAGE_GROUP_CLASS])
+        found = {row.priority_class: row.num_output_tokens for row in (await usage_of(database, by_class)).rows}
+        assert found == {"gold": 3, "interactive": 5, "batch": 5}
+        parts = [answers async for answers in answers_of(database, pb.ListAnswersRequest())]
+        assert [one.priority_class for answers in parts for one in answers] == ["gold", "interactive", "batch"]
+
+
 async def test_a_gap_in_the_numbers_is_not_stored(database_url: str) -> None:
     """A router deletes what is reported as stored."""
     async with usage_database(database_url) as database:

@@ -14,7 +14,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from kvloom.v1.router_service_pb2 import FleetState
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
-from tests.fakes.fake_router_link import CANCELLED, CONTENT_FILTER, FakeRequest, FakeRouterLink, answer
+from tests.fakes.fake_router_link import CANCELLED, CONTENT_FILTER, ERROR, FakeRequest, FakeRouterLink, answer
 
 
 @pytest.fixture
@@ -44,6 +44,27 @@ async def test_router_errors_keep_their_status_when_nothing_was_sent(
         body = await response.json()
         assert (response.status, body["error"]["code"], body["error"]["message"]) == (status, code, "no")
         assert response.headers["Retry-After"] == "2"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("end", "reason", "dropped"),
+    [
+        ("rejected", "rejected-queue-full", "rejected-queue-full"),
+        ("evicted", "evicted-queue-full", "evicted-queue-full"),
+        ("failed", "failed-queue-full", None),
+        ("", None, None),
+    ],
+)
+async def test_a_refusal_says_how_the_router_ended_the_request(
+    world: EdgeWorld, path: str, end: str, reason: str | None, dropped: str | None
+) -> None:
+    """A gateway or a client tells from a header what to do, without reading the body of any API."""
+    error = KvloomError(ErrorReason.ERROR_REASON_QUEUE_FULL, "Full.", end=end)
+    world.link.script = lambda request: request.finish(ERROR, error=error)
+    async with world.http.post(f"{world.url}{path}", json=chat_body(max_tokens=4)) as response:
+        assert response.headers.get("x-kvloom-reason") == reason
+        assert response.headers.get("x-llm-d-request-dropped-reason") == dropped
 
 
 @pytest.mark.parametrize("stream", [False, True])

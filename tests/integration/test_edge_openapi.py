@@ -193,7 +193,11 @@ async def test_every_header_of_a_response_is_described(tmp_path: Path, outcome: 
     def play(request: FakeRequest) -> None:
         if outcome == "refused":
             error = KvloomError(
-                ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED, "No.", limit="key:k", limits=limits_state_from_proto(limits)
+                ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED,
+                "No.",
+                limit="key:k",
+                limits=limits_state_from_proto(limits),
+                end="rejected",
             )
             request.finish(ERROR, error=error)
             return
@@ -224,7 +228,7 @@ async def test_every_header_of_a_response_is_described(tmp_path: Path, outcome: 
         assert {"x-kvloom-cost", "x-kvloom-budget-remaining", "x-kvloom-limited-by", "x-kvloom-route"} <= seen
         assert {"x-kvloom-cache", "idempotent-replayed"} <= seen
     else:
-        assert "x-should-retry" in seen
+        assert {"x-should-retry", "x-kvloom-reason", "x-llm-d-request-dropped-reason"} <= seen
     assert {"x-ratelimit-limit-requests", "anthropic-ratelimit-input-tokens-reset"} <= seen
 
 

@@ -19,6 +19,7 @@ from kvloom.callers import Callers
 from kvloom.config import CertificateConfig, RouteConfig, TlsConfig
 from kvloom.models.model_routes import ModelRoutes
 from kvloom.process.watched_files import following
+from kvloom.tenancy.class_rights import ClassRights
 from kvloom.tenancy.table import Tenant
 from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret
@@ -44,6 +45,7 @@ from tests.fakes.tenants import callers_of, change, identities_of
 CHAT = "/v1/chat/completions"
 ROUTES = ModelRoutes([RouteConfig(name="split", targets=["tiny", "secret"])])
 NARROW_KEY, USAGE_KEY, ADMIN_KEY, OPERATOR_KEY = "kvl-narrow", "kvl-usage", "kvl-admin", "kvl-operator"
+BATCH_KEY, DEFAULT_KEY = "kvl-batch", "kvl-default"
 TABLE = [
     *(ACME, OTHER, OTHER_APP),
     Tenant("acme/search", models=("tiny", "split")),
@@ -54,6 +56,8 @@ TABLE = [
     key_of(USAGE_KEY, "acme/search", scopes=("usage",)),
     key_of(ADMIN_KEY, "acme/search", scopes=("admin",)),
     key_of(OPERATOR_KEY, "other/app", scopes=("admin",)),
+    key_of(BATCH_KEY, "acme/search", classes=ClassRights(("batch",))),
+    key_of(DEFAULT_KEY, "acme/search", classes=ClassRights(default="batch")),
     key_of(MAPS_KEY, "acme/maps"),
     key_of(OTHER_KEY, "other/app"),
 ]
@@ -115,6 +119,30 @@ async def test_every_api_refuses_models_that_the_key_may_not_use(
     assert not world.link.requests
     status, refused = await world.post(path, {"model": "secret", **body}, headers={**headers, **bearer(USAGE_KEY)})
     assert (status, "inference" in refused["error"]["message"]) == (403, True)
+
+
+GENERATING = APIS[:4] + APIS[5:8]
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATING, ids=[path for path, _ in GENERATING])
+async def test_every_api_refuses_classes_that_the_key_may_not_use(
+    world: EdgeWorld, path: str, body: dict[str, Any]
+) -> None:
+    """The classes of others are what they have paid for. A refusal names the header and reaches no router."""
+    for headers in ({"x-kvloom-priority-class": "interactive"}, {"x-llm-d-inference-objective": "interactive"}, {}):
+        given = {**bearer(BATCH_KEY), "anthropic-version": "2023-06-01", **headers}
+        async with world.http.post(world.url + path, json={"model": "tiny", **body}, headers=given) as response:
+            refused = await response.json()
+        assert (response.status, response.headers["x-kvloom-reason"]) == (403, "rejected-permission-denied"), refused
+        assert next(iter(headers), "x-kvloom-priority-class") in refused["error"]["message"]
+    assert not world.link.requests
+
+
+async def test_a_key_has_its_default_class(world: EdgeWorld) -> None:
+    """Programs that know nothing of classes are served as their operator wants."""
+    async with world.http.post(world.url + CHAT, json=chat_body(), headers=bearer(DEFAULT_KEY)) as response:
+        assert (response.status, response.headers["x-kvloom-priority-class"]) == (200, "batch")
+    assert world.link.requests[0].request.priority_class == "batch"
 
 
 async def test_routes_fallbacks_and_auto_lead_only_to_models_that_are_allowed(world: EdgeWorld) -> None:

@@ -18,6 +18,7 @@ GROUPS: Final = {
     "key": (pb.USAGE_GROUP_KEY, "key_id"),
     "tenant": (pb.USAGE_GROUP_TENANT, "tenant"),
     "tier": (pb.USAGE_GROUP_TIER, "tier"),
+    "class": (pb.USAGE_GROUP_CLASS, "priority_class"),
 }
 """By name: (what the service calls it, its field in a row)."""
 SUMS: Final = (

@@ -23,6 +23,7 @@ from router.core.placement.placer import Placer
 from router.core.priority_classes import MAX_PLACED_RANK
 from router.core.relay.lifecycle import Lifecycle, request_ended
 from router.core.relay.verdicts import Verdicts
+from router.core.request_end import End
 from router.core.request_usage import UsageMeter
 
 
@@ -203,6 +204,7 @@ class Arrivals:
 
     def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
         step = self._action_buffer.step(client)
+        error = error.ended(End.REJECTED.value)
         num_prompt_tokens = len(request.prompt_token_ids)
         for slot in dict.fromkeys(choice.slot for choice in request.choices):
             if slot not in client.choices:

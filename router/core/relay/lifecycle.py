@@ -29,6 +29,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
 from router.core.relay.screening import Screening
+from router.core.request_end import end_of
 from router.core.request_usage import RequestUsage, UsageMeter
 from router.core.tenancy.limiter import Limiter
 from router.core.tenancy.request_charge import RequestCharge
@@ -112,6 +113,8 @@ class Lifecycle:
         client_start.result_cache = live.result_cache
         if request.degradation is not None:
             client_start.brownout = str(request.degradation)
+        if request.priority_class is not None:
+            client_start.priority_class = request.priority_class.name
         if choice.withheld is not None:
             choice.withheld.start = client_start
         else:
@@ -239,6 +242,8 @@ class Lifecycle:
             choice.num_cached_tokens = num_cached_tokens = stored.finish.num_cached_tokens
             if stored.token_ids:
                 start = Start(choice.client_slot, num_cached_tokens, result_cache=live.result_cache)
+                if live.request.priority_class is not None:
+                    start.priority_class = live.request.priority_class.name
                 self._send_start(choice, start, now)
             choice.output_token_ids.extend(stored.token_ids)
             choice.num_chars = sum(map(len, stored.deltas))
@@ -313,6 +318,9 @@ class Lifecycle:
             self._service.settle(choice)
         live, client, num_output_tokens = choice.request, choice.client, len(choice.output_token_ids)
         request = live.request
+        if finish.error is not None:
+            end = end_of(finish.reason, is_admitted=live.is_admitted, was_sent=live.num_attempts > 0)
+            finish.error = finish.error.ended(end.value)
         finish.num_prompt_tokens = len(request.prompt_token_ids)
         finish.num_cached_tokens = choice.num_cached_tokens or 0
         finish.num_output_tokens = num_output_tokens
@@ -411,6 +419,8 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         is_result_cache_hit=live.result_cache == RESULT_CACHE_USE_HIT,
         is_admitted=live.is_admitted,
         moves=live.moves,
+        priority_class=live.priority_class,
+        fairness_id=request.fairness_id,
     )
 
 

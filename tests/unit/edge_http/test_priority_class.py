@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from edge_http.endpoints.priority_class import fairness_id_of, priority_class_of
+from edge_http.endpoints.priority_class import OBJECTIVE, PRIORITY_CLASS, fairness_id_of, priority_class_of
 from kvloom.errors import KvloomError
+from kvloom.tenancy.class_rights import ClassRights
+from kvloom.tenancy.principal import Principal
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import TIER_BATCH, TIER_INTERACTIVE
 
@@ -51,3 +53,31 @@ def test_a_fairness_id_is_bounded() -> None:
     assert fairness_id_of(asking(x_llm_d_inference_fairness_id="a")) == "a"
     with pytest.raises(KvloomError, match="at most 256"):
         fairness_id_of(asking(x_llm_d_inference_fairness_id="a" * 257))
+
+
+@pytest.mark.parametrize(
+    ("headers", "tier", "rights", "expected"),
+    [
+        ({}, TIER_INTERACTIVE, [ClassRights(("gold",), "gold")], "gold"),
+        ({}, TIER_INTERACTIVE, [ClassRights(default="flex"), ClassRights(default="gold")], "flex"),
+        ({}, TIER_BATCH, [ClassRights(default="gold")], "batch"),
+        ({PRIORITY_CLASS: "gold"}, TIER_INTERACTIVE, [ClassRights(("gold",)), ClassRights(("flex", "gold"))], "gold"),
+        ({PRIORITY_CLASS: "gold"}, TIER_INTERACTIVE, [ClassRights(("gold",)), ClassRights(("flex",))], None),
+        ({OBJECTIVE: "gold"}, TIER_INTERACTIVE, [ClassRights(("batch",))], None),
+        ({}, TIER_INTERACTIVE, [ClassRights(("batch",))], None),
+        ({}, TIER_BATCH, [ClassRights(("gold",), "gold")], None),
+        ({}, TIER_INTERACTIVE, [ClassRights(("gold",), "gold"), ClassRights(("flex",))], None),
+    ],
+)
+def test_a_key_names_only_what_it_may_and_has_its_default_otherwise(
+    headers: dict[str, str], tier: Any, rights: list[ClassRights], expected: str | None
+) -> None:
+    """Leaving the header out must be no way around the restriction."""
+    principal = Principal("acme/search", "k", classes=tuple(rights))
+    if expected is not None:
+        assert priority_class_of(asking(**headers), tier, "", DECLARED, principal) == expected
+        return
+    with pytest.raises(KvloomError) as caught:
+        priority_class_of(asking(**headers), tier, "", DECLARED, principal)
+    assert caught.value.reason == ErrorReason.ERROR_REASON_PERMISSION_DENIED
+    assert caught.value.field == next(iter(headers), "service_tier" if tier == TIER_BATCH else PRIORITY_CLASS)

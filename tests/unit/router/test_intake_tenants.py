@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvloom.access.cache_salts import CacheSalts
 from kvloom.errors import KvloomError
+from kvloom.tenancy.class_rights import ClassRights
 from kvloom.tenancy.table import Tenant
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice
-from kvloom.v1.router_service_pb2 import Submit
+from kvloom.v1.router_service_pb2 import TIER_BATCH, Submit
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.core.events import Request
 from router.intake import Intake
@@ -21,7 +23,7 @@ from tests.fakes.tenants import change, identities_of
 SALTS = CacheSalts(b"key")
 
 
-def request_of(scope: CallerScope) -> Request:
+def request_of(scope: CallerScope, **fields: Any) -> Request:
     intake = Intake({}, 1000, lambda: False, cache_salts=SALTS)
     submit = Submit(
         request_id="r",
@@ -30,6 +32,7 @@ def request_of(scope: CallerScope) -> Request:
         choices=[Choice(slot=1)],
         tenant="other/app",
         key_id="id-of-another",
+        **fields,
     )
     return intake.request_from_submit(submit, "client", scope)
 
@@ -64,3 +67,33 @@ def test_a_stream_that_has_begun_gets_no_model_that_was_taken_away(tmp_path: Pat
     with pytest.raises(KvloomError) as refused:
         request_of(scope)
     assert refused.value.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("fields", [{}, {"priority_class": "interactive"}, {"tier": TIER_BATCH}])
+def test_a_class_that_the_key_may_not_use_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A direct client has no edge in front of it that would ask, and it may leave the field out."""
+    identities = identities_of(tmp_path, two_organisations())
+    principal = identities.at_once(SEARCH_KEY, b"")
+    assert principal is not None
+    scope = CallerScope(principal.tenant, CallerAccess(identities.tenants, principal))
+    assert request_of(scope, **fields).key_id == f"id-{SEARCH_KEY}"
+    change(identities, Tenant("acme/search", classes=ClassRights(("gold",))))
+    with pytest.raises(KvloomError) as denied:
+        request_of(scope, **fields)
+    assert denied.value.reason == ErrorReason.ERROR_REASON_PERMISSION_DENIED
+    assert (denied.value.field, denied.value.end) == ("priority_class", "rejected")
+
+
+def test_the_default_class_is_that_of_requests_which_name_none(tmp_path: Path) -> None:
+    """An operator moves a tenant to another class without a change of its programs; what it names itself holds."""
+    identities = identities_of(tmp_path, two_organisations())
+    principal = identities.at_once(SEARCH_KEY, b"")
+    assert principal is not None
+    scope = CallerScope(principal.tenant, CallerAccess(identities.tenants, principal))
+    change(identities, Tenant("acme/search", classes=ClassRights(default="batch")))
+    served = [request_of(scope), request_of(scope, priority_class="interactive")]
+    assert [one.priority_class and one.priority_class.name for one in served] == ["batch", "interactive"]
+    change(identities, Tenant("acme/search", classes=ClassRights(default="interactive")))
+    batch = request_of(scope, tier=TIER_BATCH).priority_class
+    assert batch is not None
+    assert batch.name == "batch"

@@ -7,6 +7,7 @@ orgs.py        organisations, and the audit
 projects.py    projects
 users.py       users and their roles
 keys.py        keys
+classes.py     which priority classes may be named
 limits.py      limits of accounts, and tiers
 prices.py      prices
 """

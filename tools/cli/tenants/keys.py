@@ -11,6 +11,7 @@ import click
 from kvloom.tenancy.scopes import SCOPES
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits
+from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import (
@@ -33,11 +34,17 @@ COLUMNS: Final[Columns] = {
     "user": lambda one: one.user or "-",
     "scopes": lambda one: " ".join(one.scopes),
     "models": lambda one: " ".join(one.models) or "all",
+    "classes": shown_classes,
     "state": lambda one: _state(one),
     "expires": lambda one: shown_time(one.expires_at),
     "last used": lambda one: shown_time(one.last_used_at),
     "limits": lambda one: shown_limits(one.effective_limits),
 }
+
+
+class_option, all_classes_option, default_class_option = class_options(
+    "keys", "all of the project", "the project's, or else by the tier"
+)
 
 
 def rights_options(function: F) -> F:
@@ -57,6 +64,8 @@ def rights_options(function: F) -> F:
             help='A model, adapter or route that it may use; "prefix*" for all that begin so. May be repeated.  '
             "[default: all of the project]",
         ),
+        class_option,
+        default_class_option,
         option(
             "--scope",
             "scopes",
@@ -97,6 +106,8 @@ def create(
     identity: str,
     scopes: Sequence[str],
     models: Sequence[str],
+    classes: Sequence[str],
+    default_class: str | None,
     expires: str | None,
     tier: str | None,
     as_json: bool,
@@ -113,6 +124,8 @@ def create(
             user=user,
             scopes=scopes,
             models=models,
+            priority_classes=classes,
+            default_priority_class=default_class or "",
             tier=tier or "",
             expires_at=_moment(expires),
             limits=Limits(**given_limits(flags)),
@@ -133,6 +146,7 @@ def show_keys(directory: Directory, project: str, org: str, *, show_revoked: boo
 @click.argument("key_id", metavar="ID")
 @option("--name", scope="keys", help="What it is for.")
 @rights_options
+@all_classes_option
 @limit_options("keys")
 @json_option("keys")
 @directory_options
@@ -141,6 +155,9 @@ def update(
     name: str | None,
     scopes: Sequence[str],
     models: Sequence[str],
+    all_classes: bool,
+    classes: Sequence[str],
+    default_class: str | None,
     expires: str | None,
     tier: str | None,
     as_json: bool,
@@ -152,10 +169,17 @@ def update(
     fields: dict[str, Any] = {"name": name, "scopes": scopes or None, "models": models or None, "tier": tier}
     fields["expires_at"] = None if expires is None else _moment(expires)
     given = {field: value for field, value in fields.items() if value is not None}
-    if not given and not limits:
+    class_paths = given_class_paths(classes, default_class, all_classes=all_classes)
+    if not given and not limits and not class_paths:
         raise CommandError("nothing was given that is to be changed")
-    paths = [*given, *as_paths("limits.", limits)]
-    key = pb.ApiKey(id=key_id, limits=Limits(**limits), **given)
+    paths = [*given, *class_paths, *as_paths("limits.", limits)]
+    key = pb.ApiKey(
+        id=key_id,
+        limits=Limits(**limits),
+        priority_classes=classes,
+        default_priority_class=default_class or "",
+        **given,
+    )
     show_one(directory.ask("UpdateKey", key=key, update_mask={"paths": paths}).key, COLUMNS, as_json=as_json)
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
+from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import shown_limits, shown_time
+from tools.failures import CommandError
 from tools.options import option
 
 COLUMNS: Final[Columns] = {
     "organisation": lambda one: one.id,
     "state": lambda one: "disabled" if one.disabled else "active",
+    "classes": shown_classes,
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
 }
+class_option, all_classes_option, default_class_option = class_options("orgs", "all", "by the tier")
 _AUDIT: Final[Columns] = {
     "at": lambda one: shown_time(one.at),
     "actor": lambda one: one.actor,
@@ -34,11 +39,42 @@ def orgs() -> None:
 @orgs.command("create")
 @click.argument("name")
 @option("--tier", scope="orgs", default="", help="Its tier of limits (`kvloom limits`).")
+@class_option
+@default_class_option
 @json_option("orgs")
 @directory_options
-def create(name: str, tier: str, as_json: bool, directory: Directory) -> None:
+def create(
+    name: str, tier: str, classes: Sequence[str], default_class: str | None, as_json: bool, directory: Directory
+) -> None:
     """Add an organisation."""
-    response = directory.ask("CreateOrganisation", organisation=pb.Organisation(id=name, tier=tier))
+    organisation = pb.Organisation(
+        id=name, tier=tier, priority_classes=classes, default_priority_class=default_class or ""
+    )
+    response = directory.ask("CreateOrganisation", organisation=organisation)
+    show_one(response.organisation, COLUMNS, as_json=as_json)
+
+
+@orgs.command("update")
+@click.argument("name")
+@class_option
+@all_classes_option
+@default_class_option
+@json_option("orgs")
+@directory_options
+def update(
+    name: str,
+    classes: Sequence[str],
+    all_classes: bool,
+    default_class: str | None,
+    as_json: bool,
+    directory: Directory,
+) -> None:
+    """Change what is given. Limits are changed by `kvloom limits set org:NAME`."""
+    paths = given_class_paths(classes, default_class, all_classes=all_classes)
+    if not paths:
+        raise CommandError("nothing was given that is to be changed")
+    organisation = pb.Organisation(id=name, priority_classes=classes, default_priority_class=default_class or "")
+    response = directory.ask("UpdateOrganisation", organisation=organisation, update_mask={"paths": paths})
     show_one(response.organisation, COLUMNS, as_json=as_json)
 
 

@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
+from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import shown_limits
@@ -18,6 +19,7 @@ COLUMNS: Final[Columns] = {
     "project": lambda one: one.id,
     "state": lambda one: "disabled" if one.disabled else "active",
     "models": lambda one: " ".join(one.models) or "all",
+    "classes": shown_classes,
     "cache scope": lambda one: one.cache_scope or "-",
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
@@ -36,6 +38,9 @@ scope_option = option(
     scope="projects",
     help="Projects with the same scope share cached prompts. Empty: this one shares with nobody.",
 )
+class_option, all_classes_option, default_class_option = class_options(
+    "projects", "all of the organisation", "the organisation's, or else by the tier"
+)
 tier_option = option("--tier", scope="projects", help="Its tier of limits (`kvloom limits`).")
 
 
@@ -48,6 +53,8 @@ def projects() -> None:
 @click.argument("name", metavar="ORG/PROJECT")
 @option("--create", "create_org", scope="projects", is_flag=True, help="Add the organisation, too, if there is none.")
 @model_option
+@class_option
+@default_class_option
 @scope_option
 @tier_option
 @json_option("projects")
@@ -56,13 +63,15 @@ def create(
     name: str,
     create_org: bool,
     models: Sequence[str],
+    classes: Sequence[str],
+    default_class: str | None,
     cache_scope: str | None,
     tier: str | None,
     as_json: bool,
     directory: Directory,
 ) -> None:
     """Add a project to an organisation."""
-    project = pb.Project(id=name, models=models, cache_scope=cache_scope or "", tier=tier or "")
+    project = _project(name, models, classes, default_class, cache_scope, tier)
     response = directory.ask("CreateProject", project=project, create_organisation=create_org)
     show_one(response.project, COLUMNS, as_json=as_json)
 
@@ -81,6 +90,9 @@ def list_(org: str, as_json: bool, directory: Directory) -> None:
 @click.argument("name", metavar="ORG/PROJECT")
 @model_option
 @option("--all-models", scope="projects", is_flag=True, help="Its keys may use all models.")
+@all_classes_option
+@class_option
+@default_class_option
 @scope_option
 @tier_option
 @json_option("projects")
@@ -89,17 +101,25 @@ def update(
     name: str,
     models: Sequence[str],
     all_models: bool,
+    classes: Sequence[str],
+    all_classes: bool,
+    default_class: str | None,
     cache_scope: str | None,
     tier: str | None,
     as_json: bool,
     directory: Directory,
 ) -> None:
     """Change what is given. Limits are changed by `kvloom limits set tenant:ORG/PROJECT`."""
-    given = {"models": models or all_models, "cache_scope": cache_scope is not None, "tier": tier is not None}
+    given = {
+        "models": models or all_models,
+        "cache_scope": cache_scope is not None,
+        "tier": tier is not None,
+    }
     paths = [field for field, is_given in given.items() if is_given]
+    paths += given_class_paths(classes, default_class, all_classes=all_classes)
     if not paths:
         raise CommandError("nothing was given that is to be changed")
-    project = pb.Project(id=name, models=models, cache_scope=cache_scope or "", tier=tier or "")
+    project = _project(name, models, classes, default_class, cache_scope, tier)
     response = directory.ask("UpdateProject", project=project, update_mask={"paths": paths})
     show_one(response.project, COLUMNS, as_json=as_json)
 
@@ -111,6 +131,24 @@ def delete(name: str, directory: Directory) -> None:
     """Delete a project and its keys, which are refused within a second. Its usage records are kept."""
     directory.ask("DeleteProject", id=name)
     click.echo(f"deleted {name}")
+
+
+def _project(
+    name: str,
+    models: Sequence[str],
+    classes: Sequence[str],
+    default_class: str | None,
+    cache_scope: str | None,
+    tier: str | None,
+) -> pb.Project:
+    return pb.Project(
+        id=name,
+        models=models,
+        priority_classes=classes,
+        default_priority_class=default_class or "",
+        cache_scope=cache_scope or "",
+        tier=tier or "",
+    )
 
 
 switch(projects, "a project", "UpdateProject", "project", pb.Project)

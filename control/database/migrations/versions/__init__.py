@@ -3,4 +3,6 @@
 r0001_directory.py      organisations, projects, users, keys, limits, prices, audit, and the log of changes
 r0002_usage.py          usage records and their sums, spending, leases and alerts of budgets
 r0003_lease_numbers.py  the last change of each lease of a budget
+r0004_priority_classes.py  the priority classes that organisations, projects and keys may name
+r0005_usage_by_class.py  sums of usage by priority class
 """

@@ -21,6 +21,7 @@ def test_a_refusal_by_a_limit_has_retry_info_and_the_violated_quota() -> None:
         retry_after_seconds=1.25,
         limit="tenant:acme/web requests_per_minute",
         limits=LimitsState(RateState(60, 0, 60.0)),
+        end="rejected",
     )
     status = to_grpc_status(error)
     assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -36,4 +37,4 @@ def test_a_refusal_by_a_limit_has_retry_info_and_the_violated_quota() -> None:
     found = error_from_peer(cast(Any, failure))
     assert found is not None
     assert (found.reason, found.limit, found.limits) == (error.reason, error.limit, error.limits)
-    assert found.retry_after_seconds == 1.25
+    assert (found.retry_after_seconds, found.end) == (1.25, "rejected")

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvloom.errors import KvloomError
 from kvloom.tenancy.limits import Limits
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, RequestCancelled, ShardDown, Tick
@@ -61,6 +63,32 @@ def test_what_was_never_admitted_is_rejected_and_what_left_the_queue_is_evicted(
     world.now += 2.0
     timed_out = [action for action in world.handle(Tick()) if isinstance(action, RequestEnded)]
     assert {ended.end for ended in timed_out} == {End.EVICTED}
+
+
+def test_clients_are_told_whether_their_request_was_rejected_evicted_or_failed() -> None:
+    """One who was turned away may try elsewhere at once; a gateway in front counts the three apart."""
+    world = CoreRig(max_queued_requests=2, max_queue_seconds=2.0, max_attempts=1)
+    world.add_shard(max_batch=1)
+    shard, [slot] = submitted(world.submit("a", slots=(0,)))
+    for i in range(1, 4):
+        world.submit(f"b{i}", slots=(i,))
+    told = [sent(world.submit("c", slots=(4,)))]
+    world.now += 2.0
+    told += [sent(world.handle(Tick())), sent(world.fail(shard, slot))]
+    errors = [finish.error for step in told for finish in step.finishes]
+    assert [error and (error.end, error.reason_name) for error in errors] == [
+        ("rejected", "QUEUE_FULL"),
+        ("evicted", "QUEUE_TIMEOUT"),
+        ("evicted", "QUEUE_TIMEOUT"),
+        ("failed", "ENGINE_FAILED"),
+    ]
+
+
+def test_an_error_that_requests_share_says_of_each_how_it_ended() -> None:
+    """A fault ends requests that run and requests that wait with one error."""
+    error = KvloomError(ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE, "Gone.")
+    ran, waited = error.ended("failed"), error.ended("evicted")
+    assert (ran.end, waited.end, waited.message) == ("failed", "evicted", "Gone.")
 
 
 def test_a_failover_is_counted() -> None:

@@ -12,6 +12,7 @@ from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from router.core.actions import RequestEnded
 from router.core.events import SHADOW_TENANT, Tier
+from router.core.priority_classes import PriorityClass
 from router.core.request_end import Moves
 from router.core.request_usage import RequestUsage
 from router.metering.meter import Meter
@@ -43,6 +44,14 @@ def test_a_record_has_its_reasoning_and_its_moves() -> None:
     record = record_of(meter().record(ended(num_reasoning=3, moves=Moves(1, 2, 3)), 1))
     assert (record.num_reasoning_tokens, record.cost_nanos) == (3, 25)
     assert (record.num_preemptions, record.num_migrations, record.num_failovers) == (1, 2, 3)
+
+
+def test_a_record_has_the_class_with_which_the_request_was_served() -> None:
+    """It is not that of the tier, which decides the price; a correction and a discarded answer keep it."""
+    encoded = meter().record(ended(tier=Tier.BATCH, priority_class=PriorityClass("gold", 0)), 1)
+    corrected, discarded = meter().correction(encoded, 2, 1), meter().discard(encoded, 2)
+    assert [record_of(one).priority_class for one in (encoded, corrected, discarded)] == ["gold"] * 3
+    assert record_of(encoded).tier == "batch"
 
 
 def test_shadow_traffic_is_nobodys_bill() -> None:
