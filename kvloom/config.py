@@ -519,6 +519,15 @@ class ReceiptsConfig(Section):
     """The private key; made if it is missing. "": receipts.key in `data_dir`."""
 
 
+class DisaggregationConfig(Section):
+    """Prompts that one shard computes for another (docs/disaggregation.md), where shards have roles."""
+
+    min_prompt_tokens: PositiveInt = 2048
+    """The shard of the answer must have at least so many tokens of the prompt to compute."""
+    leg_timeout_seconds: PositiveFloat = 30.0
+    """A prompt that another shard has not computed within this time is computed elsewhere."""
+
+
 class RouterConfig(Section):
     """The routers."""
 
@@ -554,6 +563,7 @@ class RouterConfig(Section):
     stays_on_cpu: bool = True
     """As for the edge."""
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
+    disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
@@ -744,11 +754,23 @@ class ShardConfig(Section):
     """Which waiting sequence is admitted next: the first that arrived, or the one with the least left to prefill. Aging
     ensures that no sequence is overtaken forever (docs/engines.md)."""
     drain_timeout_seconds: PositiveFloat = 30.0
+    role: Literal["", "prefill", "decode", "both"] = ""
+    """The part that these shards take where some shards compute long prompts and others the answers
+    (docs/disaggregation.md). Empty: they compute whole requests."""
+    num_prefill_shards: Annotated[int, Meta(ge=0)] = 0
+    """How many of `num_shards` get the role prefill from `kvloom up`. The others then get the role decode."""
+    launcher: list[str] = []
+    """The command with which `kvloom up` starts each shard, before the shard's own command line, for engines of several
+    processes: e.g. ["mpirun", "-n", "2", "trtllm-llmapi-launch"]. Empty: there is none."""
     sim: SimConfig = msgspec.field(default_factory=SimConfig)
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     tensorrt_llm: TensorRtLlmConfig = msgspec.field(default_factory=TensorRtLlmConfig)
     plugin: dict[str, Any] = {}
     """The settings of a plugin's engine, which only that engine knows and checks."""
+
+    def __post_init__(self) -> None:
+        if self.num_prefill_shards and self.num_prefill_shards >= self.num_shards:
+            raise ValueError(f"num_prefill_shards must leave one of {self.num_shards} shards for answers")
 
 
 class SafetyConfig(Section):

@@ -181,7 +181,18 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
     "LoraConfig": frozenset({"lora_dir", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules"}),
     "LoRARequest": frozenset({"lora_name", "lora_int_id", "lora_path"}),
     "DisaggregatedParams": frozenset(
-        {"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"}
+        {
+            "request_type",
+            "first_gen_tokens",
+            "ctx_request_id",
+            "opaque_state",
+            "draft_tokens",
+            "disagg_request_id",  # newer
+            "ctx_dp_rank",  # newer
+            "ctx_info_endpoint",  # newer
+            "schedule_style",  # newer
+            "first_gen_log_probs",  # newer
+        }
     ),
 }
 """Arguments of constructors and methods; those of configs are also their attributes."""
