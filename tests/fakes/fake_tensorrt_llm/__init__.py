@@ -79,7 +79,11 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
             SamplingParams=configs.SamplingParams,
         ),
         "tensorrt_llm.llmapi": _module("tensorrt_llm.llmapi", **llmapi),
-        "tensorrt_llm.llmapi.llm_args": _module("tensorrt_llm.llmapi.llm_args", TorchLlmArgs=llm_args),
+        "tensorrt_llm.llmapi.llm_args": _module(
+            "tensorrt_llm.llmapi.llm_args",
+            TorchLlmArgs=llm_args,
+            KvCacheConnectorConfig=configs.KvCacheConnectorConfig,
+        ),
         "tensorrt_llm.lora_helper": _module("tensorrt_llm.lora_helper", LoraConfig=configs.LoraConfig),
         **_executor(),
     }
