@@ -519,6 +519,15 @@ class ReceiptsConfig(Section):
     """The private key; made if it is missing. "": receipts.key in `data_dir`."""
 
 
+class DisaggregationConfig(Section):
+    """Prompts that one shard computes for another (docs/disaggregation.md), where shards have roles."""
+
+    min_prompt_tokens: PositiveInt = 2048
+    """The shard of the answer must have at least so many tokens of the prompt to compute."""
+    leg_timeout_seconds: PositiveFloat = 30.0
+    """A prompt that another shard has not computed within this time is computed elsewhere."""
+
+
 class RouterConfig(Section):
     """The routers."""
 
@@ -554,6 +563,7 @@ class RouterConfig(Section):
     stays_on_cpu: bool = True
     """As for the edge."""
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
+    disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
@@ -644,6 +654,10 @@ class TensorRtKvCacheConfig(Section):
     partial_reuse: bool = True
     host_cache_bytes: Annotated[int, Meta(ge=0)] = 0
     """The size of a second tier in host memory. 0: there is none."""
+    secondary_offload_min_priority: Annotated[int, Meta(ge=0, le=100)] = 0
+    """Blocks of a lower priority are not kept in the second tier. 0: the library's default."""
+    disk_cache_bytes: Annotated[int, Meta(ge=0)] = 0
+    """The size of a third tier on disk, in versions newer than 1.2.1. 0: there is none."""
     event_buffer_max_size: PositiveInt = 65_536
     """How many KV events may wait for the shard. Beyond that they are lost, and the shard resynchronises."""
 
@@ -682,12 +696,34 @@ class TensorRtCacheTransceiverConfig(Section):
     """Without a timeout, a peer that cannot be reached would block the engine."""
 
 
+class TensorRtKvConnectorConfig(Section):
+    """TensorRT-LLM's connector to a KV store outside of the engine. By default there is none."""
+
+    preset: str = ""
+    """A name that the library knows, such as lmcache, in versions newer than 1.2.1."""
+    module: str = ""
+    """The Python module of a connector, instead of a preset."""
+    scheduler_class: str = ""
+    worker_class: str = ""
+
+    def __post_init__(self) -> None:
+        named = [bool(self.module), bool(self.scheduler_class), bool(self.worker_class)]
+        if any(named) and (self.preset or not all(named)):
+            raise ValueError("kv_connector takes preset, or module, scheduler_class and worker_class together")
+
+
 class TensorRtLlmConfig(Section):
     """The settings of TensorRT-LLM (docs/tensorrt-llm.md). Block size, number of blocks, batch size and context window
     are those of `shard`."""
 
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
+    moe_expert_parallel_size: Annotated[int, Meta(ge=0)] = 0
+    """Over how many GPUs the experts of a mixture are divided. 0: the library's default."""
+    moe_tensor_parallel_size: Annotated[int, Meta(ge=0)] = 0
+    """Over how many GPUs each expert is divided. 0: the library's default."""
+    gpus_per_node: Annotated[int, Meta(ge=0)] = 0
+    """GPUs of one machine, for an engine on several (`shard.launcher`). 0: those that the library finds."""
     attention_dp: bool = False
     dtype: str = "auto"
     trust_remote_code: bool = False
@@ -717,6 +753,7 @@ class TensorRtLlmConfig(Section):
     kv_cache: TensorRtKvCacheConfig = msgspec.field(default_factory=TensorRtKvCacheConfig)
     speculation: TensorRtSpeculationConfig = msgspec.field(default_factory=TensorRtSpeculationConfig)
     lora: TensorRtLoraConfig = msgspec.field(default_factory=TensorRtLoraConfig)
+    kv_connector: TensorRtKvConnectorConfig = msgspec.field(default_factory=TensorRtKvConnectorConfig)
     cache_transceiver: TensorRtCacheTransceiverConfig = msgspec.field(default_factory=TensorRtCacheTransceiverConfig)
 
 
@@ -744,11 +781,23 @@ class ShardConfig(Section):
     """Which waiting sequence is admitted next: the first that arrived, or the one with the least left to prefill. Aging
     ensures that no sequence is overtaken forever (docs/engines.md)."""
     drain_timeout_seconds: PositiveFloat = 30.0
+    role: Literal["", "prefill", "decode", "both"] = ""
+    """The part that these shards take where some shards compute long prompts and others the answers
+    (docs/disaggregation.md). Empty: they compute whole requests."""
+    num_prefill_shards: Annotated[int, Meta(ge=0)] = 0
+    """How many of `num_shards` get the role prefill from `kvloom up`. The others then get the role decode."""
+    launcher: list[str] = []
+    """The command with which `kvloom up` starts each shard, before the shard's own command line, for engines of several
+    processes: e.g. ["mpirun", "-n", "2", "trtllm-llmapi-launch"]. Empty: there is none."""
     sim: SimConfig = msgspec.field(default_factory=SimConfig)
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     tensorrt_llm: TensorRtLlmConfig = msgspec.field(default_factory=TensorRtLlmConfig)
     plugin: dict[str, Any] = {}
     """The settings of a plugin's engine, which only that engine knows and checks."""
+
+    def __post_init__(self) -> None:
+        if self.num_prefill_shards and self.num_prefill_shards >= self.num_shards:
+            raise ValueError(f"num_prefill_shards must leave one of {self.num_shards} shards for answers")
 
 
 class SafetyConfig(Section):

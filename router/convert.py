@@ -126,6 +126,7 @@ def _finish_from_proto(finish: generation_pb2.SequenceFinish) -> Finish:
         finish.num_predicted_tokens,
         finish.num_accepted_predicted_tokens,
         finish.embedding,
+        finish.handoff,
     )
 
 
@@ -150,6 +151,11 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )
     submit.stop.max_tokens = attempt.max_tokens
+    if attempt.prefill_only:
+        submit.prefill_only = True
+        submit.stop.min_tokens = min(submit.stop.min_tokens, 1)
+    elif attempt.handoff:
+        submit.handoff = attempt.handoff
     if request.discards_blocks:
         submit.discards_blocks = True
     if request.kv_share is not None:
@@ -186,6 +192,8 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         model_checksum=info.model_checksum,
         card_checksum=info.card_checksum,
         embedding_size=info.embedding_size,
+        engine=info.engine,
+        role=info.role,
     )
 
 

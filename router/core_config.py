@@ -8,10 +8,12 @@ from typing import Final
 import msgspec
 
 from kvloom.config import KvloomConfig, PriorityClassConfig
+from kvloom.v1.generation_pb2 import SamplingParams
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
+from router.core.dispatch.prefill_legs import DisaggregationSettings
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 from router.placement_plugins import guarded_policy
 
@@ -33,6 +35,11 @@ def declared_classes(configs: Sequence[PriorityClassConfig]) -> Mapping[str, Pri
     return {one.name: one for one in (*built_in, *declared)}
 
 
+def _can_hand_over(sampling: object) -> bool:
+    """The state of a guide, and the log-probabilities of the first token, stay in the engine that has begun."""
+    return not (isinstance(sampling, SamplingParams) and (sampling.HasField("guide") or sampling.HasField("logprobs")))
+
+
 def core_config(config: KvloomConfig) -> CoreConfig:
     """Raises PluginError for a placement policy that does not exist or cannot be loaded."""
     router = config.router
@@ -44,6 +51,11 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         policy=router.placement.policy,
         plugin_policy=guarded_policy(router.placement.policy),
         prefill_chunks=PrefillChunkSettings() if router.placement.prefill_chunks else None,
+        disaggregation=DisaggregationSettings(
+            min_prompt_tokens=router.disaggregation.min_prompt_tokens,
+            leg_timeout_seconds=router.disaggregation.leg_timeout_seconds,
+            can_hand_over=_can_hand_over,
+        ),
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",
         safety_patience_seconds=config.safety.patience_seconds,

@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="TOML or JSON file")
     parser.add_argument("--name", default=f"shard-{os.getpid()}", help="this shard's id, unique in the fleet")
     parser.add_argument("--model", default="", help="which of the configured models this shard serves")
+    parser.add_argument("--role", choices=("prefill", "decode", "both"), help="instead of shard.role")
     parser.add_argument("--port", type=int, default=0, help="0 (the default) picks a free port")
     add_metrics_flags(parser)
     parser.add_argument("--advertised-address", default="", help="host:port for routers, if not the listening one")
@@ -80,6 +81,7 @@ def main() -> None:
 
     async def run() -> None:
         config = config_of_model(load_config(arguments.config), arguments.model)
+        config.shard.role = arguments.role or config.shard.role
         telemetry.configure_logging(config.log, arguments.name)
         await serve(
             config,

@@ -278,7 +278,7 @@ class EngineMultiplexer:
                 self._live.finish(sequence, generation_pb2.FINISH_REASON_STOP)
             elif end is not None and end.reason in (FinishReason.STOP, FinishReason.LENGTH):
                 delta += sequence.detokenizer.flush()
-                self._live.finish(sequence, _FINISH_REASONS[end.reason])
+                self._live.finish(sequence, _FINISH_REASONS[end.reason], handoff=end.handoff)
             parts.deltas.append(delta)
         for end in output.ends:
             self._end(end)
@@ -319,7 +319,7 @@ class EngineMultiplexer:
             error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:
             self._live.flush(sequence)
-        self._live.finish(sequence, _FINISH_REASONS[end.reason], error, end.embedding)
+        self._live.finish(sequence, _FINISH_REASONS[end.reason], error, end.embedding, end.handoff)
 
 
 def _first_tokens_first(output: StepOutput) -> Iterable[tuple[str, list[int]]]:

@@ -241,6 +241,7 @@ class LiveSequences:
         reason: FinishReason.ValueType,
         error: KvloomError | None = None,
         embedding: bytes = b"",
+        handoff: bytes = b"",
     ) -> None:
         """End a sequence; its finish goes into its router's next frame."""
         del self.by_request_id[sequence.request.request_id]
@@ -251,6 +252,8 @@ class LiveSequences:
             finish.error.CopyFrom(error.to_proto())
         if embedding:
             finish.embedding = embedding
+        if handoff:
+            finish.handoff = handoff
         connection.parts.finishes.append(finish)
         duration_seconds = self._clock() - sequence.received_at
         self._metrics.on_finish(reason, duration_seconds)

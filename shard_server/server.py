@@ -36,7 +36,7 @@ from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
 from shard_server.connection import MAX_PENDING_FRAMES
 from shard_server.engine_multiplexer import EngineMultiplexer
-from shard_server.engines.base import Engine, EngineError, EngineInfo
+from shard_server.engines.base import Capability, Engine, EngineError, EngineInfo
 from shard_server.metrics import ShardMetrics
 from shard_server.shard_servicer import ShardServicer
 
@@ -105,6 +105,10 @@ class ShardServer:
 
     async def _serve_engine(self, address: str) -> None:
         info = self._engine.info
+        if self._config.shard.role and Capability.KV_HANDOFF not in info.capabilities:
+            raise service.StartError(
+                f"shard.role: the engine {info.engine} hands no KV over as it is configured (docs/disaggregation.md)"
+            )
         if self._config.redis.url:
             registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
             advertised = self._advertised_address or advertised_address(self._config, address)
@@ -156,6 +160,7 @@ class ShardServer:
             variant=info.variant,
             description=info.description,
             embedding_size=info.embedding_size,
+            role=self._config.shard.role,
             model_version=model.version,
             model_checksum=model.sha256,
             card_checksum="" if card is None else card.checksum,

@@ -99,6 +99,8 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             discards_blocks=submit.discards_blocks,
             kv_share=kv_share,
             no_speculation=submit.no_speculation,
+            prefill_only=submit.prefill_only,
+            handoff=submit.handoff or None,
             origin=origin,
         )
         for choice in submit.choices

@@ -31,6 +31,10 @@ class SubmitAttempt(msgspec.Struct, frozen=True):
     prepares: str = ""
     """The name of the request of which this attempt only computes a prefill chunk in advance; "" for an ordinary
     attempt. The attempt_id is 0 then, and the token that ends it reaches no client."""
+    prefill_only: bool = False
+    """Whether the KV of the prompt is to be handed to another shard. `prepares` is set then."""
+    handoff: bytes = b""
+    """Not empty: the KV of the prompt is fetched with it from the shard that has computed it."""
 
 
 class PlacementDecided(msgspec.Struct, frozen=True):

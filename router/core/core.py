@@ -82,6 +82,8 @@ class RouterCore:
             config.prefill_chunks,
             fair_shares,
             ServiceCounters(config.prompt_token_weight, config.output_token_weight),
+            config.disaggregation,
+            self._deadlines.add,
         )
         self._brownout: Brownout | None = None
         """None: no answer is ever degraded."""
@@ -345,7 +347,7 @@ class RouterCore:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is None:
             return
-        lost = self._attempt_sender.end_all_slots(shard, now)
+        lost, preparing = self._attempt_sender.end_all_slots(shard, now)
         self._action_buffer.drop_cancels(event.shard_id)
         self._attempt_sender.queue.requeue_all(shard, now)
         self._health.on_shard_down(shard)
@@ -357,6 +359,7 @@ class RouterCore:
         )
         for choice in lost:
             self._lifecycle.retry(choice, error, event.shard_id, now)
+        self._attempt_sender.legs.on_shard_lost(preparing, now)
         self._note_fleet_change()
 
     # -- safety, time ---------------------------------------------------------------------------------------------
@@ -385,6 +388,8 @@ class RouterCore:
             error = self._expiry(live, now)
             if error is not None:
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
+            elif live.split is not None and live.split.attempt is not None and now >= live.split.leg_expires_at:
+                self._attempt_sender.legs.give_up(live, now)
             else:
                 self._outage.overdue.append(live)
 

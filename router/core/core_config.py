@@ -9,6 +9,7 @@ from kvloom.config import BrownoutConfig, HealthConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
+from router.core.dispatch.prefill_legs import DisaggregationSettings
 from router.core.placement.policy import Policy
 from router.core.priority_classes import PriorityClass
 
@@ -42,6 +43,8 @@ class CoreConfig:
     """When a shard is suspected; None: never. Shards must report every step for this."""
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split into chunks, under a policy that lets requests wait; None: they are never split."""
+    disaggregation: DisaggregationSettings = dataclasses.field(default_factory=DisaggregationSettings)
+    """Which prompts are computed on shards for prompts, if there are any."""
     overload: OverloadSettings = dataclasses.field(default_factory=OverloadSettings)
     brownout: BrownoutConfig | None = None
     """How answers are degraded under overload; None: never."""

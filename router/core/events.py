@@ -158,6 +158,8 @@ class ShardDescription(msgspec.Struct, frozen=True):
     model_checksum: str = ""
     card_checksum: str = ""
     embedding_size: int = 0
+    engine: str = ""
+    role: str = ""
 
 
 class ShardLoad(msgspec.Struct):

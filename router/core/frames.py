@@ -46,6 +46,8 @@ class Finish(msgspec.Struct):
     num_predicted_tokens: int = 0
     num_accepted_predicted_tokens: int = 0
     embedding: bytes = b""
+    handoff: bytes = b""
+    """See SequenceFinish.handoff in generation.proto. Set by shards, and never sent to clients."""
     limited_by: str = ""
     """See SequenceFinish.limited_by in generation.proto."""
     limits: LimitsState | None = None

@@ -16,7 +16,7 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
     ResultCacheUse,
 )
-from router.core.events import CachedChoice, ChoiceSpec, Request, TextFilter
+from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter
 from router.core.frames import Finish, Step
 from router.core.load.load_ledger import ReservationKey
 from router.core.priority_classes import CLASS_OF_TIER
@@ -101,6 +101,55 @@ class Attempt:
     @property
     def key(self) -> ReservationKey:
         return (self.request_id, self.dispatch_number)
+
+
+class Split:
+    """A request whose prompt one shard computes and whose answer another one gives (dispatch/prefill_legs.py): the
+    state of its leg, and then the hand-off. It is kept until the request ends."""
+
+    __slots__ = (
+        "attempt",
+        "handoff",
+        "is_used",
+        "leg_expires_at",
+        "num_cached_tokens",
+        "num_legs",
+        "prefill_shard",
+        "slot",
+    )
+
+    def __init__(self) -> None:
+        self.attempt: Attempt | None = None
+        """The leg for whose end the request waits."""
+        self.slot = 0
+        """Its slot on the prefill shard."""
+        self.leg_expires_at = 0.0
+        self.prefill_shard: ShardDescription | None = None
+        """The shard of the last leg."""
+        self.num_legs = 0
+        self.num_cached_tokens = 0
+        """Of the prompt, those that the prefill shard found in its cache."""
+        self.handoff = b""
+        """Not empty: KV waits to be fetched with it."""
+        self.is_used = False
+        """Whether the last attempt was sent with the hand-off."""
+
+    @property
+    def prefill_shard_id(self) -> str:
+        return "" if self.prefill_shard is None else self.prefill_shard.shard_id
+
+    def begin_leg(self, attempt: Attempt, slot: int, shard: ShardDescription, expires_at: float) -> None:
+        self.attempt, self.slot, self.prefill_shard, self.leg_expires_at = attempt, slot, shard, expires_at
+        self.num_cached_tokens = 0
+
+    def end_leg(self) -> None:
+        self.attempt = None
+
+    def take_handoff(self, *, is_usable: bool) -> bytes:
+        """The hand-off for an attempt that is sent now; it can be used once."""
+        handoff, self.handoff = self.handoff, b""
+        self.is_used = is_usable and bool(handoff)
+        return handoff if is_usable else b""
 
 
 class Choice:
@@ -224,6 +273,7 @@ class LiveRequest:
         "queue_id",
         "request",
         "result_cache",
+        "split",
         "ticket",
         "unschedulable_at",
         "usage",
@@ -286,6 +336,8 @@ class LiveRequest:
         self.result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
         self.kept_ends: list[tuple[Choice, Finish]] | None = None
         """The choices that have ended, if the whole answer is to be reported; None: it is not."""
+        self.split: Split | None = None
+        """None: its prompt is computed where its answer is."""
         self.ticket: object = None
         self.cached: Sequence[CachedChoice] = ()
         """Its whole answer, if the result cache has it."""
@@ -328,6 +380,16 @@ class LiveRequest:
     def is_held(self) -> bool:
         """Whether it waits for a lease of a limit, before anything else is done for it."""
         return self.charge is not None and not self.charge.is_admitted
+
+    @property
+    def has_leg(self) -> bool:
+        """Whether it waits for another shard to compute its prompt."""
+        return self.split is not None and self.split.attempt is not None
+
+    @property
+    def handoff(self) -> bytes:
+        """Not empty: its prompt has been computed, and its KV waits to be fetched."""
+        return b"" if self.split is None else self.split.handoff
 
     @property
     def is_queued(self) -> bool:

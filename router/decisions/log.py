@@ -28,6 +28,8 @@ class RememberedRequest(msgspec.Struct):
     brownout: str = ""
     """How its answer is degraded; see SequenceStart.brownout in generation.proto."""
     packed_attempts: list[bytes] = []
+    last_attempt_id: int = 0
+    """0 while only its prompt has been placed (router/core/dispatch/prefill_legs.py)."""
     ended: RequestEnded | None = None
     """None while it still runs."""
     line: RequestLine | None = None
@@ -79,7 +81,8 @@ class DecisionLog:
         request, now = decision.request, self._clock()
         request_id = request.request_id
         remembered = self._remembered.get(request_id)
-        if remembered is None or decision.attempt_id == 1:
+        attempt_id = decision.attempt_id
+        if remembered is None or (attempt_id <= 1 and (remembered.last_attempt_id or remembered.ended is not None)):
             self._forget(request_id)  # This is an earlier request of the same id.
             client_request_id = request.client_request_id
             degradation = "" if request.degradation is None else str(request.degradation)
@@ -88,9 +91,10 @@ class DecisionLog:
             )
             if client_request_id:
                 self._by_client_request_id.setdefault(client_request_id, {})[request_id] = None
-            if self._journal is not None and decision.attempt_id == 1:
+            if self._journal is not None and attempt_id <= 1:
                 remembered.line = self._journal.begin_line(decision, now)
                 self._num_bytes += len(remembered.line.block_hashes)
+        remembered.last_attempt_id = attempt_id
         packed = pack_attempt(decision, now)
         remembered.packed_attempts.append(packed)
         self._num_bytes += len(packed)

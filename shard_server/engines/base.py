@@ -64,6 +64,8 @@ class Capability(enum.StrEnum):
     """`EngineRequest.kv_share`. Other engines ignore it."""
     PREDICTION = "prediction"
     """`EngineRequest.predicted_token_ids` makes answers faster. Other engines ignore them."""
+    KV_HANDOFF = "kv_handoff"
+    """`EngineRequest.prefill_only` and `EngineRequest.handoff`."""
 
 
 class FinishReason(enum.Enum):
@@ -231,6 +233,13 @@ class EngineRequest:
     no_speculation: bool = False
     """Whether no tokens are to be drafted for it. Engines that cannot tell sequences apart in this need not honour
     it."""
+    prefill_only: bool = False
+    """Whether it ends with its first token, and its KV waits to be fetched by another engine: see
+    `SequenceEnd.handoff`. Set only for an engine with Capability.KV_HANDOFF, and then max_tokens is 1."""
+    handoff: bytes | None = None
+    """The hand-off of an engine that has computed this prompt: its KV is fetched, and the first token, which belongs to
+    the hand-off, is emitted again. None: the prompt is computed here. Set only for an engine with
+    Capability.KV_HANDOFF."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 
@@ -278,6 +287,9 @@ class SequenceEnd:
     embedding: bytes = b""
     """The vector, if the request had a `pooling` and reason is STOP: `EngineInfo.embedding_size` little-endian
     float32."""
+    handoff: bytes = b""
+    """With which another engine of this kind fetches the KV, if the request was `prefill_only` and reason is LENGTH.
+    Empty: nothing waits to be fetched. KV that is not fetched is freed after a bounded time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

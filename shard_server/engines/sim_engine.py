@@ -39,7 +39,7 @@ from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.sim_adapters import SimAdapterReader
 from shard_server.engines.sim_blocks import SimBlockPool
 from shard_server.engines.sim_embedding import EMBEDDING_SIZE, sim_embedding
-from shard_server.engines.sim_sequence import SimSequence
+from shard_server.engines.sim_sequence import SimSequence, handoff_of
 from shard_server.engines.sim_stamps import stamp_of
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, expected_token_id
 
@@ -61,6 +61,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.MIN_TOKENS,
         Capability.PROMPT_LOGPROBS,
         Capability.ADAPTERS,
+        Capability.KV_HANDOFF,
     }
 )
 _SCRIPTED: Final = frozenset({Capability.GENERATE, Capability.PREFIX_CACHING, Capability.KV_SHARES})
@@ -286,7 +287,10 @@ class SimEngine:
                 continue
             self._running.append(self._waiting.popleft())
             num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
-            budget -= num_tokens
+            if sequence.has_foreign_kv:
+                num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens  # they are fetched
+            else:
+                budget -= num_tokens
             planned.append((sequence, num_tokens))
         self._waiting.extendleft(reversed(skipped))
         return budget
@@ -397,7 +401,9 @@ class SimEngine:
     def _end(self, sequence: SimSequence, reason: FinishReason, output: StepOutput) -> None:
         if sequence.request.request_id in self._live:
             self._release(sequence)
-        output.ends.append(SequenceEnd(sequence.request.request_id, reason))
+        is_handed_over = sequence.request.prefill_only and reason is FinishReason.LENGTH
+        handoff = handoff_of(sequence.request) if is_handed_over else b""
+        output.ends.append(SequenceEnd(sequence.request.request_id, reason, handoff=handoff))
 
     def _release(self, sequence: SimSequence) -> None:
         """Free the blocks of a sequence that has no more steps."""

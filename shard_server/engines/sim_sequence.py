@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from kvloom.text.block_hash import block_hash, block_hashes
-from shard_server.engines.base import EngineInfo, EngineRequest, TokenLogprobs
+from shard_server.engines.base import EngineError, EngineInfo, EngineRequest, TokenLogprobs
 from shard_server.engines.eviction_order import KvOwner
 from shard_server.engines.request_check import check_request
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
 
 CHOSEN_LOGPROB = -0.5
+
+
+def handoff_of(request: EngineRequest) -> bytes:
+    """The hand-off of the request's prompt. It stands for the KV, of which the simulation has none."""
+    prompt = block_hash(request.root_hash, request.prompt_token_ids)
+    return b"sim" + prompt.to_bytes(8, "little")
 
 
 class SimSequence:
@@ -18,6 +24,7 @@ class SimSequence:
         "_block_size",
         "_hashes",
         "_key",
+        "has_foreign_kv",
         "is_decoding",
         "next_decode_step",
         "num_cached_tokens",
@@ -44,7 +51,11 @@ class SimSequence:
         answer_seed: int = 0,
     ) -> None:
         check_request(request, info)
+        if request.handoff is not None and request.handoff != handoff_of(request):
+            raise EngineError("the hand-off is that of another prompt")
         self.request = request
+        self.has_foreign_kv = request.handoff is not None
+        """Whether the prompt's KV is fetched from another engine instead of computed."""
         self.owner = owner
         """To whom the blocks belong that it uses."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -115,6 +126,7 @@ class SimSequence:
         """The blocks were taken away: everything must be computed again."""
         self.num_stored_blocks = self.num_private_blocks = self.num_computed_tokens = 0
         self.is_decoding = False
+        self.has_foreign_kv = False  # it was fetched once, and is gone from there
         self._hashes.clear()
 
     def compute(self, num_tokens: int) -> list[int]:

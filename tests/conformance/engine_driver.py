@@ -47,6 +47,7 @@ class EngineDriver:
         self.starts: dict[str, SequenceStart] = {}
         self.ends: dict[str, FinishReason] = {}
         self.embeddings: dict[str, bytes] = {}
+        self.handoffs: dict[str, bytes] = {}
         self.kv_events: list[KvEvent] = []
         self.load = EngineLoad()
         self.max_preemptions = 0
@@ -138,6 +139,8 @@ class EngineDriver:
             self.ends[end.request_id] = end.reason
             if end.embedding:
                 self.embeddings[end.request_id] = end.embedding
+            if end.handoff:
+                self.handoffs[end.request_id] = end.handoff
         self.kv_events += output.kv_events
         self.load = output.load
         assert 0 <= output.load.num_available_blocks <= self.engine.info.num_blocks

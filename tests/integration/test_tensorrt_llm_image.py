@@ -96,6 +96,47 @@ def test_the_image_runs_unprivileged_and_copies_only_existing_files():
             assert all((REPOSITORY / source).exists() for source in words[1:-1]), line
 
 
+GRPC_LISTS = {
+    "older than the stubs' generator": ("grpcio==1.62.1\nprotobuf==4.24.4\nclick==8.1.7", "1.62.1"),
+    "newer": ("grpcio==1.71.2\nprotobuf==5.29.5\ntorch==2.9.0a0+145a3a7bda.nv25.10", "1.62.3"),
+    "none": ("numpy==1.26.4\n-e /opt/pytorch\nfoo @ file:///x", "1.62.3"),
+}
+"""What `pip freeze` may print in images of NVIDIA, and the version of gRPC's companions that fits."""
+
+
+@pytest.mark.parametrize("name", GRPC_LISTS)
+def test_the_requirements_fit_an_images_packages(name: str, tmp_path: Path):
+    """grpcio-status 1.62.3 beside grpcio 1.62.1 cannot be installed: the build would end there."""
+    packages, companion = GRPC_LISTS[name]
+    (tmp_path / "packages.txt").write_text(packages)
+    script, requirements = DEPLOY / "fit_packages.py", DEPLOY / "requirements.txt"
+    lines = run(sys.executable, script, requirements, "--packages", tmp_path / "packages.txt").splitlines()
+    assert f"grpcio-status=={companion}" in lines
+    assert f"grpcio-health-checking=={companion}" in lines
+    grpc_lines = [line for line in lines if line.startswith("grpcio=")]
+    assert grpc_lines == [line for line in packages.splitlines() if line.startswith("grpcio=")]
+    assert len(lines) == len([line for line in requirements.read_text().splitlines() if line and line[0] != "#"])
+
+
+@pytest.mark.parametrize(
+    ("packages", "message"),
+    [
+        ("protobuf==3.20.3", "protobuf 3.20.3 is installed, and kvloom needs protobuf>=4.21.6"),
+        ("grpcio==1.51.0", "grpcio 1.51.0 is installed"),
+        ("click==7.1", "click 7.1 is installed"),
+    ],
+)
+def test_packages_that_contradict_ours_are_named(packages: str, message: str, tmp_path: Path):
+    """pip's own message lists every package that it has looked at."""
+    (tmp_path / "packages.txt").write_text(packages)
+    command = [sys.executable, DEPLOY / "fit_packages.py", DEPLOY / "requirements.txt"]
+    done = subprocess.run(
+        [*command, "--packages", tmp_path / "packages.txt"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
 def load_healthcheck() -> ModuleType:
     spec = importlib.util.spec_from_file_location("healthcheck", DEPLOY / "healthcheck.py")
     assert spec is not None

@@ -81,6 +81,26 @@ def test_tensorrt_llm_is_well_where_it_behaves(model_dir: Path, variant: Variant
 
 
 @pytest.mark.usefixtures("gpu")
+def test_the_report_is_a_table_that_can_be_sent(model_dir: Path):
+    """Nobody here has the library: what a user's machine shows is how its differences become known."""
+    with installed_tensorrt_llm():
+        result = CliRunner().invoke(doctor_engine, ["--model", str(model_dir), "--engine", "tensorrt_llm"])
+        _, report = doctor(model_dir, "--engine", "tensorrt_llm")
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["feature", "expected", "seen"]
+    assert lines[-1] == "all is well"
+    (params,) = (line for line in lines if "llmapi.DisaggregatedParams" in line)
+    assert params.startswith("–")
+    assert params.endswith("schedule_style")
+    assert "10 names" in params
+    (stop,) = (line for line in lines if " stop token " in line)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["stop token"]["expected"]
+    assert checks["stop token"]["detail"] in stop
+    assert len(lines) == len(checks) + 2
+
+
+@pytest.mark.usefixtures("gpu")
 def test_missing_kv_events_are_found(model_dir: Path):
     """Without KV events routing ignores caches, which would be hard to notice otherwise."""
     with installed_tensorrt_llm(Variant(has_events=False)):
@@ -135,10 +155,11 @@ def test_tensorrt_llm_wants_a_directory():
 
 
 def test_people_get_signs(model_dir: Path):
-    """The text output has one line per check, and the verdict comes last."""
+    """Each check is reported when it ends, because all take minutes; the table has one row per check."""
     result = CliRunner().invoke(doctor_engine, ["--model", str(model_dir), "--engine", "sim"])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("✓ versions: Python ")
-    assert any(line.startswith("– penalties: ") for line in lines)
+    assert result.stderr.startswith("✓ versions: Python ")
+    assert lines[1].startswith("✓  versions ")
+    assert any(line.startswith("–  penalties ") for line in lines)
     assert lines[-1] == "all is well"

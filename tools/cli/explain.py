@@ -168,7 +168,8 @@ def print_explanation(explanation: ExplainResponse, console: Console) -> None:
     for decision in explanation.decisions:
         at = datetime.datetime.fromtimestamp(decision.decided_at_seconds).astimezone()
         when = at.isoformat(sep=" ", timespec="milliseconds")
-        _print(console, f"{explanation.request_id}: attempt {decision.attempt_id}, placed {when}")
+        what = f"attempt {decision.attempt_id}" if decision.attempt_id else "its prompt, for another shard's answer"
+        _print(console, f"{explanation.request_id}: {what}, placed {when}")
         console.print(_table(decision.plan))
         _print_regret(decision.plan, console)
         console.print()

@@ -3,6 +3,7 @@ lists plugins.
 
 command.py   `doctor engine`
 checks.py    its checks
+library.py   what the installed TensorRT-LLM has
 session.py   records the steps of the engine under test
 security.py  `doctor security`
 plugins.py   `doctor plugins`

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 import logging
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,6 +24,7 @@ from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from tools.doctor.checks import CheckFailedError, CheckSkippedError, checks_of
+from tools.doctor.library import library_rows
 from tools.doctor.session import EngineSession
 from tools.failures import CommandError
 from tools.interpreter import interpreter_name
@@ -42,6 +44,8 @@ class Result:
     outcome: Literal["ok", "failed", "skipped"]
     detail: str
     seconds: float
+    expected: str = ""
+    """What the check proves, or what the library should have."""
 
 
 async def examine(config: KvloomConfig, report: Report) -> list[Result]:
@@ -49,8 +53,10 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
     engine."""
     results: list[Result] = []
 
-    def add(name: str, outcome: Literal["ok", "failed", "skipped"], detail: str, begin: float) -> None:
-        results.append(Result(name, outcome, detail, round(time.perf_counter() - begin, 3)))
+    def add(
+        name: str, outcome: Literal["ok", "failed", "skipped"], detail: str, begin: float, expected: str = ""
+    ) -> None:
+        results.append(Result(name, outcome, detail, round(time.perf_counter() - begin, 3), expected))
         report(results[-1])
 
     add("versions", "ok", _versions(), time.perf_counter())
@@ -74,16 +80,20 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
         f"{info.description or info.engine}; {info.num_blocks} blocks, window {info.max_model_len} tokens",
         begin,
     )
+    if info.engine == "tensorrt_llm":
+        for row in library_rows():
+            add(row.name, "ok" if row.is_whole else "skipped", row.seen, time.perf_counter(), row.expected)
     async with EngineSession(engine, tokenizer) as session:
         for name, check in checks_of(info):
             begin = time.perf_counter()
+            expected = inspect.getdoc(check) or ""
             try:
                 async with asyncio.timeout(CHECK_SECONDS):
-                    add(name, "ok", await check(session), begin)
+                    add(name, "ok", await check(session), begin, expected)
             except CheckSkippedError as skipped:
-                add(name, "skipped", str(skipped), begin)
+                add(name, "skipped", str(skipped), begin, expected)
             except Exception as error:
-                add(name, "failed", _reason(error), begin)
+                add(name, "failed", _reason(error), begin, expected)
                 if isinstance(error, EngineError):
                     break  # the engine is dead or accepts nothing, so that the other checks would fail too
     await _close(engine, add)
@@ -169,7 +179,7 @@ def doctor_engine(
     def report(result: Result) -> None:
         if not as_json:
             detail = f": {result.detail}" if result.detail else ""
-            click.echo(f"{_SIGNS[result.outcome]} {result.name}{detail}")
+            click.echo(f"{_SIGNS[result.outcome]} {result.name}{detail}", err=True)
 
     results = asyncio.run(examine(config, report))
     healthy = is_healthy(results)
@@ -178,9 +188,21 @@ def doctor_engine(
         summary = {"engine": config.shard.engine, "model": config.model.name, "ok": healthy, "checks": checks}
         click.echo(json.dumps(summary))
     else:
+        click.echo(_table(results))
         num_failed = sum(result.outcome == "failed" for result in results)
         click.echo("all is well" if healthy else f"{num_failed} of {len(results)} checks failed")
     raise SystemExit(0 if healthy else 1)
+
+
+def _table(results: Sequence[Result]) -> str:
+    """Feature, expectation and what was seen, to be read by people and sent to us."""
+    rows = [("", "feature", "expected", "seen")]
+    rows += [(_SIGNS[one.outcome], one.name, " ".join(one.expected.split()), one.detail) for one in results]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = (
+        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])) for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _log_to_stderr() -> None:

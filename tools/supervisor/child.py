@@ -40,7 +40,7 @@ class ChildSpec:
     """"edge", "router", "shard", "safety", "control" or "redis"."""
     name: str
     argv: tuple[str, ...]
-    """The command line. argv[0] is a path."""
+    """The command line. argv[0] is a path or a name in PATH."""
     probe: Callable[[], Awaitable[ReadyLine | None]] | None = None
     """Called repeatedly until it returns a ReadyLine. None means that the process prints one itself."""
     start_timeout_seconds: float = 300.0
@@ -50,6 +50,9 @@ class ChildSpec:
     """Variables in addition to the environment of this process."""
     listens_on: SharedPort | None = None
     """The process gets a socket that is bound to this port, with `--listen-fd`."""
+    has_launcher: bool = False
+    """Whether `argv` runs the process by another one. SIGTERM then goes to the whole group, because not every launcher
+    passes it on: a shell waits for its command first."""
     model: str = ""
     """The model that it serves, if it is a shard."""
     starts_first: bool = False
@@ -59,6 +62,13 @@ class ChildSpec:
 def bound_command(argv: Sequence[str]) -> list[str]:
     """The command for `argv` as a process that dies with this one, however this one dies (see exec_bound.py)."""
     return [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *argv]
+
+
+def launched_command(launcher: Sequence[str], argv: Sequence[str]) -> tuple[str, ...]:
+    """The command by which `launcher` runs `argv`, as a process that dies with the launcher."""
+    if not launcher:
+        return tuple(argv)
+    return (*launcher, sys.executable, "-I", "-S", str(_EXEC_BOUND), "0", *argv)
 
 
 class Child:
@@ -156,7 +166,9 @@ class Child:
     async def terminate(self, force: asyncio.Event) -> None:
         """Send SIGTERM, and SIGKILL to the whole group after the stop timeout of the spec or as soon as `force` is set.
         Returns when the process has exited. May be called repeatedly."""
-        if self.running:
+        if self.running and self.spec.has_launcher:
+            self._signal_group(signal.SIGTERM)
+        elif self.running:
             self._popen.terminate()
         forced = asyncio.create_task(force.wait(), name=f"{self.spec.name} force")
         exited = asyncio.create_task(self._exited.wait(), name=f"{self.spec.name} exit")

@@ -1,4 +1,5 @@
 """Runs a command that dies with the process that started it: `python -I -S exec_bound.py PARENT_PID COMMAND...`.
+PARENT_PID is 0 where the parent is not known beforehand.
 
 The kernel is asked to kill this process when its parent dies (PR_SET_PDEATHSIG survives exec). Then the process execs
 the command. This is a wrapper instead of a `preexec_fn` for Popen, because Python code between fork and exec is unsafe
@@ -20,10 +21,10 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The parent may have died before the call of prctl.
-    if os.getppid() != parent_pid:
+    if parent_pid and os.getppid() != parent_pid:
         sys.exit(1)
     try:
-        os.execv(command[0], command)
+        os.execvp(command[0], command)
     except OSError as error:
         sys.stderr.write(f"error: cannot run {command[0]}: {error.strerror}\n")
         sys.exit(1)

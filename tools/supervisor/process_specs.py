@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvloom.config import KvloomConfig
+from kvloom.config import KvloomConfig, ShardConfig
 from kvloom.models.configured import configured_models, model_label, shard_config
 from tools.failures import CommandError
-from tools.supervisor.child import ChildSpec
+from tools.supervisor.child import ChildSpec, launched_command
 from tools.supervisor.embedded_redis import embedded_redis
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.supervised_process import ProcessStatus
@@ -57,13 +57,15 @@ def plan_stages(
         starts_first: bool = False,
         listens_on: SharedPort | None = None,
         model: str = "",
+        launcher: tuple[str, ...] = (),
     ) -> ChildSpec:
         # -P: a folder called "router" in the working directory must not be imported instead of ours.
         base = (sys.executable, "-P", "-m", module, "--config", str(config_path), "--name", name)
         return ChildSpec(
             role=role,
             name=name,
-            argv=(*base, *args),
+            argv=launched_command(launcher, (*base, *args)),
+            has_launcher=bool(launcher),
             start_timeout_seconds=start_timeout_seconds,
             stop_timeout_seconds=drain[role] + _STOP_MARGIN_SECONDS,
             listens_on=listens_on,
@@ -95,8 +97,8 @@ def plan_stages(
         names = numbered(f"{prefix}router", config.router.num_routers)
         services += [service("router", "router", name, router(name), starts_first=True) for name in names]
     if "shard" in roles:
-        for module, name, args, model in _shards(config, lambda name: metrics("shard", name)):
-            services.append(service("shard", module, name, args, model=model))
+        for module, name, args, model, launcher in _shards(config, lambda name: metrics("shard", name)):
+            services.append(service("shard", module, name, args, model=model, launcher=launcher))
     if "edge" in roles:
         module = "tools.colocated" if colocate else "edge_http"
         for name in numbered(f"{prefix}edge", config.edge.num_edges):
@@ -147,7 +149,7 @@ def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
 
 def models_of_shards(config: KvloomConfig) -> dict[str, str]:
     """The model of each shard that has a process of its own, by its name."""
-    return {name: model for module, name, _, model in _shards(config, lambda _: ()) if module == "shard_server"}
+    return {name: model for module, name, _, model, _ in _shards(config, lambda _: ()) if module == "shard_server"}
 
 
 class _Shard(NamedTuple):
@@ -157,6 +159,13 @@ class _Shard(NamedTuple):
     name: str
     args: Sequence[str]
     model: str
+    launcher: tuple[str, ...] = ()
+
+
+def _role(settings: ShardConfig, number: int) -> tuple[str, ...]:
+    if not settings.num_prefill_shards:
+        return ()
+    return "--role", "prefill" if number < settings.num_prefill_shards else "decode"
 
 
 def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> list[_Shard]:
@@ -169,8 +178,10 @@ def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> li
         chosen = ("--model", label) if label else ()
         num_shards, per_process = settings.num_shards, settings.sim.shards_per_process
         if settings.engine != "sim" or per_process == 1:
-            names = [shard_name(number, prefix, label) for number in range(num_shards)]
-            shards += [_Shard("shard_server", name, (*chosen, *metrics(name)), model.name) for name in names]
+            for number in range(num_shards):
+                name = shard_name(number, prefix, label)
+                args = (*chosen, *_role(settings, number), *metrics(name))
+                shards.append(_Shard("shard_server", name, args, model.name, tuple(settings.launcher)))
             continue
         for first in range(0, num_shards, per_process):
             name = shard_name(first, prefix, label).replace("shard-", "shards-", 1)

@@ -5,6 +5,7 @@ waiting_queues.py   the queues themselves: by class, then by the service that te
 service_counters.py  what each class and tenant has been served, in tokens
 attempt_sender.py   sends attempts, prefill chunks and probes, and frees what they reserved
 prefill_chunks.py   how a long prompt is split
+prefill_legs.py     prompts that one shard computes for the answer of another
 fair_shares.py      which sequences give way to other tenants
 class_shares.py     what is left to each class, and which sequences give way to a more urgent one
 block_shares.py     what each tenant holds of a shard's KV blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -14,10 +14,11 @@ from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, 
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
+from router.core.dispatch.prefill_legs import DisaggregationSettings, PrefillLegs
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.events import SHADOW_TIER, ChoiceSpec, Request
+from router.core.events import SHADOW_TIER, ChoiceSpec, Request, ShardDescription
 from router.core.fleet.fleet import Fleet, Shard
-from router.core.live import Attempt, Choice, LiveRequest
+from router.core.live import Attempt, Choice, LiveRequest, Split
 from router.core.load.load_ledger import LoadLedger, Reservation
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
@@ -42,8 +43,23 @@ class AttemptSender:
         prefill_chunks: PrefillChunkSettings | None,
         fair_shares: FairShares,
         service: ServiceCounters,
+        disaggregation: DisaggregationSettings,
+        add_deadline: Callable[[float, LiveRequest], None],
     ) -> None:
+        self.legs = PrefillLegs(
+            disaggregation,
+            fleet,
+            placer,
+            ledger,
+            index,
+            action_buffer,
+            add_deadline,
+            self._next_dispatch_number,
+            self._tell_leg,
+        )
+        self._fleet = fleet
         self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks, fair_shares, service)
+        self.legs.queue = self.queue
         self.service = service
         self._fair_shares = fair_shares
         self._index = index
@@ -56,6 +72,9 @@ class AttemptSender:
     def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """Send all pending choices to one shard."""
         request = live.request
+        handoff = b""
+        if live.split is not None:
+            handoff, candidate = self._take_handoff(live, live.split, shard, candidate, now)
         window = shard.description.max_model_len - len(request.prompt_token_ids)
         max_tokens = window if request.max_tokens is None else min(request.max_tokens, window)
         max_tokens = int(live.capped(max_tokens))
@@ -106,8 +125,38 @@ class AttemptSender:
             shard.adapters.note_sent(request.adapter, now)
         num_expected = candidate.num_overlap_tokens
         self._action_buffer.add(
-            SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected)
+            SubmitAttempt(
+                shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected, "", False, handoff
+            )
         )
+
+    def _take_handoff(
+        self, live: LiveRequest, split: Split, shard: Shard, candidate: Candidate, now: float
+    ) -> tuple[bytes, Candidate]:
+        """The hand-off for an attempt on the shard, if its prefill shard is still there, and the shard as the request
+        then sees it."""
+        had_handoff = bool(split.handoff)
+        prefill = split.prefill_shard
+        is_usable = prefill is not None and shard.can_fetch_from(prefill) and self._is_there(prefill)
+        handoff = split.take_handoff(is_usable=is_usable)
+        if had_handoff and not handoff:
+            candidate = self._placer.candidate(live, shard, now)
+        return handoff, candidate
+
+    def _is_there(self, described: ShardDescription) -> bool:
+        shard = self._fleet.shards.get(described.shard_id)
+        return shard is not None and shard.description.incarnation_id == described.incarnation_id
+
+    def begin_prefill_leg(self, live: LiveRequest, candidate: Candidate, now: float) -> bool:
+        """See PrefillLegs.begin."""
+        return self.legs.begin(live, candidate, now)
+
+    def _next_dispatch_number(self) -> int:
+        self._num_dispatches += 1
+        return self._num_dispatches
+
+    def _tell_leg(self, live: LiveRequest, shard: Shard, now: float) -> None:
+        self._tell_decision(live, shard, 0, self._placer.hashes(live, shard.description.block_size), now)
 
     def send_prefill_chunk(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float
@@ -173,7 +222,9 @@ class AttemptSender:
     def note_prefill_chunk_start(self, attempt: Attempt, num_cached_tokens: int) -> None:
         """The shard has computed a prefill chunk, of which it had found `num_cached_tokens` in its cache."""
         live = attempt.prepares
-        if live is None or live.prefill_chunk is None or live.prefill_chunk[0] is not attempt:
+        if live is None or self.legs.note_start(attempt, num_cached_tokens):
+            return
+        if live.prefill_chunk is None or live.prefill_chunk[0] is not attempt:
             return
         reservation = self._ledger.reservation(attempt.key)
         live.num_prepared_tokens += max(0, reservation.num_context_tokens - num_cached_tokens)
@@ -207,8 +258,9 @@ class AttemptSender:
         self.queue.mark_dirty(shard.shard_id)
         return True
 
-    def end_all_slots(self, shard: Shard, now: float) -> list[Choice]:
-        """The shard is gone. Returns the choices that were running there."""
+    def end_all_slots(self, shard: Shard, now: float) -> tuple[list[Choice], list[Attempt]]:
+        """The shard is gone. Returns the choices that were running there, and the attempts that prepared requests."""
+        preparing = [attempt for attempt in shard.attempts.values() if attempt.prepares is not None]
         for attempt in shard.attempts.values():
             self._end_one(attempt, now)
         shard.attempts.clear()
@@ -216,7 +268,7 @@ class AttemptSender:
         lost = list(shard.choices.values())
         for choice in lost:
             shard.detach(choice)
-        return lost
+        return lost, preparing
 
     def _end_one(self, attempt: Attempt, now: float) -> None:
         attempt.num_open_slots -= 1

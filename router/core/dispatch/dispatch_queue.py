@@ -44,6 +44,10 @@ class AttemptTarget(Protocol):
     def cancel_prefill_chunk(self, live: LiveRequest, shard_id: str) -> None:
         """The request will not be sent to that shard."""
 
+    def begin_prefill_leg(self, live: LiveRequest, candidate: Candidate, now: float) -> bool:
+        """Have another shard compute its prompt, if that is worth it; returns whether it is."""
+        ...
+
 
 class DispatchQueue:
     """Places requests, keeps those that cannot be sent yet, and sends them when their shard opens."""
@@ -89,6 +93,8 @@ class DispatchQueue:
             self.wait_for_any(live, now)
             return
         shard, candidate = self._placer.pick(open_shards, live, now)
+        if self._fleet.has_prefill_shards and self._sender.begin_prefill_leg(live, candidate, now):
+            return
         self._settle(live, shard, candidate, now)
 
     def must_park(self, live: LiveRequest) -> bool:
@@ -264,8 +270,8 @@ class DispatchQueue:
 
     def _settle(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """Send the request to the shard, now or later."""
-        if self._hold is None or live.num_attempts:
-            # The client of a choice that has already run has begun to read.
+        if self._hold is None or live.num_attempts or live.split is not None:
+            # The client of a choice that has already run has begun to read, and KV waits elsewhere for a short time.
             self._sender.send(live, shard, candidate, now)
             return
         is_open = self._is_open(shard, now)

@@ -20,6 +20,8 @@ from router.core.live import Attempt, Choice
 EMBED = "embed"
 GENERATE = "generate"
 """Capabilities that decide which requests a shard can run; see ShardInfo.capabilities in shard_service.proto."""
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+"""See ShardInfo.role in shard_service.proto."""
 OUTSTANDING_PER_BATCH = 2
 """A shard is sent at most this many times its batch: enough to never run dry, and little enough that requests waiting
 in the router can still go to the shard where room appears first."""
@@ -32,8 +34,10 @@ class Shard:
         "adapters",
         "attempts",
         "can_embed",
+        "can_fetch",
         "can_generate",
         "choices",
+        "computes_prompts",
         "description",
         "fast_path",
         "hands_over",
@@ -54,6 +58,10 @@ class Shard:
         self.can_embed = EMBED in description.capabilities
         self.can_generate = GENERATE in description.capabilities or not self.can_embed
         """Shards that do nothing else need not say so."""
+        self.computes_prompts = description.role in (PREFILL, BOTH)
+        """Whether it computes prompts for other shards."""
+        self.can_fetch = description.role in (DECODE, BOTH)
+        """Whether it answers prompts that other shards have computed."""
         self.adapters = ShardAdapters()
         self.is_draining = False
         self.is_withdrawn = False
@@ -79,6 +87,20 @@ class Shard:
     @property
     def has_room(self) -> bool:
         return len(self.attempts) < self.limit
+
+    @property
+    def is_for_prompts(self) -> bool:
+        """Whether it gives whole answers only where no other shard does."""
+        return self.description.role == PREFILL
+
+    def can_fetch_from(self, other: ShardDescription) -> bool:
+        """Whether it can continue with KV that the other shard has computed: engines of one kind and variant can."""
+        own = self.description
+        return (
+            self.can_fetch
+            and self.shard_id != other.shard_id
+            and (own.engine, own.variant) == (other.engine, other.variant)
+        )
 
     def open_slot(self, slot: int, attempt: Attempt) -> None:
         self.attempts[slot] = attempt
@@ -192,6 +214,8 @@ class Fleet:
     def __init__(self) -> None:
         self.shards: dict[str, Shard] = {}
         self.is_draining = False
+        self.has_prefill_shards = False
+        """Whether any shard computes prompts for others."""
         self.brownout_steps: dict[str, int] = {}
         """The models whose answers are degraded, and the steps on which they are."""
         self._models: dict[str, _LastKnown] = {}
@@ -201,10 +225,12 @@ class Fleet:
     def add(self, description: ShardDescription) -> Shard:
         shard = self.shards[description.shard_id] = Shard(description)
         self._has_served = True
+        self.has_prefill_shards = self.has_prefill_shards or shard.computes_prompts
         return shard
 
     def remove(self, shard_id: str) -> Shard:
         shard = self.shards.pop(shard_id)
+        self.has_prefill_shards = any(other.computes_prompts for other in self.shards.values())
         model = shard.description.model
         if shard.is_withdrawn and not any(other.description.model == model for other in self.shards.values()):
             self._models.pop(model, None)

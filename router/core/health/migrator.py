@@ -29,6 +29,7 @@ class Migrator:
         """Move every request that another shard has room for; the rest stays, since slow service is better than none.
         They are placed one after the other, each seeing the reservations of those before it, so that they spread."""
         shard.fast_path.write_back()
+        self._attempt_sender.legs.move_off(shard, now)
         num_moved = 0
         for live in dict.fromkeys(choice.request for choice in shard.choices.values()):
             if self._move(live, shard, now):

@@ -72,6 +72,8 @@ class Placer:
 
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
         """Whether that ready shard could run the request."""
+        if self._fleet.has_prefill_shards and not self._may_answer(live, shard):
+            return False
         is_wide = shard.description.max_model_len >= live.min_window
         if not (shard.can_generate if live.request.pooling is None else shard.can_embed):
             return False
@@ -92,11 +94,24 @@ class Placer:
         adapter = live.request.adapter
         if adapter is not None:
             shards = [shard for shard in shards if shard.adapters.has(adapter)]
+        if self._fleet.has_prefill_shards:
+            shards = [shard for shard in shards if not shard.is_for_prompts] or shards
+            shards = [shard for shard in shards if self._may_answer(live, shard)] or shards
         if len(shards) > 1:
             shards = [shard for shard in shards if not shard.is_suspected] or shards
         if live.avoid_shard_id and len(shards) > 1:
             return [shard for shard in shards if shard.shard_id != live.avoid_shard_id]
         return shards
+
+    def _may_answer(self, live: LiveRequest, shard: Shard) -> bool:
+        """Whether the shard is not for prompts only, and can use the request's hand-off if it has one."""
+        return not shard.is_for_prompts and (not live.handoff or self._can_fetch(live, shard))
+
+    @staticmethod
+    def _can_fetch(live: LiveRequest, shard: Shard) -> bool:
+        """Whether the shard can use the request's hand-off."""
+        split = live.split
+        return split is not None and split.prefill_shard is not None and shard.can_fetch_from(split.prefill_shard)
 
     def can_run(self, live: LiveRequest) -> bool:
         """Whether a shard that could run the request has room."""
@@ -223,6 +238,15 @@ class Placer:
             if limit is not None:
                 num_overlap_blocks = min(num_overlap_blocks, limit // block_size)
             candidates.append(self._candidate(shard, num_tokens, num_overlap_blocks, now))
+        if live.split is not None and live.split.handoff:
+            candidates = [
+                self._candidate(
+                    shard, num_tokens, -(-num_tokens // shard.description.block_size), now
+                )  # all is fetched
+                if self._can_fetch(live, shard)
+                else candidate
+                for shard, candidate in zip(shards, candidates, strict=True)
+            ]
         adapter = live.request.adapter
         if adapter is not None:
             for shard, candidate in zip(shards, candidates, strict=True):
@@ -299,6 +323,10 @@ class Placer:
         adapter = live.request.adapter
         if adapter is not None and not shard.adapters.has(adapter):
             return f"has no adapter {adapter.name} with the checksum {adapter.checksum[:12]}"
+        if shard.is_for_prompts:
+            return "computes prompts for other shards"
+        if live.handoff and not self._can_fetch(live, shard):
+            return "cannot fetch the prompt's KV from the shard that has computed it"
         if shard.health is not None and shard.is_suspected:
             return f"suspected: {shard.health.symptom}"
         if not shard.has_room:

@@ -105,6 +105,8 @@ class Lifecycle:
             return
         live = choice.request
         request, num_cached_tokens = live.request, max(0, start.num_cached_tokens - live.num_prepared_tokens)
+        if live.split is not None and live.split.is_used:
+            num_cached_tokens = live.split.num_cached_tokens
         choice.num_cached_tokens = num_cached_tokens = min(num_cached_tokens, len(request.prompt_token_ids))
         if choice is live.choices[0]:
             live.num_cached_tokens = num_cached_tokens
@@ -295,6 +297,8 @@ class Lifecycle:
             live.pending.remove(choice)
             if live.is_queued and not live.pending:
                 self._attempt_sender.queue.leave(live)
+            elif live.has_leg:
+                self._attempt_sender.legs.cancel(live)
 
     def _forget_tokens(self, choice: Choice, count: int) -> None:
         """Forget withheld tokens that no client will get: they are not output."""

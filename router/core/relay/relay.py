@@ -238,6 +238,7 @@ class Relay:
 
     def _on_finish(self, shard: Shard, finish: Finish, now: float) -> None:
         choice = shard.choices.get(finish.slot)
+        attempt = shard.attempts.get(finish.slot) if choice is None else None
         if choice is not None:
             shard.detach(choice)
         is_known = self._attempt_sender.end_slot(shard, finish.slot, now)
@@ -248,6 +249,8 @@ class Relay:
             is_good = finish.reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
             shard.health.note_end(finish.slot, now, is_good=is_good, is_failure=is_failure)
         if choice is None:
+            if attempt is not None and attempt.prepares is not None:
+                self._attempt_sender.legs.on_end(attempt, finish, now)
             return
         error = finish.error
         if finish.reason == FINISH_REASON_ERROR:

@@ -1,38 +1,50 @@
 """Prefill on one engine and decode on another: the state that is passed between them, and how TensorRT-LLM takes it.
 
     prefill:  generate_async(..., disaggregated_params=context_only(library))
-              state = handoff_of(output)          # None: no hand-off, decode where it was prefilled
+              state = handoff_of(output)          # None: no hand-off, the whole request is computed elsewhere
     decode:   generate_async(..., disaggregated_params=generation_only(library, state))
 
-The shard protocol does not carry a `Handoff` yet. Some released versions leak blocks when a hand-off is aborted, and
-an unreachable prefill engine blocks the decoding one unless
-`shard.tensorrt_llm.cache_transceiver.timeout_ms` is set, which it is by default.
+The engine that prefilled keeps the KV until it is fetched, at most for
+`shard.tensorrt_llm.cache_transceiver.timeout_ms`; the same time bounds how long the decoding engine waits for it.
+Fields that only newer versions have are passed where the installed version has them; `first_gen_log_probs` is not,
+because requests for log-probabilities are never split.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from shard_server.engines.tensorrt_llm.api import RequestOutput, TensorRtLlm
 
-_PATH = "llmapi.DisaggregatedParams"
-_OPTION = "disaggregation"
+_PATH: Final = "llmapi.DisaggregatedParams"
+_OPTION: Final = "disaggregation"
+_MIN_GLOBAL_ID: Final = 1 << 42
+"""Smaller ids may be those that an executor counts itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Handoff:
     """The prefill engine's description of KV that waits to be fetched."""
 
-    ctx_request_id: int
+    ctx_request_id: int | None
     opaque_state: bytes
     """Where the KV lies and how to fetch it; only TensorRT-LLM can interpret it."""
     first_token_ids: Sequence[int]
     """Prefill computes the first token; decoding emits it again as its first."""
     draft_token_ids: Sequence[int] | None = None
+    disagg_request_id: int | None = None
+    """The name of the request on both engines, which newer versions prefer to `ctx_request_id`."""
+    ctx_dp_rank: int | None = None
+    """The rank that has the KV, with attention data parallelism."""
+    ctx_info_endpoint: Any = None
+    """Where the decoding engine asks for the layout of the KV."""
+    schedule_style: int | None = None
+    """The value of the library's enumeration: whether context or generation is scheduled first."""
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -42,31 +54,45 @@ class Handoff:
         """Raises ValueError."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"not a hand-off: {error}") from error
 
 
 def context_only(library: TensorRtLlm) -> Any:
     """The params of the prefill request. TensorRT-LLM sets max_tokens of its SamplingParams to 1: never share them."""
-    return library.build(_PATH, _OPTION, request_type="context_only")
+    optional: dict[str, Any] = {}
+    if _knows(library, "disagg_request_id"):
+        optional["disagg_request_id"] = _MIN_GLOBAL_ID + secrets.randbits(61)
+    return library.build(_PATH, _OPTION, request_type="context_only", **optional)
 
 
 def handoff_of(output: RequestOutput) -> Handoff | None:
     """The hand-off of a finished prefill request. A request that was answered completely (its first token ended it, or
     the engine does not hand over) has params too: only the id of the context request proves a hand-off."""
     params = output.outputs[0].disaggregated_params
-    if params is None or params.ctx_request_id is None:
+    if params is None or (params.ctx_request_id is None and getattr(params, "disagg_request_id", None) is None):
         return None
+    style = getattr(params, "schedule_style", None)
     return Handoff(
         ctx_request_id=params.ctx_request_id,
         opaque_state=params.opaque_state or b"",
         first_token_ids=list(params.first_gen_tokens or ()),
         draft_token_ids=None if params.draft_tokens is None else list(params.draft_tokens),
+        disagg_request_id=getattr(params, "disagg_request_id", None),
+        ctx_dp_rank=getattr(params, "ctx_dp_rank", None),
+        ctx_info_endpoint=getattr(params, "ctx_info_endpoint", None),
+        schedule_style=None if style is None else int(style),
     )
 
 
 def generation_only(library: TensorRtLlm, handoff: Handoff) -> Any:
-    """The params of the decode request, which has the same prompt."""
+    """The params of the decode request, which has the same prompt. Raises EngineError if this version lacks a field
+    that the other engine's version has set."""
+    optional: dict[str, Any] = {
+        name: value
+        for name in ("disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style")
+        if (value := getattr(handoff, name)) is not None
+    }
     return library.build(
         _PATH,
         _OPTION,
@@ -75,4 +101,10 @@ def generation_only(library: TensorRtLlm, handoff: Handoff) -> Any:
         opaque_state=handoff.opaque_state,
         first_gen_tokens=list(handoff.first_token_ids),
         draft_tokens=None if handoff.draft_token_ids is None else list(handoff.draft_token_ids),
+        **optional,
     )
+
+
+def _knows(library: TensorRtLlm, field: str) -> bool:
+    known = library.arguments_of(_PATH)
+    return known is not None and field in known

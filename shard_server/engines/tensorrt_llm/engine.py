@@ -26,6 +26,7 @@ from shard_server.engines.base import (
 )
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm, argument_names
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
+from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only
 from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, probe
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, as_records, parse_events
@@ -216,8 +217,9 @@ class TensorRtLlmEngine:
         params = self._sampling.params_of(request, info)
         adapter = self.adapters.request_of(request.adapter)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        leg = self._leg_of(request)
         try:
-            output = self._generate(llm, token_ids, params, cache_salt_of(request), adapter)
+            output = self._generate(llm, token_ids, params, cache_salt_of(request), adapter, leg)
         except (ValueError, TypeError, NotImplementedError, IndexError, self._library.request_error) as error:
             raise RequestRefusedError(f"TensorRT-LLM refuses the request: {error}") from error
         except Exception as error:
@@ -249,8 +251,24 @@ class TensorRtLlmEngine:
             await self._buffer.until_readable()
             await asyncio.sleep(0)  # other sequences' output of this step arrives one loop iteration later
 
-    def _generate(self, llm: Llm, token_ids: list[int], params: Any, salt: str, adapter: Any = None) -> RequestOutput:
+    def _leg_of(self, request: EngineRequest) -> Any:
+        """The DisaggregatedParams of a request of which only one part is computed here; None: all of it is. Raises
+        EngineError for a hand-off that this version cannot use."""
+        if request.prefill_only:
+            return context_only(self._library)
+        if request.handoff is None:
+            return None
+        try:
+            return generation_only(self._library, Handoff.from_bytes(request.handoff))
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+
+    def _generate(
+        self, llm: Llm, token_ids: list[int], params: Any, salt: str, adapter: Any = None, leg: Any = None
+    ) -> RequestOutput:
         optional: dict[str, Any] = {}
+        if leg is not None:
+            optional["disaggregated_params"] = leg
         if self._has_salt:
             optional["cache_salt"] = salt
         if adapter is not None:

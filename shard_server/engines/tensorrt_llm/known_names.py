@@ -24,6 +24,7 @@ SYMBOLS: Final = frozenset(
         "tensorrt_llm.llmapi.KvCacheConfig",
         "tensorrt_llm.llmapi.MTPDecodingConfig",
         "tensorrt_llm.llmapi.NGramDecodingConfig",
+        "tensorrt_llm.llmapi.llm_args.KvCacheConnectorConfig",
         "tensorrt_llm.llmapi.llm_args.TorchLlmArgs",
         "tensorrt_llm.lora_helper.LoraConfig",
     }
@@ -97,6 +98,10 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "num_postprocess_workers",
             "orchestrator_type",
             "sampler_type",
+            "moe_expert_parallel_size",
+            "moe_tensor_parallel_size",
+            "gpus_per_node",
+            "kv_connector_config",
         }
     ),
     "LLM.generate_async": frozenset(
@@ -167,10 +172,20 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "copy_on_partial_reuse",
             "dtype",
             "tokens_per_block",
+            "secondary_offload_min_priority",
+            "disk_cache_size",  # newer
             "kv_events_config",  # newer
         }
     ),
     "CudaGraphConfig": frozenset({"batch_sizes", "max_batch_size", "enable_padding"}),
+    "KvCacheConnectorConfig": frozenset(
+        {
+            "connector_module",
+            "connector_scheduler_class",
+            "connector_worker_class",
+            "connector",  # newer
+        }
+    ),
     "CacheTransceiverConfig": frozenset({"backend", "max_tokens_in_buffer", "kv_transfer_timeout_ms"}),
     "NGramDecodingConfig": frozenset({"max_draft_len", "max_matching_ngram_size", "is_public_pool"}),
     "EagleDecodingConfig": frozenset(
@@ -181,7 +196,18 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
     "LoraConfig": frozenset({"lora_dir", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules"}),
     "LoRARequest": frozenset({"lora_name", "lora_int_id", "lora_path"}),
     "DisaggregatedParams": frozenset(
-        {"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"}
+        {
+            "request_type",
+            "first_gen_tokens",
+            "ctx_request_id",
+            "opaque_state",
+            "draft_tokens",
+            "disagg_request_id",  # newer
+            "ctx_dp_rank",  # newer
+            "ctx_info_endpoint",  # newer
+            "schedule_style",  # newer
+            "first_gen_log_probs",  # newer
+        }
     ),
 }
 """Arguments of constructors and methods; those of configs are also their attributes."""

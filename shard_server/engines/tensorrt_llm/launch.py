@@ -88,6 +88,8 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
         found.add(Capability.GUIDED)
     if config.guided_decoding_backend == "xgrammar":
         found.add(Capability.STRUCTURAL_TAGS)
+    if config.cache_transceiver.backend != "off":
+        found.add(Capability.KV_HANDOFF)
     return frozenset(found)
 
 

@@ -106,7 +106,24 @@ def _options(library: TensorRtLlm, shard: ShardConfig, max_model_len: int) -> li
     if config.cache_transceiver.backend != "off":
         transceiver = _cache_transceiver(library, config)
         options.append(_Option("cache_transceiver_config", transceiver, f"{_SECTION}.cache_transceiver", True))
+    parallelism = ("moe_expert_parallel_size", "moe_tensor_parallel_size", "gpus_per_node")
+    options += [plain(name, name) for name in parallelism if getattr(config, name)]
+    if config.kv_connector != _DEFAULTS.kv_connector:
+        options.append(_Option("kv_connector_config", _kv_connector(library, config), f"{_SECTION}.kv_connector", True))
     return options
+
+
+def _kv_connector(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
+    connector = config.kv_connector
+    if connector.preset:
+        arguments = {"connector": connector.preset}
+    else:
+        arguments = {
+            "connector_module": connector.module,
+            "connector_scheduler_class": connector.scheduler_class,
+            "connector_worker_class": connector.worker_class,
+        }
+    return library.build("llmapi.llm_args.KvCacheConnectorConfig", f"{_SECTION}.kv_connector", **arguments)
 
 
 def _kv_cache(library: TensorRtLlm, shard: ShardConfig) -> Any:
@@ -116,6 +133,10 @@ def _kv_cache(library: TensorRtLlm, shard: ShardConfig) -> Any:
         optional["max_tokens"] = shard.num_blocks * shard.block_size
     if config.host_cache_bytes:
         optional["host_cache_size"] = config.host_cache_bytes
+    if config.secondary_offload_min_priority:
+        optional["secondary_offload_min_priority"] = config.secondary_offload_min_priority
+    if config.disk_cache_bytes:
+        optional["disk_cache_size"] = config.disk_cache_bytes
     return library.build(
         "llmapi.KvCacheConfig",
         f"{_SECTION}.kv_cache",

@@ -11,6 +11,7 @@ import structlog
 
 from shard_server.engines.base import EngineRequest, FinishReason, SequenceEnd, SequenceStart
 from shard_server.engines.tensorrt_llm.api import RequestOutput
+from shard_server.engines.tensorrt_llm.disaggregation import handoff_of
 from shard_server.engines.tensorrt_llm.health import abort
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from shard_server.engines.tensorrt_llm.output_buffer import OutputBuffer
@@ -141,7 +142,10 @@ class RunningRequests:
             return None
         if not output.finished:  # a stop token within a step: TensorRT-LLM would continue after it
             abort(output)
-        return SequenceEnd(request_id, delta.end, delta.error)
+        handoff = handoff_of(output) if stream.request.prefill_only and delta.end is FinishReason.LENGTH else None
+        if handoff is None:
+            return SequenceEnd(request_id, delta.end, delta.error)
+        return SequenceEnd(request_id, delta.end, delta.error, handoff=handoff.to_bytes())
 
     def _deliver(self, stream: RequestStream, delta: StreamDelta, *, is_first: bool) -> None:
         request_id = stream.request.request_id

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from tests.fakes.fake_tensorrt_llm import configs
 from tests.fakes.fake_tensorrt_llm.llm import FakeLlm, Variant, make_llm_class
 from tests.fakes.fake_tensorrt_llm.outputs import RequestError
+from tests.fakes.fake_tensorrt_llm.transfers import NewDisaggregatedParams
 
 __all__ = ["FakeTensorRtLlm", "RequestError", "Variant", "installed_tensorrt_llm"]
 
@@ -66,7 +67,7 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
         "MTPDecodingConfig": configs.MTPDecodingConfig,
         "DraftTargetDecodingConfig": configs.DraftTargetDecodingConfig,
         "GuidedDecodingParams": configs.GuidedDecodingParams,
-        "DisaggregatedParams": configs.DisaggregatedParams,
+        "DisaggregatedParams": NewDisaggregatedParams if variant.is_new else configs.DisaggregatedParams,
     }
     if variant.is_new:
         llmapi["Eagle3DecodingConfig"] = configs.Eagle3DecodingConfig
@@ -78,7 +79,11 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
             SamplingParams=configs.SamplingParams,
         ),
         "tensorrt_llm.llmapi": _module("tensorrt_llm.llmapi", **llmapi),
-        "tensorrt_llm.llmapi.llm_args": _module("tensorrt_llm.llmapi.llm_args", TorchLlmArgs=llm_args),
+        "tensorrt_llm.llmapi.llm_args": _module(
+            "tensorrt_llm.llmapi.llm_args",
+            TorchLlmArgs=llm_args,
+            KvCacheConnectorConfig=configs.KvCacheConnectorConfig,
+        ),
         "tensorrt_llm.lora_helper": _module("tensorrt_llm.lora_helper", LoraConfig=configs.LoraConfig),
         **_executor(),
     }

@@ -35,6 +35,7 @@ class KvCacheConfig(StrictModel):
         "copy_on_partial_reuse": True,
         "dtype": "auto",
         "tokens_per_block": 32,
+        "secondary_offload_min_priority": None,
     }
 
 
@@ -47,6 +48,14 @@ class CacheTransceiverConfig(StrictModel):
         "backend": None,
         "max_tokens_in_buffer": None,
         "kv_transfer_timeout_ms": None,
+    }
+
+
+class KvCacheConnectorConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {
+        "connector_module": None,
+        "connector_scheduler_class": None,
+        "connector_worker_class": None,
     }
 
 

@@ -13,8 +13,9 @@ from collections import deque
 from typing import Any
 
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache
-from tests.fakes.fake_tensorrt_llm.configs import DisaggregatedParams, SamplingParams
-from tests.fakes.fake_tensorrt_llm.outputs import Logprob, RequestOutput, Response
+from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
+from tests.fakes.fake_tensorrt_llm.outputs import Logprob, RequestError, RequestOutput, Response
+from tests.fakes.fake_tensorrt_llm.transfers import Transfers, context_params, fetch
 
 FIRST_TOKEN, NUM_TOKENS = 500, 4500
 """Generated tokens are ordinary ones of any vocabulary."""
@@ -33,11 +34,25 @@ class Request:
     num_blocks: int = 0
     num_cached_tokens: int = 0
     loop: asyncio.AbstractEventLoop | None = None
+    is_kept: bool = False
+    """Whether its blocks wait for another engine."""
+
+    @property
+    def is_decode_leg(self) -> bool:
+        return self.disaggregated is not None and self.disaggregated.request_type == "generation_only"
 
 
 class Executor:
-    def __init__(self, cache: BlockCache, max_batch: int, step_seconds: float, tokens_per_step: int) -> None:
+    def __init__(
+        self,
+        cache: BlockCache,
+        max_batch: int,
+        step_seconds: float,
+        tokens_per_step: int,
+        transfer_timeout_ms: int | None = None,
+    ) -> None:
         self.cache = cache
+        self.transfers = Transfers(transfer_timeout_ms)
         self.step_seconds = step_seconds
         self.ignores_aborts = False
         self.hangs = False
@@ -84,6 +99,12 @@ class Executor:
             self._condition.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
+        self.transfers.close()
+
+    def wait_until_released(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is kept for other engines; returns whether that came."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self.transfers.num_held_blocks, timeout_seconds)
 
     def drain_stats(self) -> list[dict[str, Any]]:
         with self._condition:
@@ -111,6 +132,7 @@ class Executor:
             with self._condition:
                 while not self._stopped and (self.hangs or not (self._waiting or self._running)):
                     self._condition.wait(0.05)
+                    self._release_transfers()
                 if self._stopped:
                     return
                 responses = self._step()
@@ -127,6 +149,7 @@ class Executor:
             self._running.clear()
             self._waiting.clear()
         self._apply_aborts(batch)
+        self._release_transfers()
         num_context_tokens = self._admit()
         num_generating = len(self._running)
         for request in list(self._running):
@@ -170,6 +193,9 @@ class Executor:
         return num_context_tokens
 
     def _advance(self, request: Request, batch: list[tuple[Request, Response]]) -> None:
+        if request.is_decode_leg and not request.generated[0]:
+            self._begin_decode_leg(request, batch)
+            return
         failure = self._fails.get(request.output.request_id)
         if failure is not None and len(request.generated[0]) >= failure[0]:
             batch.append((request, Response(error=failure[1])))
@@ -204,18 +230,33 @@ class Executor:
         elif len(generated) >= params.max_tokens:
             response.finish_reason = "length"
             if request.disaggregated is not None and request.disaggregated.request_type == "context_only":
-                response.disaggregated_params = DisaggregatedParams(
-                    request_type="context_only",
-                    first_gen_tokens=list(generated),
-                    ctx_request_id=request.output.request_id,
-                    opaque_state=b"where the KV lies",
+                state = self.transfers.keep(request.output.prompt_token_ids, request.referenced, request.num_blocks)
+                request.is_kept = True
+                response.disaggregated_params = context_params(
+                    request.disaggregated, request.output.request_id, list(generated), state
                 )
+
+    def _begin_decode_leg(self, request: Request, batch: list[tuple[Request, Response]]) -> None:
+        """The KV is fetched, and the tokens of the hand-off come first."""
+        if not fetch(request.disaggregated, request.output.prompt_token_ids):
+            batch.append((request, Response(error=RequestError("the KV of the context request cannot be fetched"))))
+            self._end(request)
+            return
+        first = list(request.disaggregated.first_gen_tokens)
+        request.generated[0] += first
+        batch.append((request, Response(token_ids=first)))
+
+    def _release_transfers(self) -> None:
+        for referenced, num_blocks in self.transfers.take_released():
+            self.cache.release(referenced, num_blocks)
+            self._condition.notify_all()
 
     def _end(self, request: Request) -> None:
         self._running.remove(request)
         tokens = [*request.output.prompt_token_ids, *request.generated[0]]
         self.cache.store(tokens[:-1], request.salt, request.referenced, last=True)
-        self.cache.release(request.referenced, request.num_blocks)
+        if not request.is_kept:
+            self.cache.release(request.referenced, request.num_blocks)
 
     def _record(self, num_context_tokens: int, num_generating: int) -> dict[str, Any]:
         cache = self.cache

@@ -58,7 +58,14 @@ class FakeLlm:
             reuse=bool(kv_cache.enable_block_reuse),
             tells_salts=variant.is_new,
         )
-        self.executor = Executor(self.cache, args.max_batch_size, variant.step_seconds, variant.tokens_per_step)
+        transceiver = args.cache_transceiver_config
+        self.executor = Executor(
+            self.cache,
+            args.max_batch_size,
+            variant.step_seconds,
+            variant.tokens_per_step,
+            None if transceiver is None else transceiver.kv_transfer_timeout_ms,
+        )
         self.outputs: list[RequestOutput] = []
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.submit_called = asyncio.Event()
@@ -126,6 +133,11 @@ class FakeLlm:
         self.stop()
 
     # -- what a test makes happen -------------------------------------------------------------------------------------
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Those of finished context-only requests, which wait to be fetched."""
+        return self.executor.transfers.num_held_blocks
 
     def stop(self) -> None:
         self.executor.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from kvloom.process.backoff import Backoff
-from tools.supervisor.child import ChildFailedError, ChildSpec
+from tools.supervisor.child import ChildFailedError, ChildSpec, launched_command
 from tools.supervisor.supervised_process import ProcessStatus
 from tools.supervisor.supervisor import Supervisor
 
@@ -233,3 +234,37 @@ async def test_a_flood_of_output_is_kept_bounded_and_does_not_block_the_process(
     sizes = file_sizes(tmp_path, "loud.log*")
     assert len(sizes) == 2
     assert max(sizes) <= 10 * 2**20
+
+
+def launched(tmp_path: Path, name: str, *args: str) -> ChildSpec:
+    """Behind a launcher that does not pass signals on, as shells do not."""
+    launcher = tmp_path / "launch"
+    launcher.write_text('#!/bin/bash\n"$@"\nexit $?\n')
+    launcher.chmod(0o755)
+    spec = stand_in(name, *args)
+    return dataclasses.replace(spec, argv=launched_command([str(launcher)], spec.argv), has_launcher=True)
+
+
+async def test_a_process_behind_a_launcher_is_stopped_with_it(tmp_path: Path) -> None:
+    """The signal must reach the process itself, which drains, and neither may stay."""
+    world = World(tmp_path, [launched(tmp_path, "a")])
+    await world.supervisor.start()
+    (status,) = world.supervisor.statuses
+    assert status.pid is not None
+    pids = [status.pid, *(child.pid for child in psutil.Process(status.pid).children(recursive=True))]
+    assert len(pids) >= 2
+    began = time.monotonic()
+    await world.supervisor.stop()
+    assert time.monotonic() - began < 8, "it was stopped, not killed after its timeout"
+    for pid in pids:
+        assert_gone(pid)
+
+
+async def test_a_launchers_exit_status_is_its_processs(tmp_path: Path) -> None:
+    """It is what an operator sees of an engine that cannot start."""
+    spec = launched(tmp_path, "a")
+    code = (*spec.argv[: -len(stand_in("a").argv)], sys.executable, "-c", "import sys; sys.exit('no GPU')")
+    world = World(tmp_path, [dataclasses.replace(spec, argv=code)])
+    with pytest.raises(ChildFailedError, match=r"ended with status 1[\s\S]*no GPU"):
+        await world.supervisor.start()
+    await world.supervisor.stop()

@@ -76,6 +76,8 @@ class RequestStream:
 
     def _finish(self, delta: StreamDelta, completion: CompletionOutput) -> None:
         reason = completion.finish_reason
+        if self.request.prefill_only and reason == "not_finished":
+            reason = "length"  # some versions end a context-only request so: another engine continues it
         delta.end = _FINISH_REASONS.get(reason or "", FinishReason.ERROR)
         if delta.end is FinishReason.ERROR:
             delta.error = f"TensorRT-LLM ended it with finish_reason {reason!r}"

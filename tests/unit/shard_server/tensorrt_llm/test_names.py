@@ -14,6 +14,7 @@ from kvloom.config import (
     ShardConfig,
     TensorRtCacheTransceiverConfig,
     TensorRtKvCacheConfig,
+    TensorRtKvConnectorConfig,
     TensorRtLlmConfig,
     TensorRtLoraConfig,
     TensorRtSpeculationConfig,
@@ -91,6 +92,7 @@ def test_every_attribute_of_the_librarys_objects_is_a_real_one():
 def test_no_attribute_of_the_library_is_reached_untyped():
     """`getattr` with a made-up name would pass the type checker."""
     allowed = {"adapter", "model_fields"}  # EngineRequest's future field, and pydantic's
+    allowed |= known_names.ARGUMENTS["DisaggregatedParams"]
     for path, tree in modules():
         for node in ast.walk(tree):
             if (
@@ -160,10 +162,14 @@ def test_every_argument_of_the_constructors_is_a_real_one(tmp_path: Path):
         config = TensorRtLlmConfig(
             overlap_scheduler=False,
             guided_decoding_backend="xgrammar",
-            kv_cache=TensorRtKvCacheConfig(host_cache_bytes=1),
+            kv_cache=TensorRtKvCacheConfig(host_cache_bytes=1, secondary_offload_min_priority=9),
             speculation=TensorRtSpeculationConfig(method=method, draft_model="draft"),
             lora=TensorRtLoraConfig(enabled=True, target_modules=["attn_q"]),
             cache_transceiver=TensorRtCacheTransceiverConfig(backend="UCX", max_tokens_in_buffer=5),
+            kv_connector=TensorRtKvConnectorConfig(module="m", scheduler_class="S", worker_class="W"),
+            moe_expert_parallel_size=2,
+            moe_tensor_parallel_size=2,
+            gpus_per_node=4,
         )
         with installed_tensorrt_llm():
             options = llm_options(load_tensorrt_llm(), tmp_path, ShardConfig(tensorrt_llm=config, num_blocks=9), 512)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvloom.config import (
     ShardConfig,
     TensorRtCacheTransceiverConfig,
     TensorRtKvCacheConfig,
+    TensorRtKvConnectorConfig,
     TensorRtLlmConfig,
     TensorRtLoraConfig,
     TensorRtSpeculationConfig,
@@ -148,3 +150,47 @@ def test_adapters_need_modules_or_one_to_take_them_from():
         options_of(TensorRtLlmConfig(lora=TensorRtLoraConfig(enabled=True)))
     options = options_of(TensorRtLlmConfig(lora=TensorRtLoraConfig(enabled=True, adapters={"b": "/b", "a": "/a"})))
     assert options["lora_config"].lora_dir == ["/a"]
+
+
+def test_parallelism_connectors_and_tiers_are_passed_on():
+    """What is not set is left to the library."""
+    assert not {"moe_expert_parallel_size", "gpus_per_node", "kv_connector_config"} & options_of().keys()
+    connector = TensorRtKvConnectorConfig(module="kvbm.connector", scheduler_class="Leader", worker_class="Worker")
+    config = TensorRtLlmConfig(
+        moe_expert_parallel_size=4,
+        moe_tensor_parallel_size=2,
+        gpus_per_node=8,
+        kv_connector=connector,
+        kv_cache=TensorRtKvCacheConfig(host_cache_bytes=1, secondary_offload_min_priority=30),
+    )
+    options = options_of(config)
+    assert [options[f"moe_{kind}_parallel_size"] for kind in ("expert", "tensor")] == [4, 2]
+    assert options["gpus_per_node"] == 8
+    assert options["kv_connector_config"].connector_worker_class == "Worker"
+    assert options["kv_cache_config"].secondary_offload_min_priority == 30
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (TensorRtLlmConfig(kv_cache=TensorRtKvCacheConfig(disk_cache_bytes=1)), "kv_cache: .*disk_cache_size"),
+        (TensorRtLlmConfig(kv_connector=TensorRtKvConnectorConfig(preset="lmcache")), "kv_connector: .*no connector"),
+    ],
+)
+def test_what_only_newer_versions_have_is_refused_by_name(config: TensorRtLlmConfig, option: str):
+    """1.2.1's constructors would only say that an extra field is not permitted."""
+    with pytest.raises(EngineError, match=option):
+        options_of(config)
+
+
+@pytest.mark.parametrize("option", ["moe_expert_parallel_size", "gpus_per_node"])
+def test_an_argument_that_the_version_lacks_is_refused_by_name(option: str):
+    """The operator set it for a reason."""
+    with pytest.raises(EngineError, match=f"shard.tensorrt_llm.{option}"):
+        options_of(TensorRtLlmConfig(**{option: 2}), Variant(without_llm_arguments=[option]))
+
+
+def test_half_a_connector_is_refused():
+    """The library would fail minutes later, in a worker."""
+    with pytest.raises(msgspec.ValidationError, match="module, scheduler_class and worker_class together"):
+        msgspec.convert({"module": "m"}, TensorRtKvConnectorConfig)

@@ -217,7 +217,7 @@ async def test_a_hand_off_goes_from_prefill_to_decode(library: Any):
     assert again == handoff
     decode = generation_only(library, again)
     assert (decode.request_type, decode.ctx_request_id) == ("generation_only", handoff.ctx_request_id)
-    assert decode.opaque_state == b"where the KV lies"
+    assert decode.opaque_state == handoff.opaque_state
     assert decode.draft_tokens is None
 
 

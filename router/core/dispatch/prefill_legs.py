@@ -1,0 +1,241 @@
+"""Long prompts may be computed on one shard and answered by another. Decode steps are then never delayed by the prompts
+of others (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024).
+
+    the request is placed on a shard for its answer, which would have to compute a long prompt
+      → a leg is sent to a prefill shard: the prompt, of which the shard computes the KV and the first token
+      → the leg ends with a hand-off, and the request is placed again, among the shards that can fetch the KV
+      → the attempt carries the hand-off; its shard emits the first token again, and the rest of the answer
+
+The prefill shard is chosen like any other, by cached prefix and load; the decode shard by load, since all KV comes to
+it. A leg produces nothing that a client gets. When it fails, it is sent to another prefill shard, and after MAX_LEGS
+the request is computed whole. When the attempt fails, the request continues like any other: the hand-off is used once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from router.core.action_buffer import ActionBuffer
+from router.core.actions import CancelOnShard, SubmitAttempt
+from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
+from router.core.events import SHADOW_TIER, ChoiceSpec
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.frames import Finish
+from router.core.live import Attempt, LiveRequest, Split
+from router.core.load.load_ledger import LoadLedger, Reservation
+from router.core.placement.placer import Placer
+from router.core.placement.policy import Candidate
+from router.core.prefix_index.prefix_index import PrefixIndex
+
+MAX_LEGS: Final = 2
+"""The most legs of one request. After them it is computed whole."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DisaggregationSettings:
+    """Which requests are computed in two places."""
+
+    min_prompt_tokens: int = 2048
+    """How many tokens of its prompt the shard of the answer would have to compute, at least."""
+    leg_timeout_seconds: float = 30.0
+    """A leg that takes longer counts as failed."""
+    can_hand_over: Callable[[object], bool] = lambda _sampling: True
+    """Whether engines hand over all state of an answer with this sampling, which the core does not read."""
+
+
+class WaitingRequests(Protocol):
+    """The methods of DispatchQueue that legs call; the queue sends legs, so it cannot be imported here."""
+
+    def enter(self, live: LiveRequest, now: float) -> None:
+        """Place the request."""
+
+    def wait_for_any(self, live: LiveRequest, now: float) -> None:
+        """Place the request soon."""
+
+
+class PrefillLegs:
+    """Sends the legs, and takes their hand-offs."""
+
+    def __init__(
+        self,
+        settings: DisaggregationSettings,
+        fleet: Fleet,
+        placer: Placer,
+        ledger: LoadLedger,
+        index: PrefixIndex,
+        action_buffer: ActionBuffer,
+        add_deadline: Callable[[float, LiveRequest], None],
+        next_dispatch_number: Callable[[], int],
+        tell_decision: Callable[[LiveRequest, Shard, float], None],
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._placer = placer
+        self._ledger = ledger
+        self._index = index
+        self._action_buffer = action_buffer
+        self._add_deadline = add_deadline
+        self._next_dispatch_number = next_dispatch_number
+        self._tell_decision = tell_decision
+        self.queue: WaitingRequests
+
+    def begin(self, live: LiveRequest, candidate: Candidate, now: float) -> bool:
+        """Send a leg of a request that would be sent to the shard of `candidate`. Returns whether one was sent; the
+        request then waits for its end."""
+        if candidate.num_prefill_tokens < self._settings.min_prompt_tokens or not _can_split(live):
+            return False
+        if not self._settings.can_hand_over(live.request.sampling):
+            return False
+        split = live.split
+        if split is not None and (split.handoff or split.num_legs >= MAX_LEGS):
+            return False
+        shards = self._shards_for(live)
+        if not shards:
+            return False
+        shard, on_prefill = self._placer.pick_among(shards, live, now)
+        if live.split is None:
+            live.split = Split()
+        self._send(live, live.split, shard, on_prefill, now)
+        return True
+
+    def _shards_for(self, live: LiveRequest) -> list[Shard]:
+        """The prefill shards that can take the leg, and whose KV another shard could fetch."""
+        ready = self._fleet.ready(live.request.model)
+        avoided = "" if live.split is None else live.split.prefill_shard_id
+        adapter = live.request.adapter
+        return [
+            shard
+            for shard in ready
+            if shard.computes_prompts
+            and shard.shard_id != avoided
+            and not shard.is_suspected
+            and shard.description.max_model_len >= live.min_window
+            and (adapter is None or shard.adapters.has(adapter))
+            and self._placer.has_room(shard, live)
+            and any(other.can_fetch_from(shard.description) for other in ready)
+        ]
+
+    def _send(self, live: LiveRequest, split: Split, shard: Shard, candidate: Candidate, now: float) -> None:
+        request = live.request
+        if live.first_dispatched_at is None:
+            live.first_dispatched_at = now
+        self._tell_decision(live, shard, now)
+        split.num_legs += 1
+        leg = msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}~prefill-{split.num_legs}",
+            client_id=PREFILL_CHUNK_CLIENT_ID,
+            prompt_text="",
+            choices=(),
+            max_tokens=1,
+        )
+        attempt = Attempt(leg.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, request.tenant)
+        attempt.prepares = live
+        num_tokens = len(request.prompt_token_ids)
+        reservation = Reservation(
+            shard_id=shard.shard_id,
+            num_sequences=1,
+            num_prefill_tokens=candidate.num_prefill_tokens,
+            num_cached_tokens=candidate.num_overlap_tokens,
+            num_blocks=-(-num_tokens // candidate.block_size),
+            placed_at=now,
+            is_prefill_chunk=True,
+        )
+        self._ledger.reserve(attempt.key, reservation)
+        hashes = self._placer.hashes(live, candidate.block_size)
+        if not request.discards_blocks:
+            self._index.place(shard.shard_id, hashes, now)
+        if request.adapter is not None:
+            shard.adapters.note_sent(request.adapter, now)
+        slot = shard.slots.allocate()
+        shard.open_slot(slot, attempt)
+        split.begin_leg(attempt, slot, shard.description, now + self._settings.leg_timeout_seconds)
+        self._add_deadline(split.leg_expires_at, live)
+        self._action_buffer.add(
+            SubmitAttempt(
+                shard.shard_id,
+                0,
+                leg,
+                [ChoiceSpec(slot, 0)],
+                1,
+                candidate.num_overlap_tokens,
+                prepares=request.request_id,
+                prefill_only=True,
+            )
+        )
+
+    def note_start(self, attempt: Attempt, num_cached_tokens: int) -> bool:
+        """The prompt has been computed. Returns whether the attempt is a leg that is still wanted."""
+        split = _split_of(attempt)
+        if split is None:
+            return False
+        split.num_cached_tokens = num_cached_tokens
+        return True
+
+    def on_end(self, attempt: Attempt, finish: Finish, now: float) -> None:
+        """A shard has ended an attempt without a choice, perhaps a leg."""
+        live, split = attempt.prepares, _split_of(attempt)
+        if live is None or split is None:
+            return
+        split.end_leg()
+        if finish.handoff:
+            split.handoff = finish.handoff
+            self.queue.enter(live, now)
+            return
+        if finish.error is None:
+            split.num_legs = MAX_LEGS  # the answer has one token, or the engine hands nothing over
+        self.queue.wait_for_any(live, now)
+
+    def on_shard_lost(self, attempts: list[Attempt], now: float) -> None:
+        """The shard that had these attempts is gone."""
+        for attempt in attempts:
+            live, split = attempt.prepares, _split_of(attempt)
+            if live is not None and split is not None:
+                split.end_leg()
+                self.queue.wait_for_any(live, now)
+
+    def move_off(self, shard: Shard, now: float) -> None:
+        """The shard is suspected, or hands its work over: its legs are sent elsewhere."""
+        for attempt in list(shard.attempts.values()):
+            live = attempt.prepares
+            if live is not None and _split_of(attempt) is not None:
+                self.give_up(live, now)
+
+    def give_up(self, live: LiveRequest, now: float) -> None:
+        """The leg takes too long: the request is placed again."""
+        self.cancel(live)
+        self.queue.wait_for_any(live, now)
+
+    def cancel(self, live: LiveRequest) -> None:
+        """The request ends, or does not wait for its leg any more."""
+        split = live.split
+        if split is not None and split.attempt is not None:
+            self._action_buffer.add(CancelOnShard(split.attempt.shard_id, [split.slot]))
+            split.end_leg()
+
+
+def _split_of(attempt: Attempt) -> Split | None:
+    """None unless it is the leg for whose end its request waits."""
+    live = attempt.prepares
+    if live is None or live.split is None or live.split.attempt is not attempt:
+        return None
+    return live.split
+
+
+def _can_split(live: LiveRequest) -> bool:
+    """Whether it is a first attempt of one answer of several tokens, of which engines can hand over all state."""
+    request = live.request
+    return not (
+        live.num_attempts
+        or live.num_prefill_chunks
+        or len(live.choices) != 1
+        or live.choices[0].output_token_ids
+        or request.pooling is not None
+        or request.max_tokens == 1
+        or request.max_cached_tokens is not None
+        or request.tier is SHADOW_TIER
+    )

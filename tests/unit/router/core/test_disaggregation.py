@@ -1,0 +1,229 @@
+"""Prompts that one shard computes for another: the legs, their hand-offs, and what happens when either part fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
+from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SubmitAttempt
+from router.core.dispatch.prefill_legs import DisaggregationSettings
+from router.core.events import KvSnapshotArrived, RequestCancelled, ShardDown, Tick
+from router.core.frames import Finish, Start
+from tests.fakes.core_rig import CoreRig, has, only, sent
+
+SETTINGS = DisaggregationSettings(min_prompt_tokens=20, leg_timeout_seconds=5.0)
+PROMPT = list(range(40))
+
+
+def rig_of(*roles: str, **config: Any) -> CoreRig:
+    """Shards p0, p1, ... for prompts, d0, d1, ... for answers, b... for both, and w... without a role."""
+    rig = CoreRig(disaggregation=SETTINGS, **config)
+    for role in roles:
+        named = {"p": "prefill", "d": "decode", "b": "both", "w": ""}
+        rig.add_shard(role, role=named[role[0]], engine="sim")
+    return rig
+
+
+def hand_over(rig: CoreRig, leg: SubmitAttempt, handoff: bytes = b"kv", num_cached: int = 8) -> list[Action]:
+    """The leg's shard computes the prompt and its first token."""
+    slot = leg.choices[0].slot
+    return rig.step(
+        leg.shard_id,
+        (slot, [7], "a"),
+        starts=[Start(slot, num_cached)],
+        finishes=[Finish(slot, FINISH_REASON_LENGTH, handoff=handoff)],
+    )
+
+
+def fail(rig: CoreRig, leg: SubmitAttempt) -> list[Action]:
+    error = KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "broken")
+    finish = Finish(leg.choices[0].slot, FINISH_REASON_ERROR, error=error)
+    return rig.step(leg.shard_id, finishes=[finish])
+
+
+def begin(rig: CoreRig, **changes: Any) -> SubmitAttempt:
+    return only(rig.submit(**({"prompt_token_ids": PROMPT} | changes)), SubmitAttempt)
+
+
+def answer(rig: CoreRig, attempt: SubmitAttempt, token_ids: Sequence[int]) -> list[Action]:
+    slot = attempt.choices[0].slot
+    rig.step(attempt.shard_id, (slot, token_ids[:1], "a"), starts=[Start(slot, 40)])
+    for token_id in token_ids[1:]:
+        rig.step(attempt.shard_id, (slot, [token_id], "a"))
+    return rig.finish(attempt.shard_id, slot)
+
+
+def test_a_long_prompt_is_computed_on_one_shard_and_answered_by_another():
+    """The client gets one answer, with the cached tokens of the shard that has computed the prompt."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig)
+    assert (leg.shard_id, leg.attempt_id, leg.prefill_only, leg.prepares) == ("p0", 0, True, "r")
+    assert list(leg.request.prompt_token_ids) == PROMPT
+    attempt = only(hand_over(rig, leg), SubmitAttempt)
+    assert (attempt.shard_id, attempt.attempt_id, attempt.handoff) == ("d0", 1, b"kv")
+    ended = only(answer(rig, attempt, [7, 8, 9]), RequestEnded)
+    assert (ended.num_output_tokens, ended.num_cached_tokens, ended.num_attempts) == (3, 8, 1)
+    assert rig.core.is_idle
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": PROMPT[:19]},
+        {"max_tokens": 1},
+        {"slots": (1, 2)},
+        {"max_cached_tokens": 4},
+        {"pooling": object(), "max_tokens": 0},
+    ],
+    ids=["short", "one token", "two choices", "prompt logprobs", "embedding"],
+)
+def test_other_requests_are_computed_whole_on_the_shard_of_the_answer(changes: dict[str, Any]):
+    """A leg would cost more than it saves, or the hand-off would lack something."""
+    rig = CoreRig(disaggregation=SETTINGS)
+    for shard_id, role in (("p0", "prefill"), ("d0", "decode")):
+        rig.add_shard(shard_id, role=role, capabilities=frozenset({"generate", "embed"}))
+    whole = begin(rig, **changes)
+    assert (whole.shard_id, whole.attempt_id, whole.prefill_only, whole.handoff) == ("d0", 1, False, b"")
+
+
+@pytest.mark.parametrize("roles", [("w0",), ("p0",), ("d0",), ("b0",), ("p0", "w0")])
+def test_without_shards_of_both_roles_nothing_is_split(roles: Sequence[str]):
+    """A shard for prompts gives whole answers where there is no other."""
+    rig = rig_of(*roles)
+    assert (begin(rig).attempt_id, begin(rig, request_id="r2", slots=(2,)).handoff) == (1, b"")
+
+
+def test_kv_is_fetched_only_by_an_engine_of_the_same_kind_and_variant():
+    """Another one could not read it."""
+    rig = CoreRig(disaggregation=SETTINGS)
+    rig.add_shard("p0", role="prefill", engine="sim", variant="a")
+    rig.add_shard("d0", role="decode", engine="sim", variant="b")
+    rig.add_shard("d1", role="decode", engine="torch", variant="a")
+    assert not begin(rig).prefill_only
+
+
+def test_a_prompt_that_the_shard_of_the_answer_has_cached_is_not_split():
+    """Only what it would have to compute counts."""
+    rig = rig_of("p0", "d0")
+    whole = begin(rig)
+    hashes = rig.core._placer.hashes(rig.core._lifecycle.requests["r"], 4)
+    rig.handle(KvSnapshotArrived("d0", 1, list(hashes)))
+    assert whole.prefill_only
+    assert not begin(rig, request_id="r2", slots=(2,)).prefill_only
+
+
+def test_a_leg_goes_where_the_prefix_is_cached_and_the_answer_where_load_is_least():
+    """The KV comes to the shard of the answer whatever it has cached."""
+    rig = rig_of("p0", "p1", "d0", "d1", policy="ect")
+    first = begin(rig)
+    attempt = only(hand_over(rig, first), SubmitAttempt)
+    second = begin(rig, request_id="r2", slots=(2,), prompt_token_ids=[*PROMPT[:16], *range(100, 140)])
+    assert second.shard_id == first.shard_id
+    other = only(hand_over(rig, second), SubmitAttempt)
+    assert {attempt.shard_id, other.shard_id} == {"d0", "d1"}
+
+
+def test_a_lost_prefill_shard_is_replaced():
+    """By another one, then by none: the request is computed whole."""
+    rig = rig_of("p0", "p1", "d0")
+    leg = begin(rig)
+    again = only(rig.handle(ShardDown(leg.shard_id)), SubmitAttempt)
+    assert (again.prefill_only, {leg.shard_id, again.shard_id}) == (True, {"p0", "p1"})
+    whole = only(fail(rig, again), SubmitAttempt)
+    assert (whole.shard_id, whole.attempt_id, whole.handoff) == ("d0", 1, b"")
+
+
+def test_a_prefill_shard_that_is_lost_after_its_hand_off_makes_it_worthless():
+    """The KV is gone. Asking for it would cost an attempt."""
+    rig = rig_of("p0", "d0", "d1")
+    rig.core._fleet.shards["d0"].limit = rig.core._fleet.shards["d1"].limit = 0
+    rig.core._fleet.shards["d0"].limit = 1
+    leg = begin(rig)
+    rig.core._fleet.shards["d0"].limit = 0
+    assert not has(hand_over(rig, leg), SubmitAttempt)
+    rig.handle(ShardDown("p0"))
+    rig.core._fleet.shards["d1"].limit = 4
+    rig.now += 1
+    whole = only(rig.handle(Tick()), SubmitAttempt)
+    assert (whole.shard_id, whole.handoff) == ("d1", b"")
+
+
+def test_a_lost_decode_shard_is_an_ordinary_failover():
+    """The answer continues after its tokens, with its prompt computed again; shards for prompts give answers last."""
+    rig = rig_of("p0", "d0", "d1")
+    attempt = only(hand_over(rig, begin(rig)), SubmitAttempt)
+    slot = attempt.choices[0].slot
+    rig.step(attempt.shard_id, (slot, [7], "a"), starts=[Start(slot, 40)])
+    rig.step(attempt.shard_id, (slot, [8], "b"))
+    again = only(rig.handle(ShardDown(attempt.shard_id)), SubmitAttempt)
+    assert (again.attempt_id, again.handoff, again.prefill_only) == (2, b"", False)
+    assert (again.shard_id != attempt.shard_id, again.shard_id[0]) == (True, "d")
+    assert list(again.choices[0].output_token_ids) == [7, 8]
+    last = only(rig.handle(ShardDown(again.shard_id)), SubmitAttempt)
+    assert last.shard_id == "p0"
+
+
+def test_a_decode_shard_that_cannot_fetch_fails_its_attempt_only():
+    """The next attempt computes the prompt."""
+    rig = rig_of("p0", "d0")
+    attempt = only(hand_over(rig, begin(rig)), SubmitAttempt)
+    again = only(fail(rig, attempt), SubmitAttempt)
+    assert (again.attempt_id, again.handoff) == (2, b"")
+
+
+def test_a_cancelled_request_cancels_its_leg():
+    """Nothing of it may stay anywhere."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig)
+    cancelled = rig.handle(RequestCancelled("r"))
+    assert only(cancelled, CancelOnShard) == CancelOnShard("p0", [leg.choices[0].slot])
+    assert only(cancelled, RequestEnded).num_output_tokens == 0
+    assert not has(hand_over(rig, leg), SubmitAttempt), "a late hand-off starts nothing"
+    assert rig.core.is_idle
+
+
+def test_a_leg_that_takes_too_long_is_given_up():
+    """A shard may hang without being lost."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig)
+    assert rig.core.next_deadline() == rig.now + 5.0
+    rig.now += 5.0
+    actions = rig.handle(Tick())
+    assert only(actions, CancelOnShard) == CancelOnShard("p0", [leg.choices[0].slot])
+    whole = only(actions, SubmitAttempt)
+    assert (whole.shard_id, whole.prefill_only) == ("d0", False)
+    rig.step("p0", finishes=[Finish(leg.choices[0].slot, FINISH_REASON_CANCELLED)])
+
+
+def test_an_answer_of_one_token_is_not_handed_over():
+    """Its first token has ended it, so the shard of the answer computes it alone."""
+    rig = rig_of("p0", "p1", "d0")
+    leg = begin(rig)
+    whole = only(hand_over(rig, leg, handoff=b""), SubmitAttempt)
+    assert (whole.shard_id, whole.prefill_only) == ("d0", False)
+
+
+def test_both_placements_are_explained():
+    """An operator sees why each part runs where it does."""
+    rig = rig_of("p0", "d0", decision_sample_share=1.0)
+    actions = rig.submit(prompt_token_ids=PROMPT)
+    leg = only(actions, PlacementDecided)
+    assert (leg.attempt_id, leg.plan.picked_shard_id) == (0, "p0")
+    decided = only(hand_over(rig, only(actions, SubmitAttempt)), PlacementDecided)
+    assert (decided.attempt_id, decided.plan.picked_shard_id) == (1, "d0")
+
+
+def test_the_client_gets_nothing_of_a_leg():
+    """Its token comes again with the answer."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig)
+    actions = hand_over(rig, leg)
+    attempt = only(actions, SubmitAttempt)
+    slot = attempt.choices[0].slot
+    first = sent(rig.step(attempt.shard_id, (slot, [7], "a"), starts=[Start(slot, 40)]))
+    assert (first.token_ids, first.starts[0].num_cached_tokens) == ([7], 8)

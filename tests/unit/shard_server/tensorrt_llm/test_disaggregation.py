@@ -1,0 +1,122 @@
+"""Prefill on one TensorRT-LLM engine and decode on another, with the adapter and the fake on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvloom.config import TensorRtCacheTransceiverConfig, TensorRtLlmConfig
+from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason
+from shard_server.engines.tensorrt_llm.disaggregation import Handoff
+from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
+from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm.llm import FakeLlm
+from tests.fakes.tensorrt_llm_engine import make_tensorrt_llm_engine
+
+TIMEOUT_SECONDS = 10.0
+PROMPT = prompt_of(1, 200)
+
+
+@contextlib.asynccontextmanager
+async def two_engines(
+    variant: Variant | None = None, timeout_ms: int = 60_000
+) -> AsyncIterator[tuple[EngineDriver, EngineDriver, FakeTensorRtLlm]]:
+    """One that prefills, which is the fake's first LLM, and one that decodes."""
+    transceiver = TensorRtCacheTransceiverConfig(backend="NIXL", timeout_ms=timeout_ms)
+    with installed_tensorrt_llm(variant) as fake:
+        engines = [make_tensorrt_llm_engine(TensorRtLlmConfig(cache_transceiver=transceiver)) for _ in range(2)]
+        try:
+            for engine in engines:
+                await engine.start()
+            yield EngineDriver(engines[0]), EngineDriver(engines[1]), fake
+        finally:
+            for engine in engines:
+                await engine.close()
+
+
+async def prefill(driver: EngineDriver, request: EngineRequest) -> bytes:
+    await driver.run(dataclasses.replace(request, max_tokens=1, prefill_only=True))
+    assert driver.ends[request.request_id] is FinishReason.LENGTH
+    return driver.handoffs[request.request_id]
+
+
+async def until_released(llm: FakeLlm) -> None:
+    assert await asyncio.to_thread(llm.executor.wait_until_released, TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(is_new=True)], ids=["1.2.1", "newest"])
+async def test_an_answer_is_the_same_with_its_prompt_computed_elsewhere(variant: Variant):
+    """Otherwise clients would see where a request was computed."""
+    async with two_engines(variant) as (prefills, decodes, fake):
+        (whole,) = await decodes.run(request_of("whole", PROMPT, 20))
+        handoff = await prefill(prefills, request_of("a", PROMPT, 20))
+        (split,) = await decodes.run(request_of("a", PROMPT, 20, handoff=handoff))
+        assert split == whole
+        assert prefills.tokens["a"] == whole[:1]
+        await until_released(fake.llms[0])
+        given = fake.llms[0].submitted[-1][1]
+        assert given.max_tokens == 1
+        fields = Handoff.from_bytes(handoff)
+        assert (fields.disagg_request_id is not None) == (fields.ctx_dp_rank is not None) == variant.is_new
+
+
+async def test_kv_that_is_never_fetched_is_freed_after_the_timeout():
+    """The request may have been cancelled, or its router lost, between the two parts."""
+    async with two_engines(timeout_ms=150) as (prefills, _, fake):
+        await prefill(prefills, request_of("a", PROMPT, 20))
+        assert fake.llms[0].num_held_blocks > 0
+        await until_released(fake.llms[0])
+        assert not fake.llms[0].cache.num_used
+
+
+async def test_a_hand_off_that_cannot_be_fetched_fails_its_request_only():
+    """The engine that prefilled may be gone: the router then has the whole request computed."""
+    async with two_engines() as (prefills, decodes, fake):
+        handoff = await prefill(prefills, request_of("a", PROMPT, 20))
+        fake.llms[0].executor.transfers.close()
+        decodes.engine.submit(request_of("a", PROMPT, 20, handoff=handoff))
+        await decodes.step_until(lambda: "a" in decodes.ends)
+        assert decodes.ends["a"] is FinishReason.ERROR
+        (tokens,) = await decodes.run(request_of("again", PROMPT, 20))
+        assert len(tokens) == 20
+        with pytest.raises(EngineError, match="hand-off"):
+            decodes.engine.submit(request_of("b", PROMPT, 20, handoff=b"\xc1"))
+
+
+async def test_an_older_version_refuses_a_newer_ones_hand_off():
+    """A hand-off with a field that is silently left out might fetch the wrong KV."""
+    newer = Handoff(5, b"", [1], ctx_dp_rank=1)
+    async with two_engines() as (_, decodes, _fake):
+        with pytest.raises(EngineError, match="ctx_dp_rank"):
+            decodes.engine.submit(request_of("a", PROMPT, 20, handoff=newer.to_bytes()))
+
+
+async def test_a_first_token_that_ends_the_answer_leaves_nothing_to_hand_over():
+    """The request is complete, so no engine would fetch its KV."""
+    async with two_engines() as (prefills, _, _fake):
+        (first,) = await prefills.run(request_of("a", PROMPT, 1))
+        request = request_of("b", PROMPT, 20, stop_token_ids=frozenset(first))
+        await prefills.run(dataclasses.replace(request, max_tokens=1, prefill_only=True))
+        assert prefills.ends["b"] is FinishReason.STOP
+        assert not prefills.handoffs
+
+
+async def test_only_an_engine_with_a_transceiver_hands_over():
+    """Without one, the library would keep the KV, and never send it."""
+    with installed_tensorrt_llm():
+        engine = make_tensorrt_llm_engine()
+        try:
+            await engine.start()
+            assert Capability.KV_HANDOFF not in engine.info.capabilities
+        finally:
+            await engine.close()
+
+
+def test_hand_offs_keep_all_fields():
+    """They cross three processes as bytes."""
+    full = Handoff(1, b"\x00\xff", [2], [3, 4], 5, 6, "tcp://10.0.0.1:5", 1)
+    assert Handoff.from_bytes(full.to_bytes()) == full
