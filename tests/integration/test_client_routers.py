@@ -42,8 +42,9 @@ async def test_an_answer_to_token_ids_continues_at_another_router(routers: list[
     for router in routers:
         router.answers = False
     async with Client([router.address for router in routers]) as client:
-        named = {"priority_class": "batch", "fairness_id": "chat 7"}
-        deltas = client.generate(model="m", token_ids=[1], request_id="mine", **named)
+        deltas = client.generate(
+            model="m", token_ids=[1], request_id="mine", priority_class="batch", fairness_id="chat 7"
+        )
         first_token = asyncio.create_task(anext(deltas))
         async with asyncio.timeout(10):
             while not (served := [r for r in routers if r.connections and r.connections[0].submits]):  # noqa: ASYNC110

@@ -67,6 +67,19 @@ async def test_a_refusal_says_how_the_router_ended_the_request(
         assert response.headers.get("x-llm-d-request-dropped-reason") == dropped
 
 
+@pytest.mark.parametrize("headers", [{"x-kvloom-resume": "on"}, {"Idempotency-Key": "k1"}, {}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_way_of_delivery_says_how_the_router_ended_the_request(
+    world: EdgeWorld, headers: dict[str, str], stream: bool
+) -> None:
+    """Answers that are kept for a client that comes back take another way to it."""
+    error = KvloomError(ErrorReason.ERROR_REASON_QUEUE_TIMEOUT, "Too late.", end="evicted")
+    world.link.script = lambda request: request.finish(ERROR, error=error)
+    body = chat_body(stream=stream)
+    async with world.http.post(f"{world.url}/v1/chat/completions", json=body, headers=headers) as response:
+        assert (response.status, response.headers.get("x-kvloom-reason")) == (408, "evicted-queue-timeout")
+
+
 async def test_an_answer_says_that_it_had_to_move(world: EdgeWorld) -> None:
     """A pause in an answer is otherwise a riddle for its caller. The last of several choices knows most."""
 
