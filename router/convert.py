@@ -30,6 +30,7 @@ from router.core.events import (
 )
 from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
+from router.core.request_end import NO_MOVES, Moves
 
 M = TypeVar("M")
 PLAUSIBLE: Final = (1e-6, 1e9)
@@ -111,6 +112,15 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         num_reasoning_tokens=finish.num_reasoning_tokens,
         result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
         receipt=finish.receipt,
+        moves=None if finish.moves is NO_MOVES else _moves_to_proto(finish.moves),
+    )
+
+
+def _moves_to_proto(moves: Moves) -> generation_pb2.RequestMoves:
+    return generation_pb2.RequestMoves(
+        num_preemptions=moves.num_preemptions,
+        num_migrations=moves.num_migrations,
+        num_failovers=moves.num_failovers,
     )
 
 

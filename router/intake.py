@@ -353,6 +353,8 @@ class Intake:
             if not (self._classes or name or wanted.fairness_id):
                 return request
         found = known.get(name or CLASS_OF_TIER[request.tier].name)
+        if found is None and any(choice.output_token_ids for choice in request.choices):
+            found = known[CLASS_OF_TIER[request.tier].name]  # it began where the class was declared
         if found is None or name == SHADOW.name:
             raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")
         return msgspec.structs.replace(request, priority_class=found, fairness_id=wanted.fairness_id)

@@ -138,6 +138,13 @@ class RouterMetrics:
             ("model", "end"),
             registry,
         )
+        self._disrupted = CounterFamily(
+            "kvloom_router_requests_disrupted",
+            "Requests that ended and were rejected or evicted, with the error, or had been preempted, migrated or "
+            "failed over at least once. Unit: requests.",
+            ("priority_class", "disruption", "error_type"),
+            registry,
+        )
         self._variant_changes = Counter(
             "kvloom_router_answers_inexact",
             "Answers that continued on a shard of another variant, so that their tokens may differ. Unit: answers.",
@@ -193,6 +200,7 @@ class RouterMetrics:
         elif ended.reason == FINISH_REASON_ERROR:
             end = ended.end.value
             self._unserved.labels(self._model_label(ended.model), end).total += 1
+            self._disrupted.labels(ended.priority_class.name, end, error_type).total += 1
         if ended.ttft_seconds is not None:
             series.ttft.observe(ended.ttft_seconds)
             if ended.num_output_tokens > 1:
@@ -201,6 +209,8 @@ class RouterMetrics:
         logger = log
         if ended.moves is not NO_MOVES:
             self._failed_over.inc(ended.moves.num_failovers)
+            for disruption in ended.moves.words:
+                self._disrupted.labels(ended.priority_class.name, disruption, "").total += 1
             logger = log.bind(**msgspec.structs.asdict(ended.moves))
         _log_end(logger, ended, outcome, error_type, end)
 

@@ -177,7 +177,11 @@ class RouterServer:
             self._shared_results = self._share_results(self._keeper)
         self._decision_writer: DecisionWriter | None = None
         """None when the decision log has no file."""
-        self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
+        self._decisions = DecisionLog(
+            config.router.decision_log.max_remembered,
+            self._new_decision_journal(),
+            remembers_evicted=config.router.decision_log.sample_share > 0,
+        )
         self._usage_records = UsageRecords()
         self._metering: Metering | None = None
         """None without tenants."""

@@ -179,12 +179,30 @@ class Answer(abc.ABC):
         if self.limited_by:
             found["limited_by"] = self.limited_by
         if wanted:
+            if moves := self.moves:
+                found["moves"] = moves
             start = self.starts.get(0)
             found.update(self.bill_details())
             found["shard_id"] = start.shard_id if start else ""
             found["num_cached_tokens"] = self.finishes[0].num_cached_tokens if 0 in self.finishes else 0
             found["queue_time_seconds"] = round(start.queue_time_seconds, 6) if start else 0.0
         return found or None
+
+    @property
+    def moves(self) -> dict[str, int]:
+        """How often sequences had to continue on another shard, by the words for it; empty if none had to."""
+        found: dict[str, int] = {}
+        for finish in self.finishes.values():
+            if finish.HasField("moves"):
+                moves = finish.moves
+                for word, count in (
+                    ("preempted", moves.num_preemptions),
+                    ("migrated", moves.num_migrations),
+                    ("failed_over", moves.num_failovers),
+                ):
+                    if count:  # each finish has what had happened to its request until then
+                        found[word] = max(found.get(word, 0), count)
+        return found
 
     def bill_details(self) -> dict[str, str]:
         """What it costs, once it has ended, and what is left of the caller's budget; nothing without tenants."""

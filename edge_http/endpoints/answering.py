@@ -17,7 +17,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.priority_class import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS, served_class
+from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
@@ -33,7 +33,10 @@ from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     BUDGET_REMAINING,
     COST,
+    FAIRNESS_ID,
     IDEMPOTENCY_KEY,
+    OBJECTIVE,
+    PRIORITY_CLASS,
     RECEIPT,
     REQUEST_ID,
     RESPONSE_ID,
@@ -43,6 +46,7 @@ from edge_http.wire.headers import (
     explanation,
     idempotency_key,
     last_event_id,
+    moved,
     refuses_result_cache,
     request_id,
     traceparent,
@@ -258,6 +262,8 @@ async def _whole_body(
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     if edge.has_result_cache:
         more |= cache_use(start.result_cache for start in collected.starts.values())
+    if moves := collected.moves:
+        more |= moved(moves)
     headers = {**job.headers, **degradation(collected.first_start), **more}
     if collected.bill is not None:
         headers.update((_BILL_HEADERS[name], value) for name, value in collected.bill_details().items())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiohttp import web
 
+from edge_http.wire.headers import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS
 from kvloom.access.caller_access import check_class
 from kvloom.errors import invalid_argument
 from kvloom.tenancy.principal import Principal
@@ -15,12 +16,6 @@ from kvloom.v1.router_service_pb2 import TIER_BATCH, TIER_INTERACTIVE, Tier
 if TYPE_CHECKING:
     from edge_http.edge import Edge
 
-PRIORITY_CLASS: Final = "x-kvloom-priority-class"
-"""In a request: its class. In a response: the class with which it was served."""
-OBJECTIVE: Final = "x-llm-d-inference-objective"
-"""The same, as clients of llm-d name it."""
-FAIRNESS_ID: Final = "x-llm-d-inference-fairness-id"
-"""Divides the caller's own requests into sub-flows; it is never the identity of another caller."""
 BUILT_IN_CLASSES: Final = frozenset({"interactive", "batch"})
 MAX_FAIRNESS_ID_CHARS: Final = 256
 

@@ -15,12 +15,15 @@ from edge_http.wire.headers import (
     DETAILS,
     DROPPED_REASON,
     EXPLAIN,
+    FAIRNESS_ID,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
     LIMITED_BY,
     MAX_EVENT_NUMBER,
     MAX_SESSION_KEY_CHARS,
     MODEL,
+    OBJECTIVE,
+    PRIORITY_CLASS,
     PROCESSING_MS,
     REASON,
     RECEIPT,
@@ -58,6 +61,11 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     ),
     LAST_EVENT_ID: _parameter(
         LAST_EVENT_ID, "The number of the last event that the client has; precedes starting_after.", _EVENT_NUMBER
+    ),
+    PRIORITY_CLASS: _parameter(PRIORITY_CLASS, "The class of the request (docs/scheduling.md).", {"type": "string"}),
+    OBJECTIVE: _parameter(OBJECTIVE, "The same, as clients of llm-d name it.", {"type": "string"}),
+    FAIRNESS_ID: _parameter(
+        FAIRNESS_ID, "Divides the caller's own requests into sub-flows.", {"type": "string", "maxLength": 256}
     ),
     DETAILS: _parameter(DETAILS, "Whether the answer tells its shard and its cached tokens.", _TRUE),
     CACHE: _parameter(CACHE, "Whether the result cache may have the answer, and keep it; on by default.", _SWITCH),
@@ -131,7 +139,7 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     },
     RETRY_AFTER_MS: {"description": "The same, in milliseconds.", "schema": {"type": "integer", "minimum": 0}},
     REASON: {
-        "description": "How a router ended the request, and why, such as `rejected-queue-full`.",
+        "description": "How a router ended the request, such as `rejected-queue-full`; of an answer, `preempted`.",
         "schema": {"type": "string"},
     },
     DROPPED_REASON: {
@@ -151,6 +159,7 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
         "schema": {"type": "string"},
     },
     ROUTE: {"description": "How it was chosen.", "schema": {"type": "string"}},
+    PRIORITY_CLASS: {"description": "The class with which the request was served.", "schema": {"type": "string"}},
     LIMITED_BY: {
         "description": "The caller's limit that has cut the answer short.",
         "schema": {"type": "string"},
@@ -189,6 +198,6 @@ ANTHROPIC_LIMITS: Final = (ANTHROPIC_REQUEST_ID, *ANTHROPIC_LIMIT_HEADERS, LIMIT
 """What responses have that are charged to a caller's limits, and refusals."""
 GENERATION: Final = (
     *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME),
-    *(IDEMPOTENCY_KEY, LAST_EVENT_ID),
+    *(IDEMPOTENCY_KEY, LAST_EVENT_ID, PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID),
 )
 """What requests that generate take."""

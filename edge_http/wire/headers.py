@@ -29,8 +29,15 @@ LIMITED_BY: Final = "x-kvloom-limited-by"
 COST: Final = "x-kvloom-cost"
 BUDGET_REMAINING: Final = "x-kvloom-budget-remaining"
 """What an answer costs, and what its caller's monthly budget has left, in units of the currency."""
+PRIORITY_CLASS: Final = "x-kvloom-priority-class"
+"""In a request: its class. In a response: the class with which it was served."""
+OBJECTIVE: Final = "x-llm-d-inference-objective"
+"""The same, as clients of llm-d name it."""
+FAIRNESS_ID: Final = "x-llm-d-inference-fairness-id"
+"""Divides the caller's own requests into sub-flows; it is never the identity of another caller."""
 REASON: Final = "x-kvloom-reason"
-"""How a router ended the request, and why, e.g. "rejected-queue-full" (docs/scheduling.md)."""
+"""How a router ended the request, and why, e.g. "rejected-queue-full"; of an answer, what had happened to it on its
+way, e.g. "preempted" (docs/scheduling.md)."""
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 """The same of a request that no shard has seen, as clients of llm-d name it."""
 RETRY_AFTER: Final = "Retry-After"
@@ -173,6 +180,11 @@ def reason(error: KvloomError) -> dict[str, str]:
         return {}
     value = f"{error.end}-{error.reason_name.lower().replace('_', '-')}"
     return {REASON: value, DROPPED_REASON: value} if error.end in _DROPPED else {REASON: value}
+
+
+def moved(words: Iterable[str]) -> dict[str, str]:
+    """Return the response header that tells that an answer had to continue on another shard, and why."""
+    return {REASON: ", ".join(words).replace("_", "-")}
 
 
 def cache_use(uses: Iterable[int]) -> dict[str, str]:

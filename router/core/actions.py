@@ -135,7 +135,6 @@ class RequestEnded(msgspec.Struct, frozen=True):
     is_admitted: bool = True
     moves: Moves = NO_MOVES
     priority_class: PriorityClass = INTERACTIVE
-    fairness_id: str = ""
 
     @property
     def end(self) -> End:

@@ -12,6 +12,7 @@ import msgspec
 from kvloom.errors import KvloomError
 from kvloom.tenancy.limits_state import LimitsState
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, FinishReason, ResultCacheUse
+from router.core.request_end import NO_MOVES, Moves
 
 
 class Start(msgspec.Struct):
@@ -57,6 +58,8 @@ class Finish(msgspec.Struct):
     """None: they are not counted. Set by the router."""
     receipt: bytes = b""
     """Set by the shell: see AnswerCompleted."""
+    moves: Moves = NO_MOVES
+    """Those of the request until now. Set by the router."""
 
 
 class Step(msgspec.Struct):

@@ -40,6 +40,16 @@ class Moves(msgspec.Struct, frozen=True):
     num_failovers: int = 0
     """Its shard, or its engine, had failed."""
 
+    @property
+    def words(self) -> list[str]:
+        """What has happened to the request, one word for each kind."""
+        counts = {
+            "preempted": self.num_preemptions,
+            "migrated": self.num_migrations,
+            "failed_over": self.num_failovers,
+        }
+        return [word for word, count in counts.items() if count]
+
     def with_preemption(self) -> Moves:
         return Moves(self.num_preemptions + 1, self.num_migrations, self.num_failovers)
 

@@ -11,6 +11,8 @@ from typing import Final
 import msgspec
 
 from router.core.actions import PlacementDecided, RequestEnded
+from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
+from router.core.request_end import End
 from router.decisions.journal import DecisionJournal
 from router.decisions.packing import pack_attempt, unpack_attempt
 from router.decisions.records import AttemptRecord, RequestLine
@@ -20,10 +22,13 @@ MAX_REMEMBERED_BYTES: Final = 64 * 2**20
 
 
 class RememberedRequest(msgspec.Struct):
-    """A request that was placed."""
+    """A request that was placed, or that was evicted from the queue before."""
 
     request_id: str
     num_prompt_tokens: int
+    tenant: str
+    priority_class: PriorityClass
+    fairness_id: str = ""
     client_request_id: str = ""
     brownout: str = ""
     """How its answer is degraded; see SequenceStart.brownout in generation.proto."""
@@ -54,9 +59,12 @@ class DecisionLog:
         journal: DecisionJournal | None = None,
         *,
         max_remembered_bytes: int = MAX_REMEMBERED_BYTES,
+        remembers_evicted: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` returns Unix seconds."""
+        """`remembers_evicted`: also requests that were evicted before they were placed. `clock` returns Unix
+        seconds."""
+        self._remembers_evicted = remembers_evicted
         self._max_remembered = max_remembered
         self._journal = journal
         self._max_remembered_bytes = max_remembered_bytes
@@ -83,14 +91,16 @@ class DecisionLog:
         remembered = self._remembered.get(request_id)
         attempt_id = decision.attempt_id
         if remembered is None or (attempt_id <= 1 and (remembered.last_attempt_id or remembered.ended is not None)):
-            self._forget(request_id)  # This is an earlier request of the same id.
-            client_request_id = request.client_request_id
-            degradation = "" if request.degradation is None else str(request.degradation)
-            remembered = self._remembered[request_id] = RememberedRequest(
-                request_id, decision.pick.num_prompt_tokens, client_request_id, degradation
+            remembered = RememberedRequest(
+                request_id,
+                decision.pick.num_prompt_tokens,
+                request.tenant,
+                request.priority_class or CLASS_OF_TIER[request.tier],
+                request.fairness_id,
+                request.client_request_id,
+                "" if request.degradation is None else str(request.degradation),
             )
-            if client_request_id:
-                self._by_client_request_id.setdefault(client_request_id, {})[request_id] = None
+            self._remember(remembered)
             if self._journal is not None and attempt_id <= 1:
                 remembered.line = self._journal.begin_line(decision, now)
                 self._num_bytes += len(remembered.line.block_hashes)
@@ -103,9 +113,20 @@ class DecisionLog:
         ):
             self._forget(next(iter(self._remembered)))
 
+    def _remember(self, remembered: RememberedRequest) -> None:
+        request_id, client_request_id = remembered.request_id, remembered.client_request_id
+        self._forget(request_id)  # This is an earlier request of the same id.
+        self._remembered[request_id] = remembered
+        if client_request_id:
+            self._by_client_request_id.setdefault(client_request_id, {})[request_id] = None
+
     def request_ended(self, ended: RequestEnded) -> None:
-        # A request without an attempt was rejected, perhaps because an earlier request of this id still runs.
-        remembered = self._remembered.get(ended.request_id) if ended.num_attempts else None
+        if not ended.num_attempts:
+            # A rejected one is not remembered: perhaps an earlier request of this id still runs.
+            if self._remembers_evicted and ended.end is End.EVICTED:
+                self._remember_evicted(ended)
+            return
+        remembered = self._remembered.get(ended.request_id)
         if remembered is None or remembered.ended is not None:
             return
         remembered.ended = ended
@@ -113,6 +134,19 @@ class DecisionLog:
         if line is not None and self._journal is not None:
             self._num_bytes -= len(line.block_hashes)
             self._journal.end_line(line, ended, remembered.attempts)
+
+    def _remember_evicted(self, ended: RequestEnded) -> None:
+        remembered = RememberedRequest(
+            ended.request_id,
+            ended.num_prompt_tokens,
+            ended.tenant,
+            ended.priority_class,
+            client_request_id=ended.client_request_id,
+            ended=ended,
+        )
+        self._remember(remembered)
+        if len(self._remembered) > self._max_remembered:
+            self._forget(next(iter(self._remembered)))
 
     def fleet_changed(self) -> None:
         """Called when shards have come, gone or begun to drain."""

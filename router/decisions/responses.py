@@ -84,6 +84,10 @@ def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Seque
         client_request_id=remembered.client_request_id,
         other_request_ids=other_request_ids,
         brownout=remembered.brownout,
+        priority_class=remembered.priority_class.name,
+        rank=remembered.priority_class.rank,
+        tenant=remembered.tenant,
+        fairness_id=remembered.fairness_id,
     )
     response.decisions.extend(_decision_to_proto(attempt, remembered.num_prompt_tokens) for attempt in attempts)
     if remembered.ended is not None:
@@ -126,9 +130,10 @@ def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> Req
         num_migrations=ended.moves.num_migrations,
         num_failovers=ended.moves.num_failovers,
         end=ended.end.value,
+        rank=ended.priority_class.rank_after(ended.queue_time_seconds),
     )
-    first = attempts[0]
-    if first.attempt_id == 1:
+    first = attempts[0] if attempts else None
+    if first is not None and first.attempt_id == 1:
         picked = next(score.to_plan() for score in first.shards if score.shard_id == first.picked_shard_id)
         outcome.predicted_ttft_seconds = ended.queue_time_seconds + picked.predicted_ttft_seconds
         if ended.ttft_seconds is not None:

@@ -70,8 +70,12 @@ def test_a_request_is_explained_with_its_outcome(sim_fabric: RunningFabric):
         "decisions",
         "outcome",
         "brownout",
+        "priority_class",
+        "rank",
+        "tenant",
+        "fairness_id",
     }
-    assert explained["brownout"] == ""
+    assert (explained["brownout"], explained["priority_class"], explained["rank"]) == ("", "interactive", 1)
     plan = explained["decisions"][0]["plan"]
     outcome = explained["outcome"]
     assert headers["x-kvloom-shard"] == plan["picked_shard_id"] == outcome["shard_id"]
@@ -87,6 +91,7 @@ def test_a_request_is_explained_with_its_outcome(sim_fabric: RunningFabric):
         "attempt 1",
         "← picked",
         "regret: ",
+        "class interactive, rank 1",
         "ended: finished, length on ",
         f"{cached} of ",
         "predicted ",

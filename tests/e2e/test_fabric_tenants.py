@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -34,10 +34,10 @@ def key_of(fabric: RunningFabric, project: str, *options: str) -> tuple[str, str
     return made["id"], made["secret"]
 
 
-def asked(fabric: RunningFabric, key: str) -> tuple[int, int]:
+def asked(fabric: RunningFabric, key: str, more: Mapping[str, str] | None = None) -> tuple[int, int]:
     """(status, cached tokens)"""
     body = {"model": "smollm2-135m-instruct", "prompt": PROMPT, "max_tokens": 1}
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **(more or {})}
     request = urllib.request.Request(f"{fabric.http_url}/v1/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -46,6 +46,31 @@ def asked(fabric: RunningFabric, key: str) -> tuple[int, int]:
     except urllib.error.HTTPError as error:
         error.close()
         return error.code, 0
+
+
+def test_a_key_that_may_name_one_class(control_fabric: RunningFabric) -> None:
+    """From the operator's command to the bill: what a key may name, what it is refused, over HTTP and over gRPC, and
+    where its usage is."""
+    fabric = control_fabric
+    _, key = key_of(fabric, "classes/app", "--class", "batch")
+    batch, interactive = {"x-kvloom-priority-class": "batch"}, {"x-kvloom-priority-class": "interactive"}
+    eventually("the key works", lambda: asked(fabric, key, batch)[0] == 200)
+    assert [asked(fabric, key, headers)[0] for headers in (interactive, {})] == [403, 403]
+    chat = ("chat", "hello", "--max-tokens", "2", "--router-address", fabric.router_address)
+    environment = {**fabric.env, "KVLOOM_DATA_DIR": "/nonexistent", "KVLOOM_API_KEY": key}
+    denied = run_kvloom(*chat, env=environment)
+    assert (denied.returncode, "may not use the priority class 'interactive'" in denied.stderr) == (1, True)
+    changed = run_kvloom("projects", "update", "classes/app", "--default-class", "batch", env=fabric.env)
+    assert "all (default batch)" in changed.stdout, changed.stderr
+    eventually("the default class holds", lambda: asked(fabric, key)[0] == 200)
+    assert run_kvloom(*chat, env=environment).returncode == 0
+    show = ("usage", "show", "--tenant", "classes/app", "--by", "class", "--json")
+
+    def used() -> dict[str, int]:
+        rows = json.loads(run_kvloom(*show, env=fabric.env).stdout)
+        return {row["class"]: row["num_requests"] for row in rows}
+
+    eventually("the usage is metered by class", lambda: used() == {"batch": 3})
 
 
 def test_two_teams_and_a_revoked_key(fabric: RunningFabric) -> None:

@@ -9,7 +9,7 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest, Sink
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
-from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
+from kvloom.v1.generation_pb2 import RequestMoves, SequenceFinish, SequenceStart, TokenLogprobs
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, ModerateRequest, ModerateResponse
 from tests.fakes.fake_safety import CATEGORIES, classify
 
@@ -77,6 +77,7 @@ class FakeRequest:
         stop_string: str = "",
         embedding: bytes = b"",
         limited_by: str = "",
+        moves: RequestMoves | None = None,
         **counts: int,
     ) -> None:
         if not self.cancelled.is_set() and index in self._open:
@@ -90,6 +91,7 @@ class FakeRequest:
                 stop_string=stop_string,
                 embedding=embedding,
                 limited_by=limited_by,
+                moves=moves,
                 **counts,
             )
             self._sink.on_finish(index, finish)

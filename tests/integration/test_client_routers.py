@@ -42,7 +42,9 @@ async def test_an_answer_to_token_ids_continues_at_another_router(routers: list[
     for router in routers:
         router.answers = False
     async with Client([router.address for router in routers]) as client:
-        deltas = client.generate(model="m", token_ids=[1], request_id="mine")
+        deltas = client.generate(
+            model="m", token_ids=[1], request_id="mine", priority_class="batch", fairness_id="chat 7"
+        )
         first_token = asyncio.create_task(anext(deltas))
         async with asyncio.timeout(10):
             while not (served := [r for r in routers if r.connections and r.connections[0].submits]):  # noqa: ASYNC110
@@ -57,6 +59,7 @@ async def test_an_answer_to_token_ids_continues_at_another_router(routers: list[
         await other.wait_until(lambda: any(c.submits for c in other.connections))
         again = other.connections[0].submits[0]
         assert list(again.choices[0].output_token_ids) == [7, 8]
+        assert (again.priority_class, again.fairness_id) == ("batch", "chat 7")
         other.tokens(other.connections[0], (again.choices[0].slot, [9]))
         assert (await rest).token_ids == [9]
         await deltas.aclose()

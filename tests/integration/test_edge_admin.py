@@ -63,6 +63,10 @@ async def test_an_administrator_manages_the_own_organisation(tmp_path: Path) -> 
         made = await ask(edge, admin, "POST", "keys", {"project": "acme/search", "models": ["smol*"]})
         assert made["secret"].startswith("kvl-")
         path = f"keys/{made['key']['id']}"
+        changed = await ask(
+            edge, admin, "PATCH", path, {"priority_classes": ["batch"], "default_priority_class": "batch"}
+        )
+        assert (changed["key"]["priority_classes"], changed["key"]["default_priority_class"]) == (["batch"], "batch")
         changed = await ask(edge, admin, "PATCH", path, {"limits": {"tokens_per_day": 10**12}})
         assert changed["key"]["effective_limits"]["tokens_per_day"] == 10**12
         rotated = await ask(edge, admin, "POST", f"{path}/rotate", {"grace_seconds": 5})

@@ -11,10 +11,10 @@ import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom.v1.generation_pb2 import RequestMoves, TokenLogprobs
 from kvloom.v1.router_service_pb2 import FleetState
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
-from tests.fakes.fake_router_link import CANCELLED, CONTENT_FILTER, ERROR, FakeRequest, FakeRouterLink, answer
+from tests.fakes.fake_router_link import CANCELLED, CONTENT_FILTER, ERROR, STOP, FakeRequest, FakeRouterLink, answer
 
 
 @pytest.fixture
@@ -65,6 +65,39 @@ async def test_a_refusal_says_how_the_router_ended_the_request(
     async with world.http.post(f"{world.url}{path}", json=chat_body(max_tokens=4)) as response:
         assert response.headers.get("x-kvloom-reason") == reason
         assert response.headers.get("x-llm-d-request-dropped-reason") == dropped
+
+
+@pytest.mark.parametrize("headers", [{"x-kvloom-resume": "on"}, {"Idempotency-Key": "k1"}, {}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_way_of_delivery_says_how_the_router_ended_the_request(
+    world: EdgeWorld, headers: dict[str, str], stream: bool
+) -> None:
+    """Answers that are kept for a client that comes back take another way to it."""
+    error = KvloomError(ErrorReason.ERROR_REASON_QUEUE_TIMEOUT, "Too late.", end="evicted")
+    world.link.script = lambda request: request.finish(ERROR, error=error)
+    body = chat_body(stream=stream)
+    async with world.http.post(f"{world.url}/v1/chat/completions", json=body, headers=headers) as response:
+        assert (response.status, response.headers.get("x-kvloom-reason")) == (408, "evicted-queue-timeout")
+
+
+async def test_an_answer_says_that_it_had_to_move(world: EdgeWorld) -> None:
+    """A pause in an answer is otherwise a riddle for its caller. The last of several choices knows most."""
+
+    def play(request: FakeRequest) -> None:
+        for index in range(2):
+            request.start(index=index)
+            request.tokens("Hi", index=index)
+            moves = RequestMoves(num_preemptions=index + 1, num_failovers=index)
+            request.finish(STOP, index=index, moves=moves)
+
+    world.link.script = play
+    given = {"x-kvloom-details": "true"}
+    for stream in (False, True):
+        body = chat_body(stream=stream, n=2)
+        async with world.http.post(f"{world.url}/v1/chat/completions", json=body, headers=given) as response:
+            text = await response.text()
+        assert response.headers.get("x-kvloom-reason") == (None if stream else "preempted, failed-over")
+        assert '"moves":{"preempted":2,"failed_over":1}' in text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -87,6 +87,19 @@ async def test_two_edges_die_in_a_row(redis_url: str) -> None:
         assert same_but_names(streamed.events) == expected
 
 
+async def test_an_answer_keeps_its_class_and_its_sub_flow(redis_url: str) -> None:
+    """An urgent answer must not become a patient one because an edge has died, nor take another sub-flow's share."""
+    path, body, script = kinds()["chat"]
+    named = {"x-kvloom-priority-class": "batch", "x-llm-d-inference-fairness-id": "chat 7"}
+    async with edges(redis_url) as ((first, peers), (second, _)):
+        streamed, request, reading = await begin_live(first, path, body, script, 4, **named)
+        assert (request.request.priority_class, request.request.fairness_id) == ("batch", "chat 7")
+        await kill(first, peers, reading)
+        await end_at(second, path, streamed, script, 4)
+        rest = second.link.requests[0].request
+        assert (rest.priority_class, rest.fairness_id) == ("batch", "chat 7")
+
+
 async def test_second_edge_dies_before_it_has_written_anything(redis_url: str) -> None:
     """It dies between its claim and its first journal entry: the third edge continues from what the first edge left."""
     path, body, script = kinds()["chat"]

@@ -173,6 +173,8 @@ def print_explanation(explanation: ExplainResponse, console: Console) -> None:
         console.print(_table(decision.plan))
         _print_regret(decision.plan, console)
         console.print()
+    if explanation.priority_class:  # routers of an earlier version do not say it
+        _print(console, _class_line(explanation))
     if explanation.brownout:
         _print(console, f"the model was overloaded: the answer is degraded (brownout step {explanation.brownout})")
     if explanation.HasField("outcome"):
@@ -181,6 +183,15 @@ def print_explanation(explanation: ExplainResponse, console: Console) -> None:
         _print(console, "it is still running")
     if explanation.other_request_ids:
         _print(console, f"earlier requests with the same x-request-id: {', '.join(explanation.other_request_ids)}")
+
+
+def _class_line(explanation: ExplainResponse) -> str:
+    line = f"class {explanation.priority_class}, rank {explanation.rank}"
+    if explanation.HasField("outcome") and explanation.outcome.rank < explanation.rank:
+        line += f", {explanation.outcome.rank} after {explanation.outcome.queue_time_seconds:.1f} s of waiting"
+    if explanation.tenant:
+        line += f"; in the share of {explanation.tenant}"
+    return line + (f", sub-flow {explanation.fairness_id}" if explanation.fairness_id else "")
 
 
 def _table(plan: PlanResponse) -> Table:
@@ -224,9 +235,10 @@ def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
         error = ErrorReason.Name(outcome.error_reason).removeprefix("ERROR_REASON_").lower()
         reason += f" ({error})"
     end = f"{outcome.end}, " if outcome.end else ""  # routers of an earlier version do not say it
+    where = f" on {outcome.shard_id}" if outcome.shard_id else ""
     _print(
         console,
-        f"ended: {end}{reason} on {outcome.shard_id} after {outcome.e2e_latency_seconds:.3f} s, "
+        f"ended: {end}{reason}{where} after {outcome.e2e_latency_seconds:.3f} s, "
         f"{outcome.num_output_tokens} tokens, {outcome.num_cached_tokens} of {outcome.num_prompt_tokens} prompt tokens "
         f"cached, {1000 * outcome.queue_time_seconds:.1f} ms in the router's queue",
     )

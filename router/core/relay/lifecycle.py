@@ -328,6 +328,7 @@ class Lifecycle:
         finish.num_prompt_tokens = len(request.prompt_token_ids)
         finish.num_cached_tokens = choice.num_cached_tokens or 0
         finish.num_output_tokens = num_output_tokens
+        finish.moves = live.moves
         del client.choices[choice.client_slot]
         self._action_buffer.step(client).finishes.append(finish)
         live.num_output_tokens += num_output_tokens - choice.num_resumed_tokens
@@ -424,7 +425,6 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         is_admitted=live.is_admitted,
         moves=live.moves,
         priority_class=live.priority_class,
-        fairness_id=request.fairness_id,
     )
 
 

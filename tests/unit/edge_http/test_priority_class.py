@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from edge_http.endpoints.priority_class import OBJECTIVE, PRIORITY_CLASS, fairness_id_of, priority_class_of
+from edge_http.endpoints.priority_class import fairness_id_of, priority_class_of
+from edge_http.wire.headers import OBJECTIVE, PRIORITY_CLASS
 from kvloom.errors import KvloomError
 from kvloom.tenancy.class_rights import ClassRights
 from kvloom.tenancy.principal import Principal

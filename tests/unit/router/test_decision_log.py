@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
@@ -15,10 +17,12 @@ from router.core.fleet.fleet import ShardState
 from router.core.fleet.shard_health import HealthState
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
+from router.core.priority_classes import PriorityClass
 from router.decisions.journal import FLEET_CHECK_SECONDS, DecisionJournal
 from router.decisions.log import DecisionLog
 from router.decisions.records import FleetLine, RequestLine, read_decisions
 from router.decisions.responses import explanation_to_proto
+from tools.cli.explain import print_explanation
 
 HASHES = [2**64 - 1, 0, 17]
 SHARDS = (
@@ -327,3 +331,38 @@ def test_the_ids_of_callers_are_forgotten_with_their_requests() -> None:
     log.placement_decided(decided("r4", client_request_id="other"))
     assert log.find_by_client_request_id("shared") == ["r3"]
     assert log.find_by_client_request_id("other") == ["r4"]
+
+
+def test_an_explanation_says_the_class_what_it_has_gained_by_waiting_and_whose_share_it_took() -> None:
+    """ "Why did this one wait, and that one not" is a question about classes as often as about shards."""
+    log = DecisionLog(10)
+    gold = PriorityClass("gold", 3, aging_seconds=0.25)
+    log.placement_decided(decided("r1", tenant="acme/search", priority_class=gold, fairness_id="chat 7"))
+    log.request_ended(ended("r1", priority_class=gold))
+    found = log.find("r1")
+    assert found is not None
+    explained = explanation_to_proto(found)
+    assert (explained.priority_class, explained.rank, explained.outcome.rank) == ("gold", 3, 1)
+    console = Console(file=io.StringIO(), width=200)
+    print_explanation(explained, console)
+    shown = console.file.getvalue()
+    assert "class gold, rank 3, 1 after 0.5 s of waiting; in the share of acme/search, sub-flow chat 7" in shown
+
+
+def test_an_evicted_request_is_explained_and_a_rejected_one_is_not_remembered() -> None:
+    """It waited, and its caller asks why it waited in vain; a flood of refusals must not push others out."""
+    log = DecisionLog(10, remembers_evicted=True)
+    unserved = {"num_attempts": 0, "shard_id": "", "reason": FINISH_REASON_ERROR, "ttft_seconds": None}
+    log.request_ended(ended("r1", **unserved))
+    log.request_ended(ended("r2", is_admitted=False, **unserved))
+    found = log.find("r1")
+    assert found is not None
+    explained = explanation_to_proto(found)
+    assert (explained.outcome.end, explained.priority_class, len(explained.decisions)) == ("evicted", "interactive", 0)
+    console = Console(file=io.StringIO(), width=200)
+    print_explanation(explained, console)
+    assert "ended: evicted, error after 2.000 s" in console.file.getvalue()
+    assert log.find("r2") is None
+    log = DecisionLog(10)
+    log.request_ended(ended("r1", **unserved))
+    assert log.find("r1") is None

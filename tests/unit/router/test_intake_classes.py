@@ -19,7 +19,8 @@ GOLD = PriorityClassConfig(name="gold", rank=0, weight=2.0)
 
 def request_of(*configs: PriorityClassConfig, **fields: object) -> Request:
     intake = Intake(tiny_models(), 50, lambda: False, classes=declared_classes(configs))
-    submit = Submit(model="tiny", prompt_token_ids=[1], choices=[Choice(slot=1)], **fields)  # pyright: ignore[reportArgumentType]
+    fields = {"choices": [Choice(slot=1)], **fields}
+    submit = Submit(model="tiny", prompt_token_ids=[1], **fields)  # pyright: ignore[reportArgumentType]
     return intake.request_from_submit(submit, "c")
 
 
@@ -48,6 +49,14 @@ def test_an_unknown_class_is_refused(name: str) -> None:
     with pytest.raises(KvloomError) as caught:
         request_of(GOLD, priority_class=name)
     assert caught.value.field == "priority_class"
+
+
+def test_an_answer_that_has_begun_continues_where_its_class_is_not_declared() -> None:
+    """Routers are restarted one after another with a new configuration, and no stream may break because of that."""
+    choices = [Choice(slot=1, output_token_ids=[7])]
+    found = request_of(GOLD, priority_class="platinum", choices=choices, tier=TIER_BATCH).priority_class
+    assert found is not None
+    assert found.name == "batch"
 
 
 @pytest.mark.parametrize(

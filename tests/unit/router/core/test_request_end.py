@@ -11,6 +11,7 @@ from kvloom.errors import KvloomError
 from kvloom.tenancy.limits import Limits
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER
+from router.convert import finish_to_proto
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, RequestCancelled, ShardDown, Tick
 from router.core.request_end import End, Moves
@@ -100,6 +101,20 @@ def test_a_failover_is_counted() -> None:
     other, [slot] = submitted(world.handle(ShardDown(shard)))
     ended = end_of(world.finish(other, slot))
     assert (ended.end, ended.moves) == (End.FINISHED, Moves(num_failovers=1))
+
+
+def test_a_finish_says_what_had_happened_to_its_request() -> None:
+    """A client that saw a pause learns the reason with the end of its answer."""
+    world = rig()
+    world.add_shard("s1")
+    shard, [slot] = submitted(world.submit("a", slots=(0,)))
+    other, [slot] = submitted(world.handle(ShardDown(shard)))
+    (finish,) = sent(world.finish(other, slot)).finishes
+    assert finish_to_proto(finish).moves.num_failovers == 1
+    assert finish.moves.words == ["failed_over"]
+    _, [slot] = submitted(world.submit("b", slots=(1,)))
+    (calm,) = sent(world.finish(other, slot)).finishes
+    assert not finish_to_proto(calm).HasField("moves")
 
 
 def test_reasoning_counts_once_over_failovers() -> None:
