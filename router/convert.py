@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar, cast
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import MAX_ADAPTERS
 from kvloom.tenancy.limits_state import limits_state_to_proto
@@ -27,6 +28,7 @@ from router.core.events import (
     PromptVerdict,
     ShardDescription,
     ShardLoad,
+    class_of,
 )
 from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
@@ -157,6 +159,9 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         submit.no_speculation = request.degradation.no_speculation
         # A cap below the least that was asked for is no mistake of the client.
         submit.stop.min_tokens = min(submit.stop.min_tokens, attempt.max_tokens)
+    class_rank = class_of(request).rank
+    if class_rank != INTERACTIVE_RANK:
+        submit.class_rank = class_rank
     adapter = request.adapter
     if adapter is not None:
         submit.adapter.name, submit.adapter.checksum = adapter
@@ -185,6 +190,7 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         model_checksum=info.model_checksum,
         card_checksum=info.card_checksum,
         embedding_size=info.embedding_size,
+        yield_tokens=info.yield_tokens,
     )
 
 

@@ -156,6 +156,7 @@ class ShardServer:
             variant=info.variant,
             description=info.description,
             embedding_size=info.embedding_size,
+            yield_tokens=info.yield_tokens,
             model_version=model.version,
             model_checksum=model.sha256,
             card_checksum="" if card is None else card.checksum,

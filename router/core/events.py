@@ -158,6 +158,7 @@ class ShardDescription(msgspec.Struct, frozen=True):
     model_checksum: str = ""
     card_checksum: str = ""
     embedding_size: int = 0
+    yield_tokens: int = 0
 
 
 class ShardLoad(msgspec.Struct):

@@ -177,6 +177,7 @@ class _World:
                     num_blocks=shard.cache.num_blocks,
                     max_batch=part.profile.max_batch,
                     max_model_len=_UNLIMITED,
+                    yield_tokens=part.profile.chunk_tokens,
                 )
                 self._deliver(link, ev.ShardUp(description))
                 self._deliver(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))

@@ -8,7 +8,7 @@ import operator
 from typing import Final, Protocol
 
 from kvloom.class_rank import INTERACTIVE_RANK
-from shard_server.engines.queue_order import CLASS_PATIENCE_SECONDS, class_order
+from shard_server.engines.queue_order import CLASS_PATIENCE_SECONDS, class_order, goes_before
 from tools.simulate.fleet.kv_cache import KvCache
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
@@ -75,7 +75,7 @@ class FirstComeFirstServed:
         self._waiting.remove(sequence)
 
     def goes_before(self, waiting: ShardSequence, begun: ShardSequence) -> bool:
-        return waiting.class_rank < begun.class_rank and _class_order(waiting) < _class_order(begun)
+        return goes_before(waiting.class_rank, waiting.submitted_at, begun.class_rank, begun.submitted_at)
 
     def sort_begun(self, begun: list[ShardSequence]) -> None:
         if len({sequence.class_rank for sequence in begun}) > 1:
