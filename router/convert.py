@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar, cast
 
-from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import MAX_ADAPTERS
 from kvloom.tenancy.limits_state import limits_state_to_proto
@@ -28,6 +27,7 @@ from router.core.events import (
     PromptVerdict,
     ShardDescription,
     ShardLoad,
+    Tier,
     class_of,
 )
 from router.core.fleet.fleet import ModelState
@@ -159,9 +159,8 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         submit.no_speculation = request.degradation.no_speculation
         # A cap below the least that was asked for is no mistake of the client.
         submit.stop.min_tokens = min(submit.stop.min_tokens, attempt.max_tokens)
-    class_rank = class_of(request).rank
-    if class_rank != INTERACTIVE_RANK:
-        submit.class_rank = class_rank
+    if request.tier is not Tier.INTERACTIVE or request.priority_class is not None:
+        submit.class_rank = class_of(request).rank
     adapter = request.adapter
     if adapter is not None:
         submit.adapter.name, submit.adapter.checksum = adapter

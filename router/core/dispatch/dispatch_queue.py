@@ -319,8 +319,6 @@ class DispatchQueue:
 
     def _most_urgent_rank(self, queue_id: QueueId) -> int:
         """Of the requests that wait there; for an empty queue that of interactive requests."""
-        if not self._ledger.view(queue_id.shard_id).ranked_work:
-            return INTERACTIVE_RANK  # it makes no difference
         ranks = (live.priority_class.rank for live in self.queues.queue(queue_id))
         return min(ranks, default=INTERACTIVE_RANK)
 
@@ -356,7 +354,8 @@ class DispatchQueue:
         hold = self._hold
         assert hold is not None
         queue_id = QueueId(shard.description.model, shard.shard_id)
-        while self._is_open(shard, self._most_urgent_rank(queue_id), now):
+        view = self._ledger.view(shard.shard_id)
+        while self._is_open(shard, self._most_urgent_rank(queue_id) if view.ranked_work else INTERACTIVE_RANK, now):
             live = self._take(shard, queue_id, now) or self._steal(shard, now)
             if live is None:
                 break

@@ -255,28 +255,20 @@ class LoadView:
         self.held_ranks.pop(request_id, None)
         return self.held.pop(request_id)
 
-    def enqueue(self, key: ReservationKey, reservation: Reservation) -> None:
-        """An attempt was sent."""
-        self.queued[key] = reservation
-        work, rank = reservation.work, reservation.class_rank
-        self.queued_work += work
+    def note_queued(self, reservation: Reservation) -> None:
+        """An attempt was sent, and there are several classes; its work is in `queued_work`."""
+        rank = reservation.class_rank
         if rank != INTERACTIVE_RANK:
-            self.ranked_work[rank] = self.ranked_work.get(rank, PrefillWork()) + work
-        if self.ranked_work:
-            self.is_mixed |= len(self.ranked_work) + (self._unranked_work().num_requests > 0) > 1
+            self.ranked_work[rank] = self.ranked_work.get(rank, PrefillWork()) + reservation.work
+            self.count_ranked(rank, reservation.num_sequences)
+        self.is_mixed |= len(self.ranked_work) + (self._unranked_work().num_requests > 0) > 1
 
-    def dequeue(self, key: ReservationKey) -> Reservation | None:
-        """An attempt has its first token, or has ended. None: it had its first token before."""
-        reservation = self.queued.pop(key, None)
-        if reservation is None:
-            return None
-        work, rank = reservation.work, reservation.class_rank
-        self.queued_work -= work
-        if rank != INTERACTIVE_RANK:
-            self.ranked_work[rank] -= work
-            if not self.ranked_work[rank].num_requests:
-                del self.ranked_work[rank]
-        return reservation
+    def note_dequeued(self, reservation: Reservation) -> None:
+        """An attempt of another class than interactive has its first token, or has ended without one."""
+        rank = reservation.class_rank
+        self.ranked_work[rank] -= reservation.work
+        if not self.ranked_work[rank].num_requests:
+            del self.ranked_work[rank]
 
     def count_ranked(self, class_rank: int, num_sequences: int) -> None:
         """Sequences of that rank have come; if the number is negative, they have gone."""
@@ -342,13 +334,15 @@ class LoadLedger:
             raise KeyError(key)
         view = self._views[reservation.shard_id]
         self._reservations[key] = reservation
-        view.enqueue(key, reservation)
+        view.queued[key] = reservation
+        work = reservation.work
+        view.queued_work += work
+        if view.ranked_work or reservation.class_rank != INTERACTIVE_RANK:
+            view.note_queued(reservation)
         if reservation.is_arrival:
             share = reservation.num_cached_tokens / reservation.num_context_tokens
             view.bound_arrivals.add(share, reservation.placed_at)
-        view.busy.add(view.speed.seconds(reservation.work, view.num_context_tokens), reservation.placed_at)
-        if reservation.class_rank != INTERACTIVE_RANK:
-            view.count_ranked(reservation.class_rank, reservation.num_sequences)
+        view.busy.add(view.speed.seconds(work, view.num_context_tokens), reservation.placed_at)
         view.own_waiting += reservation.num_sequences
         view.own_blocks += reservation.num_blocks
 
@@ -361,9 +355,11 @@ class LoadLedger:
         began_at = now
         num_context_tokens = view.num_context_tokens
         for key, queue_time_seconds in starts:
-            reservation = view.dequeue(key)
+            reservation = view.queued.pop(key, None)
             if reservation is None:
                 continue
+            if reservation.class_rank != INTERACTIVE_RANK:
+                view.note_dequeued(reservation)
             work += reservation.work
             began_at = min(began_at, reservation.placed_at + queue_time_seconds)
             view.running[key] = now
@@ -372,6 +368,7 @@ class LoadLedger:
             view.own_context_tokens += reservation.num_context_tokens
         if not work.num_requests:
             return
+        view.queued_work -= work
         if not (view.foreign_queued_tokens or view.is_mixed):
             seconds = now - max(view.started_at, began_at)
             view.speed.observe(work, num_context_tokens, seconds)
@@ -386,7 +383,10 @@ class LoadLedger:
         view.own_blocks -= reservation.num_blocks
         if reservation.class_rank != INTERACTIVE_RANK:
             view.count_ranked(reservation.class_rank, -reservation.num_sequences)
-        if view.dequeue(key) is not None:
+        if view.queued.pop(key, None) is not None:
+            view.queued_work -= reservation.work
+            if reservation.class_rank != INTERACTIVE_RANK:
+                view.note_dequeued(reservation)
             view.own_waiting -= reservation.num_sequences
         else:
             seconds = now - view.running.pop(key)

@@ -56,6 +56,8 @@ class Placer:
         self._seed = seed
         self._must_leave_room = must_leave_room
         self._num_placed = 0
+        self._has_classes = False
+        """Whether there has been a request of another class than interactive."""
         self._last_scores: _Scores | None = None
         """The scores of the last pick."""
 
@@ -213,7 +215,7 @@ class Placer:
 
     def _candidates(self, shards: list[Shard], live: LiveRequest, now: float) -> list[Candidate]:
         overlaps: dict[int, dict[str, int]] = {}
-        num_tokens, limit, rank = live.num_context_tokens, live.max_cached_tokens, live.priority_class.rank
+        num_tokens, limit = live.num_context_tokens, live.max_cached_tokens
         candidates: list[Candidate] = []
         for shard in shards:
             block_size = shard.description.block_size
@@ -223,11 +225,12 @@ class Placer:
             num_overlap_blocks = counts.get(shard.shard_id, 0)
             if limit is not None:
                 num_overlap_blocks = min(num_overlap_blocks, limit // block_size)
-            candidate = self._candidate(shard, num_tokens, num_overlap_blocks, now)
-            view = self._ledger.view(shard.shard_id)
-            if view.ranked_work or view.held_ranks or rank != INTERACTIVE_RANK:
-                _see_classes(candidate, view, rank, now)
-            candidates.append(candidate)
+            candidates.append(self._candidate(shard, num_tokens, num_overlap_blocks, now))
+        rank = live.priority_class.rank
+        if self._has_classes or rank != INTERACTIVE_RANK:
+            self._has_classes = True
+            for shard, candidate in zip(shards, candidates, strict=True):
+                _see_classes(candidate, self._ledger.view(shard.shard_id), rank, now)
         adapter = live.request.adapter
         if adapter is not None:
             for shard, candidate in zip(shards, candidates, strict=True):

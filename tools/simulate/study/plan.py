@@ -26,7 +26,7 @@ WEKA_USERS: Final = (80, 110)
 CLASSES: Final = "classes"
 """The table of docs/scheduling.md."""
 CLASS_RATES: Final = (1.0, 1.5, 2.0)
-CLASS_CALLS: Final = 3000
+CLASS_CALLS: Final = 2000
 CLASS_SEEDS: Final = (1,)
 """Not the seed with which the rule was chosen."""
 BATCH_SHARE: Final = 0.3

@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router import convert
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import Tier
 from router.core.load.load_ledger import LoadLedger, Reservation
@@ -116,3 +117,13 @@ def test_what_yields_makes_a_shard_cheaper_and_urgent_work_dearer(
     assert sum(Ect().costs(ARRIVAL, [yielding])[0]) <= cost + 1e-9
     assert sum(Ect().costs(ARRIVAL, [urgent])[0]) >= cost
     assert yielding.predicted_ttft_seconds >= candidate.held_ahead_seconds + candidate.own_seconds - 1e-9
+
+
+def test_a_shard_is_told_the_rank_of_other_classes_only() -> None:
+    """Fabrics whose requests name no class send nothing more than before."""
+    rig = _rig()
+    plain = convert.submit_to_proto(only(_ask(rig, "plain", 1), SubmitAttempt), packs_token_ids=True)
+    assert not plain.HasField("class_rank")
+    rig = _rig()
+    batch = convert.submit_to_proto(only(_ask(rig, "b", 1, is_batch=True), SubmitAttempt), packs_token_ids=True)
+    assert batch.class_rank == 2
