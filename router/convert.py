@@ -27,6 +27,8 @@ from router.core.events import (
     PromptVerdict,
     ShardDescription,
     ShardLoad,
+    Tier,
+    class_of,
 )
 from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
@@ -174,6 +176,8 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         submit.no_speculation = request.degradation.no_speculation
         # A cap below the least that was asked for is no mistake of the client.
         submit.stop.min_tokens = min(submit.stop.min_tokens, attempt.max_tokens)
+    if request.tier is not Tier.INTERACTIVE or request.priority_class is not None:
+        submit.class_rank = class_of(request).rank
     adapter = request.adapter
     if adapter is not None:
         submit.adapter.name, submit.adapter.checksum = adapter
@@ -204,6 +208,7 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         embedding_size=info.embedding_size,
         engine=info.engine,
         role=info.role,
+        yield_tokens=info.yield_tokens,
     )
 
 

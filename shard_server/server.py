@@ -161,6 +161,7 @@ class ShardServer:
             description=info.description,
             embedding_size=info.embedding_size,
             role=self._config.shard.role,
+            yield_tokens=info.yield_tokens,
             model_version=model.version,
             model_checksum=model.sha256,
             card_checksum="" if card is None else card.checksum,

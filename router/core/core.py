@@ -338,7 +338,7 @@ class RouterCore:
         if ramp_start is not None and len(self._attempt_sender.queue):
             shard.limit = min(shard.limit, ramp_start)
         self._health.on_shard_up(shard, now)
-        self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks)
+        self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks, event.shard.yield_tokens)
         # Twice, because a batch may store blocks before it removes those that they replace.
         self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
         self._note_fleet_change()

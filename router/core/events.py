@@ -160,6 +160,7 @@ class ShardDescription(msgspec.Struct, frozen=True):
     embedding_size: int = 0
     engine: str = ""
     role: str = ""
+    yield_tokens: int = 0
 
 
 class ShardLoad(msgspec.Struct):

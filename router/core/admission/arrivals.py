@@ -126,7 +126,7 @@ class Arrivals:
         is_parked = (
             live.priority_class.rank > MAX_PLACED_RANK
             and needs_shard
-            and (not open_shards or self._queue.must_park(live))
+            and (not open_shards or self._queue.must_park(live, now))
         )
         has_room = not is_parked and (bool(open_shards) or not needs_shard)
         if not has_room and not self._make_queue_place(live, now):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, Protocol
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from router.core.dispatch.fair_shares import FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
@@ -26,6 +27,9 @@ MAX_REPLACED: Final = 64
 """The most requests of a model that are placed again at a time."""
 MAX_STEAL_CANDIDATES: Final = 4
 """Requests of other queues that are considered when a shard runs out of work."""
+MAX_FILLED_UTILISATION: Final = 0.5
+"""Of a shard that gets less urgent requests while more urgent ones wait for other shards. Beyond it they would slow
+down the decoding of those (docs/scheduling.md)."""
 MIN_TICK_SECONDS: Final = 0.001
 """An estimate that repeatedly returns `now` must not make time stand still."""
 
@@ -97,7 +101,7 @@ class DispatchQueue:
             return
         self._settle(live, shard, candidate, now)
 
-    def must_park(self, live: LiveRequest) -> bool:
+    def must_park(self, live: LiveRequest, now: float) -> bool:
         """Whether a request that is not urgent has to wait although a shard could take it: more urgent ones that could
         run there arrived before, or enough of its class are placed already."""
         model = live.request.model
@@ -105,7 +109,7 @@ class DispatchQueue:
             return False
         parked = _parked(live)
         rank = live.priority_class.rank
-        return not self._parked_may_go(parked, rank) or any(map(self._placer.can_run, self.queues.queue(parked)))
+        return not self._parked_may_go(parked, rank, now) or any(map(self._placer.can_run, self.queues.queue(parked)))
 
     def park(self, live: LiveRequest, now: float) -> None:
         """Leave the request unplaced while more urgent ones wait."""
@@ -138,7 +142,7 @@ class DispatchQueue:
         self.queues.remove(live)
         if queue_id.shard_id:
             self._sender.cancel_prefill_chunk(live, queue_id.shard_id)
-            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
+            self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
 
     def mark_dirty(self, shard_id: str) -> None:
         """The shard has less to do than before."""
@@ -228,7 +232,7 @@ class DispatchQueue:
     def _serve_parked(self, queue_id: QueueId, now: float) -> None:
         """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
         queue precedes one that arrives later."""
-        while queue_id in self.queues and self._parked_may_go(queue_id, self.queues.rank_of(queue_id)):
+        while queue_id in self.queues and self._parked_may_go(queue_id, self.queues.rank_of(queue_id), now):
             live = self._take_for_any(queue_id, now)
             if live is None:
                 break
@@ -256,15 +260,29 @@ class DispatchQueue:
             self._count_service(queue_id.model, now)
         return self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room, now=now)
 
-    def _parked_may_go(self, queue_id: QueueId, rank: int) -> bool:
+    def _parked_may_go(self, queue_id: QueueId, rank: int, now: float) -> bool:
         model, queues = queue_id.model, self.queues
-        if queues.num_waiting(model, rank - 1):
-            return False
         shards = self._fleet.ready(model)
+        if queues.num_waiting(model, rank - 1) and not any(self._may_fill(shard, now) for shard in shards):
+            return False
         num_placed = queues.num_waiting(model) - sum(
             queues.num_in(other) for other in queues.queue_ids if other.is_parked and other.model == model
         )
         return num_placed < len(shards) and any(shard.has_room for shard in shards)
+
+    def _may_fill(self, shard: Shard, now: float) -> bool:
+        """Whether the shard has little prefill and none at present, although more urgent requests wait for others. What
+        fills it gives way at the next step."""
+        model, view = shard.description.model, self._ledger.view(shard.shard_id)
+        return (
+            self._hold is not None
+            and view.yield_tokens > 0
+            and not view.num_queued_prefill_tokens
+            and view.busy.per_second(now) < MAX_FILLED_UTILISATION
+            and shard.has_room
+            and QueueId(model, shard.shard_id) not in self.queues
+            and QueueId(model) not in self.queues
+        )
 
     # -- queues of shards ------------------------------------------------------------------------------------------
 
@@ -274,7 +292,7 @@ class DispatchQueue:
             # The client of a choice that has already run has begun to read, and KV waits elsewhere for a short time.
             self._sender.send(live, shard, candidate, now)
             return
-        is_open = self._is_open(shard, now)
+        is_open = self._is_open(shard, live.priority_class.rank, now)
         is_alone = QueueId(shard.description.model, shard.shard_id) not in self.queues
         if (
             is_open
@@ -287,12 +305,28 @@ class DispatchQueue:
         if is_open:  # those that wait are compared with the newcomer
             self._serve_shard(shard, now)
 
-    def _is_open(self, shard: Shard, now: float) -> bool:
+    def _is_open(self, shard: Shard, class_rank: int, now: float) -> bool:
+        """Whether the shard gets more of that rank, or of more urgent ones. Prefill that gives way to it at the next
+        step does not count."""
         assert self._hold is not None
         view = self._ledger.view(shard.shard_id)
-        if view.num_queued_prefill_tokens > self._hold.backlog_tokens:
-            return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
-        return shard.has_room
+        if view.num_queued_prefill_tokens <= self._hold.backlog_tokens:
+            return shard.has_room
+        if view.ranked_work:
+            yielding_seconds, num_yielding_tokens = view.yielding(class_rank, now)
+            if view.num_queued_prefill_tokens - num_yielding_tokens <= self._hold.backlog_tokens:
+                return shard.has_room
+            return shard.has_room and view.queue_seconds(now) - yielding_seconds <= self._backlog_seconds(view)
+        return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
+
+    def _opens_for(self, shard: Shard, live: LiveRequest, now: float) -> bool:
+        """Whether a shard that is open for the most urgent request in its queue is for this one too."""
+        return not self._ledger.view(shard.shard_id).ranked_work or self._is_open(shard, live.priority_class.rank, now)
+
+    def _most_urgent_rank(self, queue_id: QueueId) -> int:
+        """Of the requests that wait there; for an empty queue that of interactive requests."""
+        ranks = (live.priority_class.rank for live in self.queues.queue(queue_id))
+        return min(ranks, default=INTERACTIVE_RANK)
 
     def _backlog_seconds(self, view: LoadView) -> float:
         assert self._hold is not None
@@ -305,26 +339,29 @@ class DispatchQueue:
         self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
-        view.held[live.request.request_id] = candidate.own_seconds
+        view.hold(live.request.request_id, candidate.own_seconds, live.priority_class.rank)
         self._note_opening(shard, now)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _note_opening(self, shard: Shard, now: float) -> None:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
         room only for tenants that do not wait for it, is opened by an event."""
-        waiting = self.queues.queue(QueueId(shard.description.model, shard.shard_id))
+        waiting = list(self.queues.queue(QueueId(shard.description.model, shard.shard_id)))
         if not shard.has_room or not any(self._placer.has_room(shard, live) for live in waiting):
             self._opens_at[shard.shard_id] = math.inf
             return
         view = self._ledger.view(shard.shard_id)
         wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
+        if view.ranked_work:
+            wait_seconds -= view.yielding(min(live.priority_class.rank for live in waiting), now)[0]
         self._opens_at[shard.shard_id] = now + max(wait_seconds, MIN_TICK_SECONDS)
 
     def _serve_shard(self, shard: Shard, now: float) -> None:
         hold = self._hold
         assert hold is not None
         queue_id = QueueId(shard.description.model, shard.shard_id)
-        while self._is_open(shard, now):
+        view = self._ledger.view(shard.shard_id)
+        while self._is_open(shard, self._most_urgent_rank(queue_id) if view.ranked_work else INTERACTIVE_RANK, now):
             live = self._take(shard, queue_id, now) or self._steal(shard, now)
             if live is None:
                 break
@@ -346,7 +383,7 @@ class DispatchQueue:
         self._push(live, queue_id, now)
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
-        view.held[live.request.request_id] = live.own_seconds
+        view.hold(live.request.request_id, live.own_seconds, live.priority_class.rank)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _take(self, shard: Shard, queue_id: QueueId, now: float) -> LiveRequest | None:
@@ -358,12 +395,14 @@ class DispatchQueue:
             self._count_service(queue_id.model, now)
         live = self.queues.take(
             queue_id,
-            lambda live: live.prefill_chunk is None and not must_leave_room(shard, live),
+            lambda live: (
+                live.prefill_chunk is None and not must_leave_room(shard, live) and self._opens_for(shard, live, now)
+            ),
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
             now=now,
         )
         if live is not None:
-            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
+            self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
         return live
 
     def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
@@ -378,7 +417,11 @@ class DispatchQueue:
             key=lambda live: (live.priority_class.rank, live.own_seconds),
         )
         for live in waiting[:MAX_STEAL_CANDIDATES]:
-            can_go = self._placer.fits(live, shard) and self._placer.has_room(shard, live)
+            can_go = (
+                self._placer.fits(live, shard)
+                and self._placer.has_room(shard, live)
+                and self._opens_for(shard, live, now)
+            )
             if can_go and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)
                 return live
@@ -389,10 +432,10 @@ class DispatchQueue:
         It does not queue behind itself."""
         assert live.queue_id is not None
         target = self._fleet.shards[live.queue_id.shard_id]
-        held = self._ledger.view(target.shard_id).held
-        own_seconds = held.pop(live.request.request_id)
+        view, request_id, rank = self._ledger.view(target.shard_id), live.request.request_id, live.priority_class.rank
+        own_seconds = view.unhold(request_id)
         picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
-        held[live.request.request_id] = own_seconds
+        view.hold(request_id, own_seconds, rank)
         return picked
 
     def _place_again(self, model: str, now: float) -> None:
@@ -415,7 +458,8 @@ class DispatchQueue:
             live.placed_at = now
             shard, candidate = self._pick_again(live, self._placer.open_shards(live), now)
             if shard.shard_id == live.queue_id.shard_id:
-                self._ledger.view(shard.shard_id).held[live.request.request_id] = candidate.own_seconds
+                view, rank = self._ledger.view(shard.shard_id), live.priority_class.rank
+                view.hold(live.request.request_id, candidate.own_seconds, rank)
                 live.own_seconds = candidate.own_seconds
             else:
                 self.leave(live)

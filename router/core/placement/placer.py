@@ -7,13 +7,14 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import Adapter
 from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
-from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_ledger import LoadLedger, LoadView
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
@@ -55,6 +56,8 @@ class Placer:
         self._seed = seed
         self._must_leave_room = must_leave_room
         self._num_placed = 0
+        self._has_classes = False
+        """Whether there has been a request of another class than interactive."""
         self._last_scores: _Scores | None = None
         """The scores of the last pick."""
 
@@ -247,6 +250,11 @@ class Placer:
                 else candidate
                 for shard, candidate in zip(shards, candidates, strict=True)
             ]
+        rank = live.priority_class.rank
+        if self._has_classes or rank != INTERACTIVE_RANK:
+            self._has_classes = True
+            for shard, candidate in zip(shards, candidates, strict=True):
+                _see_classes(candidate, self._ledger.view(shard.shard_id), rank, now)
         adapter = live.request.adapter
         if adapter is not None:
             for shard, candidate in zip(shards, candidates, strict=True):
@@ -339,6 +347,20 @@ class Placer:
 def _adapter_wait_seconds(shard: Shard, adapter: Adapter, now: float) -> float:
     """0 for an adapter that is gone: the request is about to leave the shard."""
     return shard.adapters.wait_seconds(adapter, now) if shard.adapters.has(adapter) else 0.0
+
+
+def _see_classes(candidate: Candidate, view: LoadView, class_rank: int, now: float) -> None:
+    """What a request of that rank waits for on a shard, and what waits for it, if there are several classes."""
+    candidate.yielding_seconds = view.yielding(class_rank, now)[0]
+    candidate.num_urgent = view.num_urgent_sequences(class_rank)
+    if view.held:
+        ranks = view.held_ranks
+        of_rank: dict[int, list[float]] = {}
+        for request_id, seconds in view.held.items():
+            of_rank.setdefault(ranks.get(request_id, INTERACTIVE_RANK), []).append(seconds)
+        candidate.held_seconds = of_rank.pop(class_rank, ())
+        candidate.held_urgent_seconds = sum(sum(held) for rank, held in of_rank.items() if rank < class_rank)
+        candidate.num_held_less_urgent = sum(len(held) for rank, held in of_rank.items() if rank > class_rank)
 
 
 def _arrival(live: LiveRequest, candidate: Candidate, block_hashes: Sequence[int]) -> Arrival:
