@@ -39,8 +39,7 @@ class HeldRequests:
     def admit(self, live: LiveRequest, now: float) -> KvloomError | None:
         """Charge the request to its limits, or hold it (`live.is_held`), or refuse it."""
         request = live.request
-        window = max((shard.description.max_model_len for shard in self._fleet.ready(request.model)), default=0)
-        charge = self._limiter.charge_for(request, window, now)
+        charge = self._limiter.charge_for(request, self._fleet.largest_window, now)
         if charge is None or isinstance(charge, KvloomError):
             return charge
         error = self._limiter.admit(charge, now)
