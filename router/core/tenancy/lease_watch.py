@@ -17,7 +17,7 @@ class LeaseWatch:
     def __init__(self, book: AccountBook, plans: LimitPlans) -> None:
         self._book = book
         self._plans = plans
-        self._touched: dict[int, Lease] = {}
+        self.touched: dict[int, Lease] = {}
         """Leases that may have to be asked for after this event."""
         self.sweep_at = math.inf
         """When `take_wants` has to be called."""
@@ -28,15 +28,15 @@ class LeaseWatch:
             self.sweep_at = now + SWEEP_SECONDS
 
     def touch(self, lease: Lease) -> None:
-        self._touched[id(lease)] = lease
+        self.touched[id(lease)] = lease
 
     def take_wants(self, now: float) -> list[LeaseWant]:
         """What is to be asked of the owners of limits after this event."""
         if now >= self.sweep_at:
             self._sweep(now)
-        if not self._touched:
+        if not self.touched:
             return []
-        touched, self._touched = self._touched, {}
+        touched, self.touched = self.touched, {}
         return [want for lease in touched.values() if (want := lease.want(now)) is not None]
 
     def _sweep(self, now: float) -> None:

@@ -142,14 +142,10 @@ class Limiter:
             charge.stop_waiting()
         if not charge.is_admitted:
             return
-        charge.settled = charge.charges(
-            num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer
-        )
-        charge.is_admitted = False
-        for account in charge.plan.accounts:
-            account.num_charges -= 1
         is_free = not was_dispatched or (failed and not has_answer)
-        charge.settle(num_cached_tokens, num_output_tokens, num_reasoning_tokens, is_free=is_free)
+        charge.settle(
+            num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer, is_free=is_free
+        )
         request = charge.request
         if has_answer and request.max_tokens != 0 and not charge.is_continued:
             num_new_tokens = num_output_tokens - charge.num_resumed_tokens
@@ -172,14 +168,16 @@ class Limiter:
                 lease.on_failure(self._num_routers, now)
                 self._undecided.decide(name, now)
 
+    def has_something_to_say(self, now: float) -> bool:
+        """Whether `take_wants` or `take_counts` may return something: after most events they do not."""
+        return bool(self._watch.touched or self._counts) or now >= self._watch.sweep_at
+
     def take_wants(self, now: float) -> list[LeaseWant]:
         """What is to be asked of the owners of limits after this event."""
         return self._watch.take_wants(now)
 
     def take_counts(self) -> list[LimitCount]:
         """What limits did since the last call."""
-        if not self._counts:
-            return self._counts
         counts, self._counts = self._counts, []
         return counts
 

@@ -190,7 +190,8 @@ class RateLease:
         if self.local_at is not None:
             self._fill_local(now)
             return max(0, int(self._local_level))
-        return max(0, min(self.limit, int(self._known_level(now) + self.units)))
+        left = int(self._known_level(now) + self.units)
+        return 0 if left < 0 else left if left < self.limit else self.limit
 
     def reset_seconds(self, now: float) -> float:
         """The time until all of the limit is there again."""
@@ -213,7 +214,8 @@ class RateLease:
     def _known_level(self, now: float) -> float:
         if self._level_at == -math.inf:
             return self._level
-        return min(self.limit, self._level + self.per_second * (now - self._level_at))
+        level = self._level + self.limit * (now - self._level_at) / 60.0
+        return level if level < self.limit else self.limit
 
     def _fill_local(self, now: float) -> None:
         assert self.local_at is not None

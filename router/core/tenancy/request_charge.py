@@ -157,14 +157,48 @@ class RequestCharge:
     ) -> tuple[Charge, ...]:
         """What it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer, and
         `num_reasoning_tokens` a part of them."""
-        plan = self.plan
-        if not self.is_admitted or not plan.budgets:
+        if not self.is_admitted:
             return self.settled
-        used = of_prompt = [0] * len(self.costs)
-        if has_answer:
-            used = self._uses(num_cached_tokens, num_output_tokens, num_reasoning_tokens)
-            if is_part(self.request.answer_id):
-                of_prompt = self._uses(num_cached_tokens, 0, 0)
+        used = self._used(num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer)
+        return self._charges(used, num_cached_tokens, has_answer=has_answer)
+
+    def settle(
+        self,
+        num_cached_tokens: int,
+        num_output_tokens: int,
+        num_reasoning_tokens: int,
+        *,
+        has_answer: bool,
+        is_free: bool,
+    ) -> None:
+        """It has ended like this (see `charges`): give back what it has not used. `is_free`: it counts neither as a
+        request nor by its tokens."""
+        used = self._used(num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer)
+        self.settled = self._charges(used, num_cached_tokens, has_answer=has_answer)
+        self.is_admitted = False
+        for account in self.plan.accounts:
+            account.num_charges -= 1
+        for lease in self.slots:
+            lease.give_back(1)
+        if is_free:
+            for lease in self.requests:
+                lease.give_back(1)
+        if self.tokens:
+            if is_free or not has_answer or self.is_continued:
+                used = self._used_tokens(num_cached_tokens, num_output_tokens, num_reasoning_tokens, is_free=is_free)
+            for (lease, weights), taken in zip(self.plan.token_leases, self.tokens, strict=True):
+                if taken:
+                    lease.give_back(taken - used[weights])
+        for (lease, _), reserved, charge in zip(self.plan.budget_leases, self.reserved, self.settled, strict=True):
+            lease.settle(reserved, charge.own)
+
+    def _charges(self, used: Sequence[int], num_cached_tokens: int, *, has_answer: bool) -> tuple[Charge, ...]:
+        plan = self.plan
+        if not plan.budgets:
+            return ()
+        of_prompt: Sequence[int] | None = None
+        if has_answer and is_part(self.request.answer_id):
+            of_prompt = self._used(num_cached_tokens, 0, 0, has_answer=True)
         num_weights = len(plan.weights)
         found: list[Charge] = []
         for (lease, cost), reserved in zip(plan.budget_leases, self.reserved, strict=True):
@@ -173,45 +207,34 @@ class RequestCharge:
             # In shadow mode an answer may use more than the budget has for it, which is then nobody's lease.
             own = total if total < reserved else reserved
             name = lease.name
-            found.append(Charge(name.account, unit, name.period, own, total, of_prompt[cost]))
+            num_prompt = 0 if of_prompt is None else of_prompt[cost]
+            found.append(Charge(name.account, unit, name.period, own, total, num_prompt))
         return tuple(found)
 
-    def settle(
-        self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int, *, is_free: bool
-    ) -> None:
-        """Give back what it has not used, by `settled`. The numbers are those of `charges`. `is_free`: it counts
-        neither as a request nor by its tokens."""
-        for lease in self.slots:
-            lease.give_back(1)
+    def _used_tokens(self, num_cached: int, num_output: int, num_reasoning: int, *, is_free: bool) -> list[int]:
+        """Of limits per minute, by the position of weights. An answer that was begun elsewhere is charged for what is
+        new."""
         if is_free:
-            for lease in self.requests:
-                lease.give_back(1)
-        if self.plan.token_leases:
-            self._settle_tokens(num_cached_tokens, num_output_tokens, num_reasoning_tokens, is_free=is_free)
-        for (lease, _), reserved, charge in zip(self.plan.budget_leases, self.reserved, self.settled, strict=True):
-            lease.settle(reserved, charge.own)
-
-    def _settle_tokens(self, num_cached: int, num_output: int, num_reasoning: int, *, is_free: bool) -> None:
-        """An answer that was begun elsewhere is charged for what is new."""
+            return [0] * len(self.plan.weights)
         num_prompt = 0 if self.is_continued else self.num_prompt_tokens
+        num_cached = min(num_cached, num_prompt)
         num_new = num_output - self.num_resumed_tokens
         num_reasoning = max(0, num_reasoning - self.num_resumed_tokens)  # it usually comes first
-        used = [0] * len(self.plan.weights)
-        if not is_free:
-            num_cached = min(num_cached, num_prompt)
-            used = [one.weighted_tokens(num_prompt, num_cached, num_new, num_reasoning) for one in self.plan.weights]
-        for (lease, weights), taken in zip(self.plan.token_leases, self.tokens, strict=True):
-            if taken:
-                lease.give_back(taken - used[weights])
+        return [one.weighted_tokens(num_prompt, num_cached, num_new, num_reasoning) for one in self.plan.weights]
 
-    def _uses(self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int) -> list[int]:
+    def _used(
+        self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int, *, has_answer: bool
+    ) -> list[int]:
         """Units of budgets, by the position of costs."""
+        plan = self.plan
+        if not has_answer:
+            return [0] * (len(plan.weights) + plan.has_money)
         num_prompt = self.num_prompt_tokens
         used = [
             one.weighted_tokens(num_prompt, num_cached_tokens, num_output_tokens, num_reasoning_tokens)
-            for one in self.plan.weights
+            for one in plan.weights
         ]
-        if self.plan.has_money:
+        if plan.has_money:
             is_batch, is_hit = self.request.tier is Tier.BATCH, self.is_result_cache_hit
             used.append(
                 self.price.cost_nanos(
