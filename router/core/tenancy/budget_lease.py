@@ -16,7 +16,7 @@ IDLE_SECONDS: Final = 2.0
 """What was not reserved for so long is returned, for other routers."""
 MAX_SPARE_SHARE: Final = 16
 """At most so small a share of what is left is leased beyond what waiting requests need."""
-NUM_SPARE_REQUESTS: Final = 16
+NUM_SPARE_REQUESTS: Final = 64
 """As many requests like the last one are meant to find a lease, and more if more come in a second."""
 MAX_SPARE_FACTOR: Final = 4
 """With more than so many times what is expected, half of that is returned: demand has fallen, or answers were shorter
