@@ -12,7 +12,7 @@ from kvloom.tenancy.table import Key, Organisation, Tenant, TenantTable
 from router.core.tenancy.accounts import AccountBook
 from router.core.tenancy.limit_plan import LimitPlan
 
-MAX_PLANS: Final = 16_384
+MAX_PLANS: Final = 8192
 """When there are more, all are forgotten."""
 DAY_SECONDS: Final = 86_400
 EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()

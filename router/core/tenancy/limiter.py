@@ -67,6 +67,7 @@ class Limiter:
         plan = self._plans.of(request.key_id, request.tenant, self.table(), now)
         if plan is None:
             return None
+        self._watch.begin(now)
         charge = RequestCharge(request, plan, self._price(request, plan, now))
         if charge.is_continued:
             charge.forgiven = [account for account in plan.accounts if account.may_continue(now)]
@@ -80,7 +81,6 @@ class Limiter:
         if plan.budgets:
             is_batch = request.tier is Tier.BATCH
             charge.costs = plan.costs(charge.num_prompt_tokens, charge.price, is_batch=is_batch)
-        self._watch.begin(now)
         return charge
 
     def admit(self, charge: RequestCharge, now: float, *, is_last_try: bool = False) -> KvloomError | None:
