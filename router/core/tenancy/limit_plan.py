@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvloom.tenancy.limits import Limits
 from kvloom.tenancy.prices import Price
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
 from router.core.lease_messages import LeaseKind
 from router.core.tenancy.accounts import Account
 from router.core.tenancy.answer_cost import AnswerCost, money_cost, token_cost
@@ -58,6 +59,7 @@ class LimitPlan:
     __slots__ = (
         "accounts",
         "budget_leases",
+        "budget_names",
         "budgets",
         "description",
         "has_money",
@@ -98,6 +100,7 @@ class LimitPlan:
         self.min_token_limit = min(hard_limits, default=math.inf)
         """A longer prompt is more than a minute's tokens of an account."""
         self.budget_leases = tuple((limit.lease, limit.cost) for limit in self.budgets)
+        self.budget_names = tuple(map(_budget_name, self.budgets))
         self.has_money = any(limit.kind is LeaseKind.MONTH_NANOS for limit in self.budgets)
         self.shown_requests = _shown(requests)
         """Of which callers are told; shadow limits are no business of theirs. Likewise of tokens."""
@@ -145,6 +148,12 @@ _RATES = LeaseKind.SLOTS, LeaseKind.REQUESTS, LeaseKind.TOKENS
 
 def limit_text(limit: RateLimit | BudgetLimit) -> str:
     return f"{limit.lease.name.account} {limit.kind.value}"
+
+
+def _budget_name(limit: BudgetLimit) -> tuple[str, int, str]:
+    """As usage records name it: the account, the unit and the period."""
+    unit = BUDGET_UNIT_TOKENS if limit.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
+    return limit.lease.name.account, unit, limit.lease.name.period
 
 
 def _weights(limits: Limits) -> tuple[int, int]:

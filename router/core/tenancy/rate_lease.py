@@ -102,6 +102,12 @@ class RateLease:
             return refused(missing / self.per_second)
         return WANTED
 
+    def take_leased(self, need: int) -> bool:
+        """Take what `has` has found. Returns whether it is time to look whether more is to be leased."""
+        self.units -= need
+        self._demand.num_taken += need
+        return self.units < self._look_below
+
     def is_short(self, need: int, now: float) -> bool:
         """Whether there is too little for a request that does not wait for a lease, as far as it is known here."""
         need = min(need, self.limit)
@@ -190,7 +196,12 @@ class RateLease:
         if self.local_at is not None:
             self._fill_local(now)
             return max(0, int(self._local_level))
-        left = int(self._known_level(now) + self.units)
+        left = self._level + self.units
+        if self._level_at != -math.inf:
+            left += self.limit * (now - self._level_at) / 60.0
+            if left > self.limit + self.units:
+                left = self.limit + self.units
+        left = int(left)
         return 0 if left < 0 else left if left < self.limit else self.limit
 
     def reset_seconds(self, now: float) -> float:

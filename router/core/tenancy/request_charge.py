@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from kvloom.tenancy.prices import Price
 from kvloom.tenancy.usage_record import Charge, is_part
-from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
 from router.core.events import Request, Tier
 from router.core.lease_messages import LeaseKind
 from router.core.tenancy.accounts import Account, Lease
@@ -199,16 +198,13 @@ class RequestCharge:
         of_prompt: Sequence[int] | None = None
         if has_answer and is_part(self.request.answer_id):
             of_prompt = self._used(num_cached_tokens, 0, 0, has_answer=True)
-        num_weights = len(plan.weights)
         found: list[Charge] = []
-        for (lease, cost), reserved in zip(plan.budget_leases, self.reserved, strict=True):
-            unit = BUDGET_UNIT_TOKENS if cost < num_weights else BUDGET_UNIT_NANOS
+        budgets = zip(plan.budget_leases, plan.budget_names, self.reserved, strict=True)
+        for (_, cost), (account, unit, period), reserved in budgets:
             total = used[cost]
             # In shadow mode an answer may use more than the budget has for it, which is then nobody's lease.
             own = total if total < reserved else reserved
-            name = lease.name
-            num_prompt = 0 if of_prompt is None else of_prompt[cost]
-            found.append(Charge(name.account, unit, name.period, own, total, num_prompt))
+            found.append(Charge(account, unit, period, own, total, 0 if of_prompt is None else of_prompt[cost]))
         return tuple(found)
 
     def _used_tokens(self, num_cached: int, num_output: int, num_reasoning: int, *, is_free: bool) -> list[int]:

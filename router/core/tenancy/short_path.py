@@ -36,12 +36,11 @@ def take_if_leased(charge: RequestCharge, watch: LeaseWatch, now: float) -> bool
         if slots.is_low:
             watch.touch(slots)
     for requests in plan.request_leases:
-        requests.take(1)
-        if requests.is_low:
+        if requests.take_leased(1):
             watch.touch(requests)
+    charge.tokens = [num_tokens] * len(plan.token_leases)
     for tokens, _ in plan.token_leases:
-        charge.tokens.append(tokens.take(num_tokens))
-        if tokens.is_low:
+        if tokens.take_leased(num_tokens):
             watch.touch(tokens)
     for budget, cost in plan.budget_leases:
         charge.reserved.append(budget.take(units[cost], now))
