@@ -11,7 +11,7 @@ from typing import Final, TypeVar, cast
 
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import MAX_ADAPTERS
-from kvloom.tenancy.limits_state import limits_state_to_proto
+from kvloom.tenancy.limits_state import fill_limits_state, limits_state_to_proto
 from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, SubmitAttempt
@@ -84,17 +84,19 @@ def logprobs_to_proto(slot: int, entry: object) -> generation_pb2.TokenLogprobs:
 
 
 def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
-    return generation_pb2.SequenceStart(
+    found = generation_pb2.SequenceStart(
         slot=start.slot,
         num_cached_tokens=start.num_cached_tokens,
         shard_id=start.shard_id,
         queue_time_seconds=start.queue_time_seconds,
         prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
-        limits=None if start.limits is None else limits_state_to_proto(start.limits),
         result_cache=start.result_cache,  # pyright: ignore[reportArgumentType]  (as below)
         brownout=start.brownout,
         priority_class=start.priority_class,
     )
+    if start.limits is not None:
+        fill_limits_state(found.limits, start.limits)
+    return found
 
 
 def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:

@@ -150,7 +150,7 @@ async def generate(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, request, job)
     )
     begin_answer(name, job.model.name, streamed)
-    if edge.usage is not None:
+    if edge.usage is not None and wants_details(request):
         streamed.bill = _bill(edge.usage, edge, request, job)
     try:
         if held is None:
@@ -308,7 +308,7 @@ async def _stream_resumable(
         )
         running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
-    if edge.usage is not None:
+    if edge.usage is not None and wants_details(request):
         answer.bill = _bill(edge.usage, edge, request, job)
     edge.resume.start(stream, running, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)

@@ -267,6 +267,10 @@ class Fleet:
         """Shards that accept new requests for `model`."""
         return [s for s in self.shards.values() if not s.is_draining and s.description.model == model]
 
+    def largest_window(self, model: str) -> int:
+        """In tokens, among the shards that are ready; 0 if none is."""
+        return max((shard.description.max_model_len for shard in self.ready(model)), default=0)
+
     def state(self) -> FleetChanged:
         by_model: dict[str, list[Shard]] = {}
         for shard in self.shards.values():

@@ -450,8 +450,7 @@ def _usage(live: LiveRequest, meter: UsageMeter, num_output_tokens: int, now: fl
     has_answer = _has_answer(live, num_output_tokens)
     num_whole = num_output_tokens + charge.num_resumed_tokens
     charges = charge.charges(live.num_cached_tokens, num_whole, num_reasoning, has_answer=has_answer)
-    usage = meter.usage(live.request, num_output_tokens, num_reasoning, now, charges)
-    return msgspec.structs.replace(usage, limits=charge.describe())
+    return meter.usage(live.request, num_output_tokens, num_reasoning, now, charges, charge.describe())
 
 
 def _num_reasoning(live: LiveRequest) -> int:
