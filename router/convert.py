@@ -30,6 +30,7 @@ from router.core.events import (
 )
 from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
+from router.core.objectives import Objectives
 
 M = TypeVar("M")
 PLAUSIBLE: Final = (1e-6, 1e9)
@@ -321,6 +322,16 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
         ],
         withdrawn=model.is_withdrawn,
         brownout_step=model.brownout_step,
+    )
+
+
+def objectives_from_proto(wanted: router_service_pb2.Objectives) -> Objectives:
+    return Objectives(
+        deadline_seconds=wanted.deadline_ms / 1e3 if wanted.HasField("deadline_ms") else None,
+        ttft_seconds=wanted.ttft_ms / 1e3 if wanted.HasField("ttft_ms") else None,
+        tpot_seconds=wanted.tpot_ms / 1e3 if wanted.HasField("tpot_ms") else None,
+        elapsed_seconds=wanted.elapsed_ms / 1e3,
+        is_admitted=wanted.admitted,
     )
 
 

@@ -17,6 +17,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
+from edge_http.endpoints.objectives import has_objectives, objectives_of
 from edge_http.endpoints.priority_class import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS, fairness_id_of, priority_class_of
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
@@ -52,7 +53,7 @@ from edge_http.wire.headers import (
     wants_resume,
 )
 from edge_http.wire.request_callers import credential_digest
-from edge_http.wire.request_record import begin_answer
+from edge_http.wire.request_record import begin_answer, seconds_since_arrival
 from edge_http.wire.sse import EventStream
 from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
@@ -61,6 +62,7 @@ from kvloom.models.served_model import ServedModel
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import Objectives
 
 MIN_TIMEOUT_SECONDS: Final = 0.001
 _BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
@@ -102,6 +104,7 @@ class GenerationJob(msgspec.Struct, frozen=True):
     priority_class: str = ""
     """See GenerateRequest in router_service.proto, likewise the next one. "": the router decides by the tier."""
     fairness_id: str = ""
+    objectives: Objectives | None = None
 
     @property
     def num_choices(self) -> int:
@@ -130,6 +133,8 @@ async def generate(
     given = request.headers
     if edge.class_names or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
         job = _with_class(edge, request, job)
+    if has_objectives(given):
+        job = with_objectives(edge, request, job)
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
@@ -164,6 +169,25 @@ def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> Gen
     name = priority_class_of(request, job.tier, job.service_tier, edge.class_names)
     headers = {**job.headers, PRIORITY_CLASS: name}
     return msgspec.structs.replace(job, priority_class=name, fairness_id=fairness_id_of(request), headers=headers)
+
+
+def with_objectives(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
+    """The job with what the headers say, which has been checked before if it has them already. Raises KvloomError
+    (INVALID_ARGUMENT)."""
+    if job.objectives is not None:
+        return job
+    objectives = objectives_of(request.headers, seconds_since_arrival())
+    deadline = within_deadline(edge, job.deadline, objectives)
+    return msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
+
+
+def within_deadline(edge: Edge, deadline: float | None, objectives: Objectives) -> float | None:
+    """The job's deadline, on the event loop's clock, or that of its objectives if it is earlier."""
+    if not objectives.HasField("deadline_ms"):
+        return deadline
+    now = asyncio.get_running_loop().time()
+    latest = now + edge.config.request_timeout_seconds if deadline is None else deadline
+    return min(latest, now + (objectives.deadline_ms - objectives.elapsed_ms) / 1e3)
 
 
 def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
@@ -410,6 +434,7 @@ def _link_request(
     )
     if job.priority_class:
         wanted.priority_class, wanted.fairness_id = job.priority_class, job.fairness_id
+    wanted.objectives = job.objectives
     if edge.callers.have_tenants:
         wanted.key_id = edge.callers.key_id_of(request)
     adapter = job.model.adapter

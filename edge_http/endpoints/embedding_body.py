@@ -10,7 +10,8 @@ from aiohttp import web
 
 from edge_http.answers.embedded_inputs import EmbeddedInputs
 from edge_http.edge import Edge, ServedModel
-from edge_http.endpoints.answering import seconds_left
+from edge_http.endpoints.answering import seconds_left, within_deadline
+from edge_http.endpoints.objectives import has_objectives, objectives_of
 from edge_http.formatting.json_bytes import Buffer
 from edge_http.openai.prompt import Prompt
 from edge_http.resume.kept_answers import WholeBody
@@ -26,10 +27,11 @@ from edge_http.wire.headers import (
     wants_explanation,
     wants_receipt,
 )
-from edge_http.wire.request_record import begin_answer
+from edge_http.wire.request_record import begin_answer, seconds_since_arrival
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import Objectives
 
 OPERATION: Final = "embeddings"
 """The operation's OpenTelemetry name."""
@@ -47,6 +49,7 @@ class EmbeddingJob(msgspec.Struct, frozen=True):
     """Further headers of the response."""
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
+    objectives: Objectives | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -58,6 +61,10 @@ async def embedding_body(
 ) -> WholeBody:
     """Raises KvloomError."""
     inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
+    if has_objectives(request.headers):
+        objectives = objectives_of(request.headers, seconds_since_arrival())
+        deadline = within_deadline(edge, job.deadline, objectives)
+        job = msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
     begin_answer(response_id, job.model.name, inputs)
     await run_submission(edge, _submission(edge, request, job, response_id), inputs)
     pieces: list[Buffer] = []
@@ -107,6 +114,7 @@ def _link_request(
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         pooling=job.pooling,
+        objectives=job.objectives,
         receipt=RECEIPT in request.headers and wants_receipt(request, can_have=edge.receipt_keys is not None),
         no_result_cache=edge.has_result_cache and refuses_result_cache(request),
     )

@@ -64,6 +64,11 @@ class RequestRecord:
         self.error_type = ""
         """The reason of the error that the client was sent; "" if there was none."""
 
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the request's head arrived."""
+        return time.monotonic() - self._started_at
+
     def log_fields(self) -> dict[str, str]:
         request = self._request
         tenant = self._callers.caller_of(request)
@@ -73,7 +78,7 @@ class RequestRecord:
         """The headers that every response to the request has, streams included."""
         headers = {
             REQUEST_ID: request_id(self._request),
-            PROCESSING_MS: str(int((time.monotonic() - self._started_at) * 1e3)),
+            PROCESSING_MS: str(int(self.elapsed_seconds * 1e3)),
         }
         if self._callers.have_tenants and self.answer is not None:
             headers.update(limits_headers(self.answer, self._limit_format()))
@@ -97,7 +102,7 @@ class RequestRecord:
             "path": request.rel_url.raw_path[:MAX_PATH_CHARS],
             "route": route,
             "status": status,
-            "duration_seconds": round(time.monotonic() - self._started_at, 6),
+            "duration_seconds": round(self.elapsed_seconds, 6),
             "num_request_bytes": request.content.total_bytes,
         }
         if num_body_bytes is not None:
@@ -133,6 +138,12 @@ def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:
     if isinstance(record, RequestRecord):
         record.response_id, record.model, record.answer = response_id, model, answer
         answer.request_context = record
+
+
+def seconds_since_arrival() -> float:
+    """Since the head of this task's request arrived; 0 where the task has none."""
+    record = current_request()
+    return record.elapsed_seconds if isinstance(record, RequestRecord) else 0.0
 
 
 def log_refused_connection(access_log: AccessLog, status: int, error: KvloomError) -> None:

@@ -36,6 +36,16 @@ class _Scores(NamedTuple):
     """Whether these were all shards that could take the request."""
 
 
+class LeastTtft(NamedTuple):
+    """The earliest first token of a request that any shard would give, in seconds from now."""
+
+    seconds: float
+    idle_seconds: float
+    """The same if nothing else ran there."""
+    has_room: bool
+    """Whether a shard could take it now. If none can, the wait for a place comes on top of `seconds`."""
+
+
 class Placer:
     def __init__(
         self,
@@ -133,6 +143,23 @@ class Placer:
     def candidate(self, live: LiveRequest, shard: Shard, now: float) -> Candidate:
         """One shard as the request sees it."""
         return self._candidates([shard], live, now)[0]
+
+    def least_ttft(self, live: LiveRequest, now: float) -> LeastTtft | None:
+        """None: it is not known, because a shard that could run the request has not shown its speed lately."""
+        shards = self.eligible(live)
+        views = [self._ledger.view(shard.shard_id) for shard in shards]
+        if not views or not all(view.has_shown_speed(now) for view in views):
+            return None
+        candidates = self._candidates(shards, live, now)
+        idle_seconds = min(
+            view.speed.request_seconds(one.num_prefill_tokens, one.num_overlap_tokens, 0) + one.adapter_wait_seconds
+            for view, one in zip(views, candidates, strict=True)
+        )
+        return LeastTtft(
+            min(candidate.predicted_ttft_seconds for candidate in candidates),
+            idle_seconds,
+            any(self.has_room(shard, live) for shard in shards),
+        )
 
     def note_placed(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, block_hashes: Sequence[int], now: float
