@@ -17,7 +17,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.objectives import has_objectives, objectives_of
+from edge_http.endpoints.objectives import OBJECTIVE_HEADERS, has_objectives, objectives_of
 from edge_http.endpoints.priority_class import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS, fairness_id_of, priority_class_of
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
@@ -64,6 +64,8 @@ from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import Objectives
 
+_SCHEDULING_HEADERS: Final = frozenset({PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, *OBJECTIVE_HEADERS})
+"""Hardly any request has one, so that all are looked for at once."""
 MIN_TIMEOUT_SECONDS: Final = 0.001
 _BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
 """0 would mean that there is no limit."""
@@ -131,10 +133,8 @@ async def generate(
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
     brings a stream to its end. Raises KvloomError while nothing has been sent."""
     given = request.headers
-    if edge.class_names or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
-        job = _with_class(edge, request, job)
-    if has_objectives(given):
-        job = with_objectives(edge, request, job)
+    if edge.class_names or not given.keys().isdisjoint(_SCHEDULING_HEADERS):
+        job = _scheduled(edge, request, job)
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
@@ -162,6 +162,14 @@ async def generate(
         if not events.has_begun:
             raise
     return events.response()
+
+
+def _scheduled(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    given = request.headers
+    if edge.class_names or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
+        job = _with_class(edge, request, job)
+    return with_objectives(edge, request, job) if has_objectives(given) else job
 
 
 def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
@@ -200,7 +208,8 @@ def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: Generat
 def check_job_window(edge: Edge, job: GenerationJob) -> None:
     """To be called before a job's submission: it also asks for the markers that its parser needs. Raises KvloomError
     (CONTEXT_LENGTH_EXCEEDED)."""
-    show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
+    if job.shape.parser is not None:
+        show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
     window = edge.window(job.model.name)
     if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
@@ -350,15 +359,14 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
     }
 
 
-def seconds_left(edge: Edge, deadline: float | None) -> float:
-    """The time until a job's deadline, on the event loop's clock; None: a request has all of its time."""
-    if deadline is None:
-        return edge.config.request_timeout_seconds
+def seconds_left(deadline: float) -> float:
+    """The time until a job's deadline, on the event loop's clock."""
     return max(deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
 
 
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
-    timeout_seconds = seconds_left(edge, job.deadline)
+    # Without a deadline, a request has all of its time.
+    timeout_seconds = edge.config.request_timeout_seconds if job.deadline is None else seconds_left(job.deadline)
     return Submission(
         operation=job.operation,
         model=job.model.name,
@@ -434,7 +442,8 @@ def _link_request(
     )
     if job.priority_class:
         wanted.priority_class, wanted.fairness_id = job.priority_class, job.fairness_id
-    wanted.objectives = job.objectives
+    if job.objectives is not None:
+        wanted.objectives = job.objectives
     if edge.callers.have_tenants:
         wanted.key_id = edge.callers.key_id_of(request)
     adapter = job.model.adapter

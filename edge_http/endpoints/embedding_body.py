@@ -81,7 +81,7 @@ async def embedding_body(
 
 
 def _submission(edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str) -> Submission:
-    timeout_seconds = seconds_left(edge, job.deadline)
+    timeout_seconds = edge.config.request_timeout_seconds if job.deadline is None else seconds_left(job.deadline)
     return Submission(
         operation=OPERATION,
         model=job.model.name,

@@ -10,18 +10,13 @@ from kvloom.errors import invalid_argument
 from kvloom.objectives import MAX_MILLISECONDS, check_milliseconds
 from kvloom.v1.router_service_pb2 import Objectives
 
+OBJECTIVE_HEADERS: Final = (DEADLINE, SLO_TTFT, SLO_TPOT, SLO_TTFT_LLM_D, SLO_TPOT_LLM_D)
 MAX_CHARS: Final = 32
 """No number of milliseconds needs more."""
 
 
 def has_objectives(headers: Mapping[str, str]) -> bool:
-    return (
-        DEADLINE in headers
-        or SLO_TTFT in headers
-        or SLO_TPOT in headers
-        or SLO_TTFT_LLM_D in headers
-        or SLO_TPOT_LLM_D in headers
-    )
+    return any(name in headers for name in OBJECTIVE_HEADERS)
 
 
 def objectives_of(headers: Mapping[str, str], elapsed_seconds: float) -> Objectives:

@@ -69,7 +69,8 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     RECEIPT: _parameter(RECEIPT, "Whether the answer comes with a signed receipt.", _TRUE),
     EXPLAIN: _parameter(EXPLAIN, "Whether the head of the response tells them.", {"type": "string", "enum": ["1"]}),
     DEADLINE: _parameter(
-        DEADLINE, "The answer is complete within so many milliseconds of the request's arrival, or fails.", _MILLISECONDS
+        DEADLINE, "The answer is complete within so many milliseconds of the request's arrival, or fails.",
+        _MILLISECONDS,
     ),
     SLO_TTFT: _parameter(
         SLO_TTFT, f"The first token is due after so many milliseconds, or the request is refused; or {SLO_TTFT_LLM_D}.",

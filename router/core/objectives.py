@@ -57,7 +57,16 @@ class ObjectivesOutcome(msgspec.Struct, frozen=True):
 class LiveObjectives:
     """The objectives of a live request, as times of the core's clock."""
 
-    __slots__ = ("arrived_at", "deadline", "is_refusable", "predicted_ttft_seconds", "refused", "ttft_due", "wanted")
+    __slots__ = (
+        "arrived_at",
+        "deadline",
+        "is_refusable",
+        "predicted_ttft_seconds",
+        "refused",
+        "tpot_seconds",
+        "ttft_due",
+        "wanted",
+    )
 
     def __init__(self, wanted: Objectives, now: float, *, is_continued: bool) -> None:
         """`is_continued`: its client has tokens already, so that the TTFT is decided."""
@@ -69,6 +78,7 @@ class LiveObjectives:
         has_ttft = wanted.ttft_seconds is not None and not is_continued
         self.ttft_due = self.arrived_at + wanted.ttft_seconds if has_ttft and wanted.ttft_seconds else math.inf
         """When the first token is due."""
+        self.tpot_seconds = math.inf if wanted.tpot_seconds is None else wanted.tpot_seconds
         self.is_refusable = not (wanted.is_admitted or is_continued)
         """Whether it may be refused as impossible."""
         self.predicted_ttft_seconds: float | None = None

@@ -25,14 +25,16 @@ class ObjectivesGuard:
         prediction."""
         if objectives.deadline <= now:
             return deadline_exceeded(live)
-        least = self._placer.least_ttft(live, now)
+        due = min(objectives.ttft_due, objectives.deadline)
+        least = self._placer.least_ttft(
+            live, lambda candidate: self._queue.held_ahead_seconds(live, candidate, objectives.ttft_due), now
+        )
         if least is None:
             return None
         seconds = least.seconds
         if not least.has_room and self._queue.queues.num_waiting(live.request.model):
             seconds += self._overload.wait_seconds(live.request.model, live.priority_class, now) or 0.0
         objectives.predicted_ttft_seconds = now + seconds - objectives.arrived_at
-        due = min(objectives.ttft_due, objectives.deadline)
         if now + seconds <= due or not objectives.is_refusable:
             return None
         name = "its deadline" if objectives.deadline <= objectives.ttft_due else "the time to first token it asks for"

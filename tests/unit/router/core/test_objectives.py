@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 
 from kvloom.errors import KvloomError
+from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
-from router.core.events import ChoiceSpec, RequestCancelled, ShardDown, Tick
+from router.core.events import (
+    ChoiceSpec,
+    KvChange,
+    KvEventsArrived,
+    LoadReported,
+    RequestCancelled,
+    ShardDown,
+    ShardLoad,
+    Tick,
+)
 from router.core.frames import Start
 from router.core.objectives import Objectives
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
@@ -152,3 +162,57 @@ def test_a_missed_ttft_never_ends_an_answer() -> None:
     assert not has(rig.handle(Tick()), RequestEnded)
     rig.start(shard_id, slots[0])
     assert only(rig.handle(RequestCancelled("r")), RequestEnded).num_output_tokens == 1
+
+
+def test_the_earliest_ttft_goes_first() -> None:
+    """Within a tenant and a class, requests with objectives go in the order of their deadlines, before the others."""
+    rig = CoreRig()
+    rig.add_shard(max_batch=1)
+    shard_id, running = submitted(rig.submit("first", slots=(10,)))
+    running += submitted(rig.submit("second", slots=(11,)))[1]
+    rig.submit("plain", slots=(12,), prompt_token_ids=[8])
+    rig.submit("lax", slots=(13,), objectives=Objectives(ttft_seconds=9.0))
+    rig.submit("urgent", slots=(14,), objectives=Objectives(ttft_seconds=2.0))
+    rig.submit("tpot", slots=(15,), objectives=Objectives(tpot_seconds=2.0), prompt_token_ids=[9] * 6)
+    assert order_of(rig, shard_id, running, 4) == ["urgent", "lax", "plain", "tpot"]
+
+
+def test_a_missed_objective_loses_its_precedence_and_waiting_earns_it() -> None:
+    """Nothing saves what is late already, and a request without an objective must not wait for ever."""
+    rig = CoreRig(policy="least_requests")
+    rig.add_shard(max_batch=1)
+    shard_id, running = submitted(rig.submit("first", slots=(10,)))
+    running += submitted(rig.submit("second", slots=(11,)))[1]
+    rig.submit("patient", slots=(12,))
+    rig.now += 31.0
+    rig.submit("plain", slots=(13,))
+    rig.submit("missed", slots=(14,), objectives=Objectives(ttft_seconds=0.5))
+    rig.now += 1.0
+    rig.submit("urgent", slots=(15,), objectives=Objectives(ttft_seconds=2.0))
+    assert order_of(rig, shard_id, running, 4) == ["patient", "urgent", "plain", "missed"]
+
+
+def order_of(rig: CoreRig, shard_id: str, running: list[int], num_requests: int) -> list[str]:
+    """Which requests are sent as those before them end."""
+    order: list[str] = []
+    while len(order) < num_requests:
+        slot = running.pop(0)
+        rig.start(shard_id, slot)
+        for action in rig.finish(shard_id, slot):
+            if isinstance(action, SubmitAttempt):
+                order.append(action.request.request_id)
+                running += [choice.slot for choice in action.choices]
+    return order
+
+
+def test_a_shard_in_time_is_preferred_to_a_cheaper_one() -> None:
+    """Attaining the objective comes first, and the cost of the placement policy after it."""
+    for objectives, expected in ((None, "s0"), (Objectives(tpot_seconds=0.05), "s1")):
+        rig = CoreRig()
+        rig.add_shard()
+        rig.add_shard("s1")
+        for shard_id, step_seconds in (("s0", 0.1), ("s1", 0.01)):
+            rig.handle(LoadReported(shard_id, ShardLoad(num_available_blocks=100, decode_step_seconds=step_seconds)))
+        rig.handle(KvEventsArrived("s0", 1, [KvChange(stored=list(block_hashes(new_prompt(1), 4, root_hash("m"))))]))
+        picked = submitted(rig.submit("r", prompt_token_ids=new_prompt(1), objectives=objectives))[0]
+        assert picked == expected
