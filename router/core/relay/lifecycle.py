@@ -28,6 +28,7 @@ from router.core.events import CachedChoice, Request
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
+from router.core.objectives import LiveObjectives, ObjectivesOutcome
 from router.core.relay.screening import Screening
 from router.core.request_usage import RequestUsage, UsageMeter
 from router.core.tenancy.limiter import Limiter
@@ -411,7 +412,14 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         is_result_cache_hit=live.result_cache == RESULT_CACHE_USE_HIT,
         is_admitted=live.is_admitted,
         moves=live.moves,
+        objectives=None if live.objectives is None else _objectives_outcome(live, live.objectives, now),
     )
+
+
+def _objectives_outcome(live: LiveRequest, objectives: LiveObjectives, now: float) -> ObjectivesOutcome:
+    tokens_per_choice = live.num_output_tokens / len(live.choices)
+    name, reason = live.priority_class.name, live.ended_with[0]
+    return objectives.outcome(name, reason, live.first_sent_at, tokens_per_choice, now)
 
 
 def request_progress(live: LiveRequest, now: float) -> RequestEnded:

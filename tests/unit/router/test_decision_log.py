@@ -13,6 +13,7 @@ from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.fleet.fleet import ShardState
 from router.core.fleet.shard_health import HealthState
+from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
 from router.decisions.journal import FLEET_CHECK_SECONDS, DecisionJournal
@@ -327,3 +328,24 @@ def test_the_ids_of_callers_are_forgotten_with_their_requests() -> None:
     log.placement_decided(decided("r4", client_request_id="other"))
     assert log.find_by_client_request_id("shared") == ["r3"]
     assert log.find_by_client_request_id("other") == ["r4"]
+
+
+def test_a_refused_request_is_remembered_within_a_bound() -> None:
+    """Whoever asks why a request was refused gets an answer, and a flood of refusals leaves the placed ones known."""
+    log = DecisionLog(8)
+    refusal = {"num_attempts": 0, "reason": FINISH_REASON_ERROR, "ttft_seconds": None, "is_admitted": False}
+    outcome = ObjectivesOutcome(Objectives(ttft_seconds=0.25), "interactive", 0.5, Cause.LOAD)
+    log.placement_decided(decided("placed"))
+    for number in range(20):
+        log.request_ended(ended(f"refused{number}", **refusal, objectives=outcome, client_request_id="mine"))
+    assert log.num_remembered == 3
+    assert log.find("placed") is not None
+    assert log.find_by_client_request_id("mine") == ["refused19", "refused18"]
+    found = log.find("refused19")
+    assert found is not None
+    explanation = explanation_to_proto(found)
+    assert not explanation.decisions
+    assert explanation.outcome.objectives.wanted.ttft_ms == 250
+    assert (explanation.outcome.objectives.refused, explanation.outcome.end) == ("load", "rejected")
+    log.placement_decided(decided("refused19"))
+    assert log.find("refused19").attempts  # pyright: ignore[reportOptionalMemberAccess]

@@ -21,7 +21,7 @@ from router.core.events import (
     Tick,
 )
 from router.core.frames import Start
-from router.core.objectives import Objectives
+from router.core.objectives import Cause, Objectives
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 PREFILL_SECONDS = 0.02
@@ -216,3 +216,20 @@ def test_a_shard_in_time_is_preferred_to_a_cheaper_one() -> None:
         rig.handle(KvEventsArrived("s0", 1, [KvChange(stored=list(block_hashes(new_prompt(1), 4, root_hash("m"))))]))
         picked = submitted(rig.submit("r", prompt_token_ids=new_prompt(1), objectives=objectives))[0]
         assert picked == expected
+
+
+def test_the_end_of_a_request_says_which_objectives_were_met() -> None:
+    """Metrics and explanations have nothing else to go by."""
+    rig = rig_with_known_speed()
+    shard_id, slots = submitted(rig.submit(prompt_token_ids=new_prompt(), objectives=Objectives(9.0, 0.1, 0.5)))
+    rig.now += 0.02
+    rig.start(shard_id, slots[0])
+    rig.now += 2.0
+    rig.step(shard_id, (slots[0], [8], "b"))
+    outcome = only(rig.finish(shard_id, slots[0]), RequestEnded).objectives
+    assert outcome is not None
+    assert (outcome.deadline_met, outcome.ttft_met, outcome.tpot_met) == (True, True, False)
+    assert 0.01 < (outcome.predicted_ttft_seconds or 0.0) < 0.03
+    refused = only(rig.submit(prompt_token_ids=new_prompt(8), objectives=Objectives(0.001)), RequestEnded).objectives
+    assert refused is not None
+    assert (refused.refused, refused.deadline_met) == (Cause.SPEED, None)
