@@ -95,8 +95,8 @@ def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Seque
 def not_remembered(request_id: str, field: str = "request_id") -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_NOT_FOUND,
-        f"This router remembers no placement of a request {request_id!r}. The request never arrived, another router had "
-        "it, it was too long ago, or it was not sampled (router.decision_log).",
+        f"This router remembers no placement of a request {request_id!r}. The request never arrived, another router "
+        "had it, it was too long ago, or it was not sampled (router.decision_log).",
         field=field,
     )
 
