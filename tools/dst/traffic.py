@@ -229,7 +229,10 @@ class Traffic:
         if request.objectives is None:
             return None
         assert isinstance(request.sampling, script.Sampling)
-        elapsed_seconds = self._env.timeline.now - self._objectives_since[request.sampling.script_key]
+        now = self._env.timeline.now
+        # A rollout may have given the request another script than the one it was drawn with.
+        elapsed_seconds = now - self._objectives_since.setdefault(request.sampling.script_key, now)
+        elapsed_seconds = max(elapsed_seconds, request.objectives.elapsed_seconds)
         return msgspec.structs.replace(request.objectives, elapsed_seconds=elapsed_seconds, is_admitted=True)
 
     def _draw_adapter(self, model: str) -> Adapter | None:
