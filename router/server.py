@@ -180,7 +180,7 @@ class RouterServer:
         self._decisions = DecisionLog(
             config.router.decision_log.max_remembered,
             self._new_decision_journal(),
-            remembers_evicted=config.router.decision_log.sample_share > 0,
+            remembers_unplaced=config.router.decision_log.sample_share > 0,
         )
         self._usage_records = UsageRecords()
         self._metering: Metering | None = None

@@ -13,6 +13,7 @@ from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseWant, LimitCount
+from router.core.objectives import ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.priority_classes import INTERACTIVE, PriorityClass
 from router.core.request_end import NO_MOVES, End, Moves, end_of
@@ -135,6 +136,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
     is_admitted: bool = True
     moves: Moves = NO_MOVES
     priority_class: PriorityClass = INTERACTIVE
+    objectives: ObjectivesOutcome | None = None
+    """None: it had none."""
 
     @property
     def end(self) -> End:

@@ -30,7 +30,7 @@ from router.core.degradation import Degradation
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.overload import OverloadGuard, retry_after_seconds
-from router.core.dispatch.refusals import check_shard, draining, queue_timeout
+from router.core.dispatch.refusals import check_shard, deadline_exceeded, draining, queue_timeout
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import Event, Request, Tier
 from router.core.fleet.fleet import Fleet, Shard, ShardState
@@ -395,8 +395,10 @@ class RouterCore:
 
     def _expiry(self, live: LiveRequest, now: float) -> KvloomError | None:
         if now >= live.deadline:
-            return KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
+            return deadline_exceeded(live)
         if live.is_queued and live.first_dispatched_at is None and now >= live.queue_deadline:
+            if self._overload.waits_for_deadline(live):
+                return deadline_exceeded(live)
             return queue_timeout(live.request.request_id, now - live.arrived_at)
         return None
 

@@ -17,6 +17,7 @@ from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUs
 from router.core.degradation import Degradation
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName
+from router.core.objectives import Objectives
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 
 
@@ -110,6 +111,8 @@ class Request(msgspec.Struct, frozen=True):
     """Whether none of the blocks that it computes are kept; it uses those of its cache salt."""
     has_fallback_model: bool = False
     """Whether its client has another model for it, so that this one may refuse it in a brownout."""
+    objectives: Objectives | None = None
+    """What its caller expects of its speed; None: nothing."""
     degradation: Degradation | None = None
     """How its answer is degraded. The core sets this when it admits the request; None: it is not."""
 

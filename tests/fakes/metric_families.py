@@ -35,6 +35,7 @@ from router.core.actions import (
 )
 from router.core.fleet.shard_health import HealthState
 from router.core.lease_messages import LimitCount
+from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.request_end import Moves
 from router.core.tenancy.limiter import Limiter
 from router.metering.metrics import MeteringMetrics
@@ -126,6 +127,8 @@ def _router() -> CollectorRegistry:
     metrics.request_ended(
         RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, moves=Moves(num_failovers=1))
     )
+    refused = ObjectivesOutcome(Objectives(1.0), "interactive", None, Cause.LOAD, deadline_met=False)
+    metrics.request_ended(RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, objectives=refused))
     metrics.tokens_credited(Credit("r", "t", MODEL, 1))
     metrics.request_refused(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, ""))
     metrics.shard_health_changed(ShardHealthChanged("shard-0", HealthState.SUSPECTED, "stalled"))

@@ -101,6 +101,8 @@ class ObservedRequest:
         self.request = request
         self.arrived_at = now
         self.deadline = now + (request.timeout_seconds or config.request_timeout_seconds)
+        if request.objectives is not None:
+            self.deadline = min(self.deadline, now + request.objectives.seconds_left)
         self.queue_deadline = min(self.deadline, now + config.max_queue_seconds)
         self.policy = policy
         """The policy of the safety service when the request arrived. It is not known which one was in force when a
@@ -126,6 +128,19 @@ class ObservedRequest:
     def is_continued(self) -> bool:
         """Whether it brings along the beginning of an answer."""
         return any(choice.spec.output_token_ids for choice in self.choices)
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether its caller gave it one."""
+        return self.request.objectives is not None and self.request.objectives.deadline_seconds is not None
+
+    @property
+    def may_be_impossible(self) -> bool:
+        """Whether it may be refused because its objectives cannot be met: no router has admitted it yet."""
+        objectives = self.request.objectives
+        if objectives is None or objectives.is_admitted or self.is_continued:
+            return False
+        return objectives.deadline_seconds is not None or objectives.ttft_seconds is not None
 
     def note_policy(self, screens_prompts: bool, screens_answers: bool) -> None:
         """A safety service has come."""

@@ -14,7 +14,8 @@ from kvloom.class_rank import INTERACTIVE_RANK
 from router.core.dispatch.fair_shares import FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.dispatch.waiting_queues import WaitingQueues
+from router.core.dispatch.ttft_order import ttft_order
+from router.core.dispatch.waiting_queues import WaitingQueues, flow_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger, LoadView
@@ -176,6 +177,20 @@ class DispatchQueue:
         views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
         return min((view.queue_seconds(now) for view in views), default=0.0)
 
+    def held_ahead_seconds(self, live: LiveRequest, candidate: Candidate, ttft_due: float) -> float:
+        """Prefill time of the requests that wait in the router for that shard and go before one that is to have its
+        first token by `ttft_due`: of its own tenant and class those with an earlier one, of others the shorter ones."""
+        flow, own_seconds = flow_of(live), candidate.own_seconds
+        return sum(
+            other.own_seconds
+            for other in self.queues.queue(QueueId(live.request.model, candidate.shard_id))
+            if (
+                other.objectives is not None and other.objectives.ttft_due <= ttft_due
+                if flow_of(other) == flow
+                else other.own_seconds <= own_seconds
+            )
+        )
+
     def next_deadline(self) -> float:
         """When `serve` has to run at the latest; infinity: not before another event."""
         at = self._fair_shares.next_deadline()
@@ -258,7 +273,8 @@ class DispatchQueue:
         """The next request that some shard can run now."""
         if self.queues.num_flows(queue_id) > 1:
             self._count_service(queue_id.model, now)
-        return self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room, now=now)
+        urgency = ttft_order(lambda _: 0.0, now) if self.queues.num_with_objectives else None
+        return self.queues.take(queue_id, self._placer.can_run, urgency, self._placer.any_has_room, now)
 
     def _parked_may_go(self, queue_id: QueueId, rank: int, now: float) -> bool:
         model, queues = queue_id.model, self.queues
@@ -393,12 +409,16 @@ class DispatchQueue:
         must_leave_room = self._fair_shares.must_leave_room
         if self.queues.num_flows(queue_id) > 1:
             self._count_service(queue_id.model, now)
+
+        def shortest_first(live: LiveRequest) -> float:
+            return live.own_seconds - hold.aging * (now - live.arrived_at)
+
         live = self.queues.take(
             queue_id,
             lambda live: (
                 live.prefill_chunk is None and not must_leave_room(shard, live) and self._opens_for(shard, live, now)
             ),
-            lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
+            ttft_order(shortest_first, now) if self.queues.num_with_objectives else shortest_first,
             now=now,
         )
         if live is not None:

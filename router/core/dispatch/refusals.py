@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription
 from router.core.fleet.fleet import Fleet
-from router.core.live import Client
+from router.core.live import Client, LiveRequest
 
 MAX_BLOCKS: Final = 2**24
 """KV blocks of one shard: some 200 times as many as eight GPUs hold in blocks of 16 tokens."""
@@ -127,6 +127,14 @@ def queue_timeout(request_id: str, waited_seconds: float) -> KvloomError:
         f"No shard had room for this request within {waited_seconds:.3g} seconds.",
         retry_after_seconds=retry_after_seconds(request_id, waited_seconds),
     )
+
+
+def deadline_exceeded(live: LiveRequest) -> KvloomError:
+    """The request has not finished in time, or cannot any more."""
+    objectives = live.objectives
+    is_own = objectives is not None and objectives.deadline <= live.deadline
+    limit = "its deadline allows" if is_own else "its timeout"
+    return KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, f"The request took longer than {limit}.")
 
 
 SERVICE_AWAY = "The safety service cannot be reached"

@@ -22,6 +22,7 @@ class WaitingQueues:
         self._queues: dict[QueueId, dict[Flow, dict[str, LiveRequest]]] = {}
         """Queue → flow → request_id → request. No queue and no flow is empty."""
         self.num_requests = 0
+        self.num_with_objectives = 0
         self._num_begun = 0
         self._num_waiting: dict[tuple[str, int], int] = {}
 
@@ -87,7 +88,7 @@ class WaitingQueues:
     def push(self, request: LiveRequest, queue_id: QueueId) -> None:
         """Append the request; one that has already run goes to the head of its flow."""
         flows = self._queues.setdefault(queue_id, {})
-        flow = _flow(request)
+        flow = flow_of(request)
         requests = flows.setdefault(flow, {})
         if request.num_attempts:
             flows[flow] = {request.request.request_id: request, **requests}
@@ -99,12 +100,13 @@ class WaitingQueues:
         request.queue_id = queue_id
         self.service.enter(request)
         self.num_requests += 1
+        self.num_with_objectives += request.objectives is not None
         self._num_begun += request.has_prefill_chunks
         key = (queue_id.model, request.priority_class.rank)
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
 
     def remove(self, request: LiveRequest) -> None:
-        queue_id, flow = request.queue_id, _flow(request)
+        queue_id, flow = request.queue_id, flow_of(request)
         assert queue_id is not None
         flows = self._queues[queue_id]
         requests = flows[flow]
@@ -116,6 +118,7 @@ class WaitingQueues:
         request.queue_id = None
         self.service.leave(request)
         self.num_requests -= 1
+        self.num_with_objectives -= request.objectives is not None
         self._num_begun -= request.has_prefill_chunks
         key = (queue_id.model, request.priority_class.rank)
         self._num_waiting[key] -= 1
@@ -126,7 +129,7 @@ class WaitingQueues:
         self,
         queue_id: QueueId,
         can_run: Callable[[LiveRequest], bool],
-        urgency: Callable[[LiveRequest], float] | None = None,
+        urgency: Callable[[LiveRequest], float | tuple[float, float]] | None = None,
         has_turn: Callable[[LiveRequest], bool] = lambda _: True,
         now: float = 0.0,
     ) -> LiveRequest | None:
@@ -178,6 +181,6 @@ class WaitingQueues:
         return None if victim.num_attempts else victim
 
 
-def _flow(live: LiveRequest) -> Flow:
+def flow_of(live: LiveRequest) -> Flow:
     request = live.request
     return Flow(live.priority_class.name, request.tenant, request.fairness_id)

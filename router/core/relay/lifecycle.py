@@ -28,6 +28,7 @@ from router.core.events import CachedChoice, Request
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
+from router.core.objectives import LiveObjectives, ObjectivesOutcome
 from router.core.relay.screening import Screening
 from router.core.request_end import end_of
 from router.core.request_usage import RequestUsage, UsageMeter
@@ -410,7 +411,7 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         reason,
         error.reason if error is not None else 0,
         len(request.prompt_token_ids),  # Python calls with more than 15 keywords are slow.
-        num_cached_tokens=live.num_cached_tokens,
+        live.num_cached_tokens,
         num_output_tokens=live.num_output_tokens,
         queue_time_seconds=dispatched_at - live.arrived_at,
         ttft_seconds=None if live.first_sent_at is None else live.first_sent_at - live.arrived_at,
@@ -425,7 +426,14 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         is_admitted=live.is_admitted,
         moves=live.moves,
         priority_class=live.priority_class,
+        objectives=None if live.objectives is None else _objectives_outcome(live, live.objectives, now),
     )
+
+
+def _objectives_outcome(live: LiveRequest, objectives: LiveObjectives, now: float) -> ObjectivesOutcome:
+    tokens_per_choice = live.num_output_tokens / len(live.choices)
+    name, reason = live.priority_class.name, live.ended_with[0]
+    return objectives.outcome(name, reason, live.first_sent_at, tokens_per_choice, now)
 
 
 def request_progress(live: LiveRequest, now: float) -> RequestEnded:
