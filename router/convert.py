@@ -101,7 +101,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
 
 
 def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
-    return generation_pb2.SequenceFinish(
+    message = generation_pb2.SequenceFinish(  # Python calls with more than 15 keywords are slow.
         slot=finish.slot,
         reason=finish.reason,  # pyright: ignore[reportArgumentType]  (The stubs want the enum's type; ints are fine.)
         num_prompt_tokens=finish.num_prompt_tokens,
@@ -117,8 +117,10 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         num_reasoning_tokens=finish.num_reasoning_tokens,
         result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
         receipt=finish.receipt,
-        moves=None if finish.moves is NO_MOVES else _moves_to_proto(finish.moves),
     )
+    if finish.moves is not NO_MOVES:
+        message.moves.CopyFrom(_moves_to_proto(finish.moves))
+    return message
 
 
 def _moves_to_proto(moves: Moves) -> generation_pb2.RequestMoves:
