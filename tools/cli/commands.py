@@ -19,6 +19,7 @@ from tools.cli.lazy_group import LazyGroup
         "reload": "tools.cli.reload:reload",
         "drain": "tools.cli.drain:drain",
         "undrain": "tools.cli.drain:undrain",
+        "scale-in": "tools.cli.drain:scale_in",
         "logs": "tools.cli.logs:logs",
         "chat": "tools.cli.chat:chat",
         "explain": "tools.cli.explain:explain",
