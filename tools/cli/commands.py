@@ -64,6 +64,7 @@ def main() -> None:
         "memory": "tools.bench.memory:bench_memory",
         "fairness": "tools.bench.fairness:bench_fairness",
         "overload": "tools.bench.overload:bench_overload",
+        "spot-notice": "tools.bench.spot_notice:bench_spot_notice",
         "tenant-timing": "tools.bench.tenant_timing:bench_tenant_timing",
         "tenants": "tools.bench.tenants.command:bench_tenants",
         "routing": "tools.simulate.study.command:study_command",

@@ -1,0 +1,31 @@
+"""Planted bugs in the handling of shards that have notice that they end."""
+
+from __future__ import annotations
+
+import math
+
+from router.core import core
+from router.core.admission.outage import Outage
+from router.core.dispatch.refusals import shard_lost
+from router.core.health.departing_shards import DepartingShards
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import NoticedShardsEmpty, SchedulingEndsNothing
+
+
+@caught_by(NoticedShardsEmpty)
+def moves_only_what_is_due_at_once(patch: Patch) -> None:
+    """When notice comes the first request moves, and nothing looks after the others."""
+    patch.setattr(DepartingShards, "next_deadline", lambda _self: math.inf)
+    patch.setattr(DepartingShards, "on_tick", lambda _self, _now: None)
+
+
+@caught_by(SchedulingEndsNothing)
+def takes_the_end_of_a_shard_with_notice_for_a_failure(patch: Patch) -> None:
+    """The end of its shard costs a request an attempt, although it was announced."""
+    patch.setattr(core, "shard_departed", shard_lost)
+
+
+@caught_by(SchedulingEndsNothing)
+def has_no_patience_after_a_notice(patch: Patch) -> None:
+    """What the last shard of its model had to leave is given up like after an outage."""
+    patch.setattr(Outage, "_is_kept", lambda _self, _live: False)
