@@ -20,6 +20,8 @@ LOAD_REPORT_SECONDS: Final = 0.05
 """Short against the 0.5 s at which a stale view of other routers' work begins to cost, and long enough that the reports
 of hundreds of shards are a few per cent of a router's time."""
 
+MIN_LEFT_SECONDS: Final = 0.001
+"""What is reported of a time that is over: 0 would mean that there is none."""
 _NO_SHARE: Final = LoadShare()
 
 
@@ -118,7 +120,7 @@ class LoadReporter:
             num_own_decode_context_tokens=own.num_decode_context_tokens,
         )
         if self.empty_at is not None:
-            report.empty_within_seconds = max(0.0, self.empty_at - self._clock())
+            report.empty_within_seconds = max(MIN_LEFT_SECONDS, self.empty_at - self._clock())
         return report
 
     def _on_due(self, is_idle: bool, now: float) -> None:

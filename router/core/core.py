@@ -248,10 +248,11 @@ class RouterCore:
             self._verdicts.next_deadline(),
             self._attempt_sender.queue.next_deadline(),
             self._health.next_deadline(),
-            self._departing.next_deadline(),
         )
         if self._limits is not None:
             at = min(at, self._limits.next_deadline())
+        if self._departing.num_departing:
+            at = min(at, self._departing.next_deadline())
         if self._brownout is not None:
             at = min(at, self._brownout.next_deadline())
         return None if at == math.inf else at

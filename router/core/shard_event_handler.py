@@ -134,4 +134,5 @@ class ShardEventHandler:
         if shard.health is not None:
             shard.health.note_load(event.load)
         self._health.on_load(shard, hands_over=event.load.hand_over and event.load.draining, now=now)
-        self._departing.on_load(shard, event.load.empty_within_seconds if event.load.draining else None, now)
+        if event.load.empty_within_seconds is not None or shard.departure is not None:
+            self._departing.on_load(shard, event.load.empty_within_seconds if event.load.draining else None, now)

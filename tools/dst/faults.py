@@ -144,7 +144,7 @@ class Faults:
             shard.set_draining(False)
 
     def spot_notice(self) -> None:
-        """The shard's machine is taken away after a notice, and another one comes later."""
+        """The shard's machine is slowed down and then taken away, after a notice, and another one comes later."""
         self._give_notice(SimShard.crash, 0.005)
 
     def scale_in(self) -> None:
@@ -154,8 +154,10 @@ class Faults:
     def _give_notice(self, end: Callable[..., None], *arguments: float) -> None:
         shard = self._shard()
         if shard.is_up and not shard.is_hung and not shard.is_ending and shard.ends_at is None:
-            seconds = self._rng.choice((0.6, 1.5))
+            seconds = self._rng.choice((0.2, 0.4, 0.6))
             shard.take_notice(seconds)
+            if end is SimShard.crash:
+                shard.slowness = 10.0  # or nearly all answers would end in time
             self._env.timeline.after(seconds, self._end_notice, shard, shard.incarnation, end, arguments)
 
     def _end_notice(

@@ -26,7 +26,8 @@ class DepartingShards:
         self._ledger = ledger
         self._migrator = migrator
         self._action_buffer = action_buffer
-        self._num_departing = 0
+        self.num_departing = 0
+        """How many shards have notice."""
 
     def on_load(self, shard: Shard, empty_within_seconds: float | None, now: float) -> None:
         """A report came, with the time in which the shard has to be empty; None: it need not be."""
@@ -34,24 +35,22 @@ class DepartingShards:
         if empty_within_seconds is None:
             if known is not None:
                 shard.departure = None
-                self._num_departing -= 1
+                self.num_departing -= 1
         elif known is None or not known.is_at(now + empty_within_seconds):
-            self._num_departing += known is None
+            self.num_departing += known is None
             shard.departure = Departure.within(empty_within_seconds, now)
             self._move_due(shard, shard.departure, now)
 
     def on_shard_down(self, shard: Shard) -> None:
-        self._num_departing -= shard.departure is not None
+        self.num_departing -= shard.departure is not None
 
     def next_deadline(self) -> float:
         """When `on_tick` has to move something; infinity: not before another event."""
-        if not self._num_departing:
-            return math.inf
         departing = (s for s in self._fleet.shards.values() if s.departure is not None and s.choices)
         return min((s.departure.next_move_at for s in departing if s.departure is not None), default=math.inf)
 
     def on_tick(self, now: float) -> None:
-        if not self._num_departing:
+        if not self.num_departing:
             return
         for shard in list(self._fleet.shards.values()):
             departure = shard.departure

@@ -13,10 +13,10 @@ from tools.dst.checkers import NoticedShardsEmpty, SchedulingEndsNothing
 
 
 @caught_by(NoticedShardsEmpty)
-def moves_only_what_is_due_at_once(patch: Patch) -> None:
-    """When notice comes the first request moves, and nothing looks after the others."""
+def gives_no_notice_to_what_runs(patch: Patch) -> None:
+    """A shard with notice gets nothing new, but what runs there stays."""
     patch.setattr(DepartingShards, "next_deadline", lambda _self: math.inf)
-    patch.setattr(DepartingShards, "on_tick", lambda _self, _now: None)
+    patch.setattr(DepartingShards, "_move_due", lambda *_: None)
 
 
 @caught_by(SchedulingEndsNothing)

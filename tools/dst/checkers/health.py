@@ -17,7 +17,7 @@ from tools.dst.observed import ObservedChoice, ObservedShard, State, eligible
 from tools.dst.views import RouterView
 
 STALLS: Final = 3.0
-NOTICE_SLACK_SECONDS: Final = 3 * CHECK_SECONDS
+NOTICE_SLACK_SECONDS: Final = 2 * CHECK_SECONDS
 SLACK_SECONDS: Final = 0.5
 """For prefill that the router has reason to wait for, and for events that it does not see, such as another load report
 of the shard."""
