@@ -96,6 +96,7 @@ class ObservedRequest:
         "avoid_shard_id",
         "choices",
         "deadline",
+        "had_notice",
         "is_duplicate",
         "is_ending",
         "is_held",
@@ -128,6 +129,8 @@ class ObservedRequest:
         self.is_ending = False
         self.is_held = False
         """Whether it had to wait for a lease of its limits."""
+        self.had_notice = False
+        """Whether a shard that it was on had notice: it may then move more often than otherwise."""
         self.left_by = Departure.FAILURE
         """How it left its last shard when that ended its attempt."""
         self.num_ends = 0
@@ -280,6 +283,8 @@ class ObservedShard:
             self.empty_by = None
         elif self.empty_by is None:
             self.empty_by = now + (1.0 - MARGIN_SHARE) * seconds
+            for choice in filter(None, map(self.current, self.open)):
+                choice.request.had_notice = True
 
     def note_load(self, load: ShardLoad) -> None:
         self.load = load

@@ -216,6 +216,7 @@ class Witness:
     def _leave(self, choice: ObservedChoice, shard: ObservedShard, *, can_retry: bool, is_drained: bool) -> None:
         """Record that a choice no longer runs on a shard: it is queued for another one, or about to end."""
         has_notice = shard.empty_by is not None
+        choice.request.had_notice |= has_notice
         if is_drained and (has_notice or choice.num_moves < MAX_MOVES):
             choice.num_moves += 1
         choice.place = None
