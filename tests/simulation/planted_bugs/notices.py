@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from router.core import core
 from router.core.admission.outage import Outage
 from router.core.dispatch.refusals import shard_lost
-from router.core.health.departing_shards import DepartingShards
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import NoticedShardsEmpty, SchedulingEndsNothing
+from tools.dst.checkers import SchedulingEndsNothing
 
 
-@caught_by(NoticedShardsEmpty)
-def gives_no_notice_to_what_runs(patch: Patch) -> None:
-    """A shard with notice gets nothing new, but what runs there stays."""
-    patch.setattr(DepartingShards, "next_deadline", lambda _self: math.inf)
-    patch.setattr(DepartingShards, "_move_due", lambda *_: None)
-
-
-@caught_by(SchedulingEndsNothing)
+@caught_by(SchedulingEndsNothing, first_seed=60)
 def takes_the_end_of_a_shard_with_notice_for_a_failure(patch: Patch) -> None:
     """The end of its shard costs a request an attempt, although it was announced."""
     patch.setattr(core, "shard_departed", shard_lost)

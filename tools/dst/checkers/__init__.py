@@ -7,7 +7,7 @@ delivery.py    what clients read: every token, all of the text, well-formed fram
 ends.py        how requests end: once, metered exactly, and for a reason
 fairness.py    who is preempted for other tenants, and what is left to them
 fleet.py       the fleet reports that clients get
-health.py      hung and draining shards and those with notice, and the bounds of suspicion
+health.py      hung and draining shards, and the bounds of suspicion
 kv_shares.py   guaranteed shares of cached blocks
 limits.py      budgets, rates, leases and charges, in seeds with limits
 integrity.py   the core's own consistency check
@@ -44,7 +44,7 @@ from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextI
 from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
 from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
-from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, NoticedShardsEmpty, SuspicionBounded
+from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
 from tools.dst.checkers.kv_shares import KvSharesKept
 from tools.dst.checkers.limits import BudgetsKept, ChargesExact, LeasesConserved, RatesKept
@@ -103,7 +103,6 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     HungShardsAbandoned,
     SuspicionBounded,
     DrainedShardsEmpty,
-    NoticedShardsEmpty,
     DrainsEnd,
     RejectionsJustified,
     BrownoutAtAdmission,

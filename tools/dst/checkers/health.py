@@ -10,14 +10,12 @@ from kvloom.config import HealthConfig
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
 from router.core.fleet.shard_health import HealthState, check_seconds
-from router.core.health.departing_shards import CHECK_SECONDS
 from router.core.relay.lifecycle import MAX_MOVES
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedChoice, ObservedShard, State, eligible
 from tools.dst.views import RouterView
 
 STALLS: Final = 3.0
-NOTICE_SLACK_SECONDS: Final = 2 * CHECK_SECONDS
 SLACK_SECONDS: Final = 0.5
 """For prefill that the router has reason to wait for, and for events that it does not see, such as another load report
 of the shard."""
@@ -141,37 +139,3 @@ class DrainedShardsEmpty(Checker):
                 may_move = all(other.num_moves < MAX_MOVES for other in choice.request.choices)
                 if may_move and has_other(node, choice, shard):
                     yield choice
-
-
-class NoticedShardsEmpty(Checker):
-    """Of a shard with notice, every choice has moved before the time is over, if another shard has room for it."""
-
-    invariant = "noticed_shards_empty"
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[RouterView, ObservedChoice], float] = {}
-        """Since when a choice could have run on another shard."""
-
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
-        left = dict(self._left(node))
-        if left or self._since:
-            self._since = {key: at for key, at in self._since.items() if key[0] is not node or key[1] in left}
-        for choice, empty_by in left.items():
-            since = self._since.setdefault((node, choice), max(node.now, choice.placed_at))
-            seconds = node.now - max(since, node.here_since, empty_by)
-            if seconds > NOTICE_SLACK_SECONDS:
-                self.fail(
-                    f"{choice.request.request.request_id} is on {choice.place} {seconds:.2f} s after it should have "
-                    "moved, since the shard ends"
-                )
-
-    def _left(self, node: RouterView) -> Iterator[tuple[ObservedChoice, float]]:
-        for shard in node.witness.shards.values():
-            if shard.empty_by is None:
-                continue
-            for slot in shard.open:
-                choice = shard.current(slot)
-                if choice is None or choice.is_at_limit or choice.request.is_waiting:
-                    continue
-                if has_other(node, choice, shard):
-                    yield choice, shard.empty_by
