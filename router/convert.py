@@ -230,6 +230,7 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         hand_over=load.hand_over,
         withdrawn=load.withdrawn,
         asleep=load.asleep,
+        empty_within_seconds=(_plausible(load.empty_within_seconds) or None) if load.draining else None,
         num_own_running=load.num_own_running,
         num_own_waiting=load.num_own_waiting,
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,

@@ -117,7 +117,9 @@ class RouterMetrics:
         )
         self._moved = Counter(
             "kvloom_router_requests_moved",
-            "Requests taken off a shard that was suspected or handed over its work. Unit: requests.",
+            "Requests taken off a shard that was suspected, handed over its work or had notice that it ends. Unit: "
+            "requests.",
+            ("reason",),
             registry=registry,
         )
         self._preempted = Counter(
@@ -257,7 +259,7 @@ class RouterMetrics:
             self._trips.labels(change.symptom).inc()
 
     def requests_moved(self, moved: RequestsMoved) -> None:
-        self._moved.inc(moved.num_requests)
+        self._moved.labels(moved.reason.value).inc(moved.num_requests)
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None:
         self._preempted.inc(len(preempted.slots))

@@ -3,6 +3,7 @@ for each peer."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import msgspec
@@ -190,11 +191,22 @@ class ShardHealthChanged(msgspec.Struct, frozen=True):
     """The reason why the shard is not healthy; "" when it is."""
 
 
+class MoveReason(enum.StrEnum):
+    """Why requests were taken off a shard."""
+
+    SUSPECTED = "suspected"
+    HAND_OVER = "hand_over"
+    """It drains, and the time for which they could stay has passed."""
+    NOTICE = "notice"
+    """It drains, and has to be empty soon."""
+
+
 class RequestsMoved(msgspec.Struct, frozen=True):
     """Requests were taken off a shard and continue on others."""
 
     shard_id: str
     num_requests: int
+    reason: MoveReason
 
 
 class SequencesPreempted(msgspec.Struct, frozen=True):

@@ -183,6 +183,8 @@ class ShardLoad(msgspec.Struct):
     """Whether its model is to end: see ShardService.Withdraw."""
     asleep: bool = False
     """Whether it sleeps, or is about to: see ShardService.Sleep."""
+    empty_within_seconds: float | None = None
+    """While it drains and has to be empty soon, the time that is left."""
     num_own_running: int = 0
     """The part of `num_running` that came over this router's stream; the others belong to other routers."""
     num_own_waiting: int = 0

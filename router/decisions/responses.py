@@ -130,6 +130,7 @@ def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> Req
         num_preemptions=ended.moves.num_preemptions,
         num_migrations=ended.moves.num_migrations,
         num_failovers=ended.moves.num_failovers,
+        num_notice_migrations=ended.moves.num_notice_migrations,
         end=ended.end.value,
         rank=ended.priority_class.rank_after(ended.queue_time_seconds),
     )

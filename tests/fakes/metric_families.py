@@ -27,6 +27,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import (
     LimitsCounted,
+    MoveReason,
     RequestDegraded,
     RequestEnded,
     RequestsMoved,
@@ -132,7 +133,7 @@ def _router() -> CollectorRegistry:
     metrics.tokens_credited(Credit("r", "t", MODEL, 1))
     metrics.request_refused(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, ""))
     metrics.shard_health_changed(ShardHealthChanged("shard-0", HealthState.SUSPECTED, "stalled"))
-    metrics.requests_moved(RequestsMoved("shard-0", 1))
+    metrics.requests_moved(RequestsMoved("shard-0", 1, MoveReason.NOTICE))
     metrics.sequences_preempted(SequencesPreempted("shard-0", "t", [1]))
     metrics.request_degraded(RequestDegraded(MODEL, ("max_tokens",)))
     metrics.watch(lambda: dict.fromkeys(GAUGES, 0.0))

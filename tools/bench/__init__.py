@@ -21,6 +21,8 @@ brownout.py                 `kvloom bench brownout`
 brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
+spot_notice.py              `kvloom bench spot-notice`
+spot_notice_run.py          a shard with notice under load, and what its streams noticed
 tenant_timing.py            `kvloom bench tenant-timing`: what the time to the first token tells another tenant
 auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom bench index`: the router's prefix index

@@ -258,7 +258,8 @@ def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
     )
     moves = {
         "preempted": outcome.num_preemptions,
-        "migrated": outcome.num_migrations,
+        "migrated": outcome.num_migrations - outcome.num_notice_migrations,
+        "migrated (notice)": outcome.num_notice_migrations,
         "failed over": outcome.num_failovers,
     }
     if any(moves.values()):

@@ -8,6 +8,7 @@ from collections import Counter
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.events import ChoiceSpec, Request, ShardDescription, ShardLoad
+from router.core.fleet.departure import MARGIN_SHARE
 from router.core.fleet.fleet import OUTSTANDING_PER_BATCH
 from router.core.fleet.shard_health import HealthState
 
@@ -77,6 +78,16 @@ class ObservedChoice:
         return self.limit is not None and self.num_tokens >= self.limit
 
 
+class Departure(enum.Enum):
+    """How an attempt ended that continues elsewhere."""
+
+    FAILURE = "failure"
+    DRAIN = "drain"
+    """Its shard drained."""
+    NOTICE = "notice"
+    """Its shard had notice that it ends."""
+
+
 class ObservedRequest:
     """A request that a router received."""
 
@@ -85,9 +96,11 @@ class ObservedRequest:
         "avoid_shard_id",
         "choices",
         "deadline",
+        "had_notice",
         "is_duplicate",
         "is_ending",
         "is_held",
+        "left_by",
         "num_attempts",
         "num_ends",
         "num_prefill_chunks",
@@ -118,6 +131,10 @@ class ObservedRequest:
         self.is_ending = False
         self.is_held = False
         """Whether it had to wait for a lease of its limits."""
+        self.had_notice = False
+        """Whether a shard that it was on had notice: it may then move more often than otherwise."""
+        self.left_by = Departure.FAILURE
+        """How it left its last shard when that ended its attempt."""
         self.num_ends = 0
 
     @property
@@ -173,6 +190,7 @@ class ObservedShard:
         "adapters",
         "contended_until",
         "description",
+        "empty_by",
         "hands_over",
         "health",
         "is_draining",
@@ -193,6 +211,8 @@ class ObservedShard:
         """Its model is about to be unloaded."""
         self.hands_over = False
         """It drains and its deadline has passed, so that its sequences must move."""
+        self.empty_by: float | None = None
+        """By when what can move should have, as it has had notice; None: it has not."""
         self.load = ShardLoad(num_available_blocks=description.num_blocks)
         """The last load report."""
         self.num_reported_tokens: dict[int, int] = {}
@@ -272,6 +292,14 @@ class ObservedShard:
 
     def _num_blocks(self, observed: ObservedRequest, num_tokens: int) -> int:
         return -(-(len(observed.request.prompt_token_ids) + num_tokens) // self.description.block_size)
+
+    def note_notice(self, seconds: float | None, now: float) -> None:
+        if seconds is None:
+            self.empty_by = None
+        elif self.empty_by is None:
+            self.empty_by = now + (1.0 - MARGIN_SHARE) * seconds
+            for choice in filter(None, map(self.current, self.open)):
+                choice.request.had_notice = True
 
     def note_load(self, load: ShardLoad) -> None:
         self.load = load

@@ -82,6 +82,19 @@ def draining(request_id: str) -> KvloomError:
     )
 
 
+def shard_lost() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_SHARD_LOST, "The shard that served this request was lost.", retry_after_seconds=1.0
+    )
+
+
+def shard_departed() -> KvloomError:
+    """Of a shard that had notice that it ends."""
+    return KvloomError(
+        ErrorReason.ERROR_REASON_DRAINING, "The shard that served this request has stopped.", retry_after_seconds=1.0
+    )
+
+
 def check_shard(shard: ShardDescription) -> None:
     """Raises KvloomError (PROTOCOL_VIOLATION) for sizes that no engine has, since they bound tables here."""
     if min(shard.block_size, shard.max_batch, shard.max_model_len) < 1:

@@ -184,12 +184,12 @@ class Lifecycle:
                 choice.withheld.clear_all()
             self.settle(choice, now)
 
-    def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
+    def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float, *, is_noticed: bool = False) -> None:
         """A shard failed the choice, which now runs nowhere: it waits to continue on another shard, after the tokens it
-        has."""
+        has. `is_noticed`: the shard had notice that it ends."""
         live = choice.request
         is_drained = error.reason == ErrorReason.ERROR_REASON_DRAINING
-        if is_drained and choice.num_moves < MAX_MOVES:
+        if is_drained and (is_noticed or choice.num_moves < MAX_MOVES):
             choice.num_moves += 1  # a shard that stops is no failed attempt
         if choice.is_at_limit:
             self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
@@ -198,7 +198,8 @@ class Lifecycle:
         else:
             live.avoid_shard_id = shard_id
             live.failure = error
-            live.moves = live.moves.with_migration() if is_drained else live.moves.with_failover()
+            moves = live.moves
+            live.moves = moves.with_migration(is_noticed=is_noticed) if is_drained else moves.with_failover()
             live.pending.append(choice)
             if live.usage is not None:
                 live.usage.release(now)

@@ -112,7 +112,9 @@ class OutagePatience(Checker):
             self.fail(f"{observed.request.request_id} was given up {node.now - since:.3f} s into an outage")
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
-        unschedulable = [observed for observed in node.witness.waiting() if not eligible(node.witness.shards, observed)]
+        witness = node.witness
+        waiting = [observed for observed in witness.waiting() if not eligible(witness.shards, observed)]
+        unschedulable = [observed for observed in waiting if not witness.keeps(observed)]
         before = self._since
         if before or unschedulable:
             self._since = {key: at for key, at in before.items() if key[0] is not node}
