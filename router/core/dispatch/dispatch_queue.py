@@ -234,6 +234,8 @@ class DispatchQueue:
         on."""
         model, queues = queue_id.model, self.queues
         first = next(queues.queue(queue_id))
+        if not first.priority_class.aging_seconds:
+            return
         rank, num_shards = first.priority_class.rank, len(self._fleet.ready(model))
         while queue_id in queues and queues.num_placed(model, rank) < num_shards:
             oldest = min(queues.queue(queue_id), key=lambda live: live.arrived_at)
