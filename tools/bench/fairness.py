@@ -57,6 +57,12 @@ from tools.simulate.fleet.profile import PROFILES
     scope="bench-fairness",
     help="Virtual time during which requests arrive.",
 )
+@option(
+    "--competing-prefill-seconds",
+    type=click.FloatRange(min=0),
+    scope="bench-fairness",
+    help="In place of the router's default; 0: no limit.",
+)
 @option("--seed", type=click.IntRange(0), default=1, show_default=True, scope="bench-fairness")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_fairness(as_json: bool, **plan: Any) -> None:
@@ -86,4 +92,5 @@ def bench_fairness(as_json: bool, **plan: Any) -> None:
             f"{row['ttft_p99']:.2f}",
         )
     console.print(table)
+    console.print(f"beside the flood, the fleet served {report['served_tokens_per_second']:.0f} tokens/s of both")
     console.print(f"TTFT p99 beside the flood: {report['ttft_p99_rise']:+.0%} against alone")

@@ -40,6 +40,8 @@ class FairnessPlan:
     """Virtual time during which requests arrive."""
     warm_up_seconds: float = 10.0
     """Arrivals of the first seconds are not counted: the flood begins in an empty fleet, as it does alone."""
+    competing_prefill_seconds: float | None = None
+    """In place of router.fairness.competing_prefill_seconds."""
     seed: int = 1
 
 
@@ -88,6 +90,7 @@ def run(plan: FairnessPlan) -> dict[str, Any]:
         "capacity_per_second": round(capacity, 2),
         **dataclasses.asdict(plan),
         "rows": rows,
+        "served_tokens_per_second": _served(fair, plan),
         "ttft_p99_rise": round(rows[1]["ttft_p99"] / rows[0]["ttft_p99"] - 1, 4),
     }
 
@@ -106,8 +109,14 @@ def _measure(plan: FairnessPlan, rate: float, *, has_flood: bool, is_fair: bool)
 
 def _core_config(plan: FairnessPlan) -> CoreConfig:
     """The router's defaults, without a safety service."""
+    config = core_config(KvloomConfig())
+    assert config.fairness is not None
+    fairness = config.fairness
+    if plan.competing_prefill_seconds is not None:
+        fairness = dataclasses.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
     return dataclasses.replace(
-        core_config(KvloomConfig()),
+        config,
+        fairness=fairness,
         policy=plan.policy,
         answer_mode="off",
         safety_required=False,
@@ -128,6 +137,13 @@ def _row(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> dict[s
         "ttft_p50": _percentile(good, 0.5),
         "ttft_p99": _percentile(good, 0.99),
     }
+
+
+def _served(outcomes: Sequence[Outcome], plan: FairnessPlan) -> float:
+    """Prompt and output tokens, of both tenants, of the answers that ended while requests arrived."""
+    ended = [one.call for one in outcomes if not one.failed and plan.warm_up_seconds <= one.finished_at <= plan.seconds]
+    num_tokens = sum(call.num_prompt_tokens + call.num_output_tokens for call in ended)
+    return round(num_tokens / (plan.seconds - plan.warm_up_seconds), 1)
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

@@ -8,9 +8,10 @@ be cancelled at no cost. An engine's own queue is first come, first served, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final, Protocol
 
-from router.core.dispatch.fair_shares import FairShares, Preemption
+from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.dispatch.waiting_queues import WaitingQueues
@@ -275,7 +276,8 @@ class DispatchQueue:
         if (
             is_open
             and is_alone
-            and next_prefill_chunk(self._prefill_chunks, live, candidate, self._ledger.view(shard.shard_id)) is None
+            and not self._fair_shares.must_defer(shard, live.request.tenant)
+            and self._next_prefill_chunk(live, shard, candidate) is None
         ):
             self._sender.send(live, shard, candidate, now)
             return
@@ -309,7 +311,8 @@ class DispatchQueue:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
         room only for tenants that do not wait for it, is opened by an event."""
         waiting = self.queues.queue(QueueId(shard.description.model, shard.shard_id))
-        if not shard.has_room or not any(self._placer.has_room(shard, live) for live in waiting):
+        may_send = self._turn_on(shard)
+        if not shard.has_room or not any(may_send(live) and self._placer.has_room(shard, live) for live in waiting):
             self._opens_at[shard.shard_id] = math.inf
             return
         view = self._ledger.view(shard.shard_id)
@@ -321,7 +324,10 @@ class DispatchQueue:
         assert hold is not None
         queue_id = QueueId(shard.description.model, shard.shard_id)
         while self._is_open(shard, now):
-            live = self._take(shard, queue_id, now) or self._steal(shard, now)
+            live = self._take(shard, queue_id, now)
+            is_busy = queue_id in self.queues and bool(self._ledger.view(shard.shard_id).queued)
+            if live is None and not is_busy:  # what waits here may have to wait until the shard has finished prefill
+                live = self._steal(shard, now)
             if live is None:
                 break
             self._send_some(live, shard, queue_id, now)
@@ -334,7 +340,7 @@ class DispatchQueue:
         """Send the whole request, or a prefill chunk while the rest continues to wait."""
         view = self._ledger.view(shard.shard_id)
         candidate = self._placer.candidate(live, shard, now)
-        num_tokens = next_prefill_chunk(self._prefill_chunks, live, candidate, view)
+        num_tokens = self._next_prefill_chunk(live, shard, candidate)
         if num_tokens is None:
             self._sender.send(live, shard, candidate, now)
             return
@@ -344,6 +350,27 @@ class DispatchQueue:
         live.own_seconds = rest_seconds(live, num_tokens, view)
         view.held[live.request.request_id] = live.own_seconds
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
+
+    def _turn_on(self, shard: Shard) -> Callable[[LiveRequest], bool]:
+        """Whether a request's tenant need not wait until the shard has finished prefill; each tenant is asked about
+        once."""
+        deferred: dict[str, bool] = {}
+
+        def has_turn(live: LiveRequest) -> bool:
+            tenant = live.request.tenant
+            if tenant not in deferred:
+                deferred[tenant] = self._fair_shares.must_defer(shard, tenant)
+            return not deferred[tenant]
+
+        return has_turn
+
+    def _next_prefill_chunk(self, live: LiveRequest, shard: Shard, candidate: Candidate) -> int | None:
+        """The number of prompt tokens to send first; None: the whole request is sent."""
+        view = self._ledger.view(shard.shard_id)
+        max_tokens = self._fair_shares.max_prefill_tokens(shard, live.request.tenant)
+        if max_tokens is not None:
+            max_tokens = max(MIN_COMPETING_TOKENS, max_tokens - view.queued_work.num_tokens)
+        return next_prefill_chunk(self._prefill_chunks, live, candidate, view, max_tokens)
 
     def _take(self, shard: Shard, queue_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts, so that no request waits for ever."""
@@ -356,7 +383,8 @@ class DispatchQueue:
             queue_id,
             lambda live: live.prefill_chunk is None and not must_leave_room(shard, live),
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
-            now=now,
+            self._turn_on(shard),
+            now,
         )
         if live is not None:
             self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
@@ -374,7 +402,11 @@ class DispatchQueue:
             key=lambda live: (live.priority_class.rank, live.own_seconds),
         )
         for live in waiting[:MAX_STEAL_CANDIDATES]:
-            can_go = self._placer.fits(live, shard) and self._placer.has_room(shard, live)
+            can_go = (
+                self._placer.fits(live, shard)
+                and self._placer.has_room(shard, live)
+                and not self._fair_shares.must_defer(shard, live.request.tenant)
+            )
             if can_go and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)
                 return live
