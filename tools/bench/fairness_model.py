@@ -18,6 +18,7 @@ from router.core_config import core_config
 from tools.bench.overload_model import OverloadPlan, PoissonCalls, find_capacity
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
+from tools.simulate.runs import Curves
 from tools.simulate.workload import Call, Outcome
 from tools.simulate.world import simulate
 
@@ -73,8 +74,9 @@ def _of(tenant: str, calls: Iterable[tuple[float, Call]], first_number: int) -> 
         )
 
 
-def run(plan: FairnessPlan) -> dict[str, Any]:
-    """Measure the calm tenant alone, and both together with and without fair sharing."""
+def run(plan: FairnessPlan, curves: dict[str, Curves] | None = None) -> dict[str, Any]:
+    """Measure the calm tenant alone, and both together with and without fair sharing. The calm tenant's TTFTs are added
+    to `curves`."""
     capacity = find_capacity(OverloadPlan(num_shards=plan.num_shards, profile=plan.profile, seed=plan.seed))
     rate = plan.calm_load * capacity
     alone = _measure(plan, rate, has_flood=False, is_fair=True)
@@ -86,6 +88,9 @@ def run(plan: FairnessPlan) -> dict[str, Any]:
         {"run": "the flood itself", **_row(fair, FLOOD, plan)},
         {"run": "beside the flood, as one tenant", **_row(as_one, CALM, plan)},
     ]
+    if curves is not None:
+        for row, outcomes in zip((rows[0], rows[1], rows[3]), (alone, fair, as_one), strict=True):
+            curves[row["run"]] = Curves(_ttfts(outcomes, CALM, plan), [])
     return {
         "capacity_per_second": round(capacity, 2),
         **dataclasses.asdict(plan),
@@ -128,7 +133,7 @@ def _core_config(plan: FairnessPlan) -> CoreConfig:
 
 def _row(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> dict[str, Any]:
     counted = [one for one in outcomes if one.call.tenant == tenant and one.arrived_at >= plan.warm_up_seconds]
-    good = sorted(one.ttft_seconds for one in counted if not one.failed)
+    good = _ttfts(outcomes, tenant, plan)
     num_tokens = sum(one.call.num_output_tokens for one in counted if not one.failed)
     return {
         "requests": len(counted),
@@ -137,6 +142,14 @@ def _row(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> dict[s
         "ttft_p50": _percentile(good, 0.5),
         "ttft_p99": _percentile(good, 0.99),
     }
+
+
+def _ttfts(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> list[float]:
+    return sorted(
+        one.ttft_seconds
+        for one in outcomes
+        if one.call.tenant == tenant and one.arrived_at >= plan.warm_up_seconds and not one.failed
+    )
 
 
 def _served(outcomes: Sequence[Outcome], plan: FairnessPlan) -> float:
