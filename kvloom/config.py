@@ -444,6 +444,9 @@ class FairnessConfig(Section):
     free while tenants compete."""
     contention_seconds: PositiveFloat = 30.0
     """How long tenants, or classes, are taken to compete after one had to wait."""
+    competing_prefill_seconds: Annotated[float, Meta(ge=0)] = 0.05
+    """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
+    several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
     prompt_token_weight: PositiveFloat = 1.0
     """What a prompt token that has to be computed counts as service of its tenant. The tenant with the least service is
     next in a queue (docs/scheduling.md)."""

@@ -76,8 +76,10 @@ class RouterCore:
         self._ledger = LoadLedger()
         self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
-        fair_shares = FairShares(config.fairness, self._fleet, self._ledger, config.classes)
         policy = built_in_policy(config.policy) if config.plugin_policy is None else config.plugin_policy()
+        fair_shares = FairShares(
+            config.fairness, self._fleet, self._ledger, config.classes, sends_at_once=policy.hold is None
+        )
         self._placer = Placer(self._fleet, self._index, self._ledger, policy, seed, fair_shares.must_leave_room)
         self._attempt_sender = AttemptSender(
             self._fleet,

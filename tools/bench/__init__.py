@@ -15,6 +15,7 @@ kv_shares.py                `kvloom bench kv-shares`: cache hits of a tenant tha
 memory.py                   `kvloom bench memory`: what bursts leave behind, and how long they hold up the edge
 memory_bursts.py            the bursts
 live_probe.py               asks an edge whether it is alive, from a process of its own
+fair_queue.py               `kvloom bench fair-queue`: what the next request costs to find among many tenants
 fairness.py                 `kvloom bench fairness`
 fairness_model.py           what a tenant that floods the fleet costs another one, in virtual time
 brownout.py                 `kvloom bench brownout`

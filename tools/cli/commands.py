@@ -62,6 +62,7 @@ def main() -> None:
         "data-plane": "tools.bench.data_plane.command:bench_data_plane",
         "directory": "tools.bench.directory:bench_directory",
         "memory": "tools.bench.memory:bench_memory",
+        "fair-queue": "tools.bench.fair_queue:bench_fair_queue",
         "fairness": "tools.bench.fairness:bench_fairness",
         "overload": "tools.bench.overload:bench_overload",
         "spot-notice": "tools.bench.spot_notice:bench_spot_notice",

@@ -233,6 +233,12 @@ class ObservedShard:
     def has_room(self) -> bool:
         return len(self.open) < self.limit
 
+    def may_finish_prefill_first(self, tenant: str) -> bool:
+        """Whether the shard may get no more of the tenant's, which has most of the sequences there, before something
+        that it was sent has started."""
+        num_mine = sum(one is not None and one.request.request.tenant == tenant for one in self.open.values())
+        return bool(self.open.keys() - self.started) and 2 * num_mine > len(self.open)
+
     def num_reserved_blocks(self, fairness: FairnessSettings) -> int:
         return max(1, int(self.description.num_blocks * fairness.reserved_share))
 

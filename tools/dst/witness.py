@@ -112,6 +112,8 @@ class Witness:
         """Whether the shard certainly has room for that request's tenant and class."""
         if self.config.classes:
             return False  # it may be left to others
+        if self.config.fairness is not None and shard.may_finish_prefill_first(observed.request.tenant):
+            return False
         fairness = self.config.fairness if shard.description.model in self.contended else None
         return shard.has_room and not shard.may_be_left_free(observed.request.tenant, fairness)
 

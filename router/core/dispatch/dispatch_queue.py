@@ -8,10 +8,11 @@ be cancelled at no cost. An engine's own queue is first come, first served, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvloom.class_rank import INTERACTIVE_RANK
-from router.core.dispatch.fair_shares import FairShares, Preemption
+from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.dispatch.ttft_order import ttft_order
@@ -259,6 +260,8 @@ class DispatchQueue:
         on."""
         model, queues = queue_id.model, self.queues
         first = next(queues.queue(queue_id))
+        if not first.priority_class.aging_seconds:
+            return
         rank, num_shards = first.priority_class.rank, len(self._fleet.ready(model))
         while queue_id in queues and queues.num_placed(model, rank) < num_shards:
             oldest = min(queues.queue(queue_id), key=lambda live: live.arrived_at)
@@ -313,7 +316,8 @@ class DispatchQueue:
         if (
             is_open
             and is_alone
-            and next_prefill_chunk(self._prefill_chunks, live, candidate, self._ledger.view(shard.shard_id)) is None
+            and not self._fair_shares.must_defer(shard, live.request.tenant)
+            and self._next_prefill_chunk(live, shard, candidate) is None
         ):
             self._sender.send(live, shard, candidate, now)
             return
@@ -363,7 +367,8 @@ class DispatchQueue:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
         room only for tenants that do not wait for it, is opened by an event."""
         waiting = list(self.queues.queue(QueueId(shard.description.model, shard.shard_id)))
-        if not shard.has_room or not any(self._placer.has_room(shard, live) for live in waiting):
+        may_send = self._turn_on(shard)
+        if not shard.has_room or not any(may_send(live) and self._placer.has_room(shard, live) for live in waiting):
             self._opens_at[shard.shard_id] = math.inf
             return
         view = self._ledger.view(shard.shard_id)
@@ -378,7 +383,10 @@ class DispatchQueue:
         queue_id = QueueId(shard.description.model, shard.shard_id)
         view = self._ledger.view(shard.shard_id)
         while self._is_open(shard, self._most_urgent_rank(queue_id) if view.ranked_work else INTERACTIVE_RANK, now):
-            live = self._take(shard, queue_id, now) or self._steal(shard, now)
+            live = self._take(shard, queue_id, now)
+            is_busy = queue_id in self.queues and bool(view.queued)
+            if live is None and not is_busy:  # what waits here may have to wait until the shard has finished prefill
+                live = self._steal(shard, now)
             if live is None:
                 break
             self._send_some(live, shard, queue_id, now)
@@ -391,7 +399,7 @@ class DispatchQueue:
         """Send the whole request, or a prefill chunk while the rest continues to wait."""
         view = self._ledger.view(shard.shard_id)
         candidate = self._placer.candidate(live, shard, now)
-        num_tokens = next_prefill_chunk(self._prefill_chunks, live, candidate, view)
+        num_tokens = self._next_prefill_chunk(live, shard, candidate)
         if num_tokens is None:
             self._sender.send(live, shard, candidate, now)
             return
@@ -401,6 +409,27 @@ class DispatchQueue:
         live.own_seconds = rest_seconds(live, num_tokens, view)
         view.hold(live.request.request_id, live.own_seconds, live.priority_class.rank)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
+
+    def _turn_on(self, shard: Shard) -> Callable[[LiveRequest], bool]:
+        """Whether a request's tenant need not wait until the shard has finished prefill; each tenant is asked about
+        once."""
+        deferred: dict[str, bool] = {}
+
+        def has_turn(live: LiveRequest) -> bool:
+            tenant = live.request.tenant
+            if tenant not in deferred:
+                deferred[tenant] = self._fair_shares.must_defer(shard, tenant)
+            return not deferred[tenant]
+
+        return has_turn
+
+    def _next_prefill_chunk(self, live: LiveRequest, shard: Shard, candidate: Candidate) -> int | None:
+        """The number of prompt tokens to send first; None: the whole request is sent."""
+        view = self._ledger.view(shard.shard_id)
+        max_tokens = self._fair_shares.max_prefill_tokens(shard, live.request.tenant)
+        if max_tokens is not None:
+            max_tokens = max(MIN_COMPETING_TOKENS, max_tokens - view.queued_work.num_tokens)
+        return next_prefill_chunk(self._prefill_chunks, live, candidate, view, max_tokens)
 
     def _take(self, shard: Shard, queue_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts, so that no request waits for ever."""
@@ -419,7 +448,8 @@ class DispatchQueue:
                 live.prefill_chunk is None and not must_leave_room(shard, live) and self._opens_for(shard, live, now)
             ),
             ttft_order(shortest_first, now) if self.queues.num_with_objectives else shortest_first,
-            now=now,
+            self._turn_on(shard),
+            now,
         )
         if live is not None:
             self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
@@ -441,6 +471,7 @@ class DispatchQueue:
                 self._placer.fits(live, shard)
                 and self._placer.has_room(shard, live)
                 and self._opens_for(shard, live, now)
+                and not self._fair_shares.must_defer(shard, live.request.tenant)
             )
             if can_go and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)
