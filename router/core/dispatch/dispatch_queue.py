@@ -384,9 +384,8 @@ class DispatchQueue:
         view = self._ledger.view(shard.shard_id)
         while self._is_open(shard, self._most_urgent_rank(queue_id) if view.ranked_work else INTERACTIVE_RANK, now):
             live = self._take(shard, queue_id, now)
-            is_busy = queue_id in self.queues and bool(view.queued)
-            if live is None and not is_busy:  # what waits here may have to wait until the shard has finished prefill
-                live = self._steal(shard, now)
+            if live is None and all(map(self._turn_on(shard), self.queues.queue(queue_id))):
+                live = self._steal(shard, now)  # otherwise the shard has to finish prefill first
             if live is None:
                 break
             self._send_some(live, shard, queue_id, now)
