@@ -234,10 +234,11 @@ class ObservedShard:
         return len(self.open) < self.limit
 
     def may_finish_prefill_first(self, tenant: str) -> bool:
-        """Whether the shard may get no more of the tenant's, which has most of the sequences there, before something
-        that it was sent has started."""
-        num_mine = sum(one is not None and one.request.request.tenant == tenant for one in self.open.values())
-        return bool(self.open.keys() - self.started) and 2 * num_mine > len(self.open)
+        """Whether the shard may get no more of the tenant's, which has more than its share of the sequences there,
+        before something that it was sent has started."""
+        tenants = [one.request.request.tenant for one in self.open.values() if one is not None]
+        num_mine = tenants.count(tenant)
+        return bool(self.open.keys() - self.started) and max(2, len(set(tenants))) * num_mine > len(self.open)
 
     def num_reserved_blocks(self, fairness: FairnessSettings) -> int:
         return max(1, int(self.description.num_blocks * fairness.reserved_share))
