@@ -79,7 +79,7 @@ class TiersKept(Checker):
             or observed.request.tier is not Tier.INTERACTIVE
         ):
             return
-        if node.config.overload.sheds_early and observed is node.witness.arriving:
+        if observed is node.witness.arriving and (node.config.overload.sheds_early or observed.may_be_impossible):
             return  # it may have had to wait too long even with a place in the queue
         others = [other for other in node.witness.waiting() if other.request.tier is Tier.BATCH]
         if others and not any(other.was_dispatched for other in node.witness.waiting()):
