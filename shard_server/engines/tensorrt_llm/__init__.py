@@ -13,4 +13,5 @@ daemon_thread.py     threads for the library's blocking calls
 disaggregation.py    prefill on one engine and decode on another
 api.py               the types and symbols of the library that the adapter uses
 known_names.py       the library's names, against which tests check the adapter
+versions.py          which release has which of them, and how it behaves
 """

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.tensorrt_llm.versions import Release, release_of
 
 MODULE: Final = "tensorrt_llm"
 
@@ -58,6 +59,22 @@ class TensorRtLlm:
     version: str
     request_error: type[Exception]
     """The exception type of a failure of one request; any other exception means that the engine dies."""
+
+    @property
+    def release(self) -> Release:
+        """What cannot be found out by looking at the installed version: see versions.py."""
+        return release_of(self.version)
+
+    def knows(self, path: str, argument: str) -> bool:
+        """Whether the class at `path` has the argument and uses it, as far as the installed class shows; otherwise, as
+        the nearest known release does."""
+        found = self.find(path)
+        if found is None:
+            return False
+        known = argument_names(found)
+        if known is None:
+            return argument in self.release.used_arguments(path.split(".")[-1])
+        return argument in known and not _is_ignored(found, argument)
 
     def symbol(self, path: str) -> Any:
         """The object at `path`, such as "llmapi.KvCacheConfig"."""
@@ -116,3 +133,12 @@ def argument_names(function: Any) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def _is_ignored(model: Any, name: str) -> bool:
+    """Whether a field of a pydantic model is deprecated, in the library's own marking, or set by the library itself."""
+    fields = getattr(model, "model_fields", {})
+    field = fields.get(name) if isinstance(fields, Mapping) else None
+    extra = getattr(field, "json_schema_extra", None)
+    is_deprecated = isinstance(extra, Mapping) and extra.get("status") == "deprecated"
+    return is_deprecated or getattr(field, "init", None) is False

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache, EventBuffer
 from tests.fakes.fake_tensorrt_llm.configs import SamplingParams, StrictModel
 from tests.fakes.fake_tensorrt_llm.executor import Executor, Request
@@ -22,8 +23,7 @@ DEFAULT_NUM_BLOCKS = 256
 class Variant:
     """How a version, or a machine, differs."""
 
-    is_new: bool = False
-    """Newer than 1.2.1: Eagle3DecodingConfig exists, events include the salt."""
+    release: Release = RELEASE_1_2
     is_stub: bool = False
     """The index's package without the library."""
     without_llm_arguments: Sequence[str] = ()
@@ -39,11 +39,19 @@ class Variant:
     rank: int | None = None
 
 
+IN_1_2 = Variant()
+"""Release 1.2.1."""
+IN_NEWEST = Variant(release=NEWEST, window_sizes=(4096, 512), rank=1, raises_queue_empty=True)
+"""The newest release, with a model of two attention windows and attention data parallelism."""
+
+
 class FakeLlm:
     """`tensorrt_llm.LLM`. Below its API: what a test makes happen to it."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
         kv_cache = args.kv_cache_config
+        if args.enable_lora and not (args.lora_config.lora_target_modules or args.lora_config.lora_dir):
+            raise AssertionError("Expecting at least one lora target module")
         self.args = args
         self.variant = variant
         block_size = kv_cache.tokens_per_block
@@ -56,7 +64,7 @@ class FakeLlm:
             block_size,
             self.events,
             reuse=bool(kv_cache.enable_block_reuse),
-            tells_salts=variant.is_new,
+            tells_salts=variant.release.tells_salts,
         )
         transceiver = args.cache_transceiver_config
         self.executor = Executor(
