@@ -32,10 +32,12 @@ from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslat
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, as_records, parse_events
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from shard_server.engines.tensorrt_llm.launch import (
+    absorb_capacity,
     absorb_first_stats,
     capabilities_of,
     check_isolation,
     count_blocks,
+    count_ranks,
     launch,
     shut_down,
 )
@@ -126,6 +128,7 @@ class TensorRtLlmEngine:
         self.adapters = AdapterTable(self._library, lora.adapters, lora.max_rank, lora.max_loras)
         # The first request compiles and captures what the constructor has not; it may take as long as the start.
         await probe(self._submit_probe, config.start_timeout_seconds)
+        await absorb_capacity(llm, self._stats, count_ranks(self._shard))
         await absorb_first_stats(llm, self._stats)
         if self._stats.num_blocks is None:
             # Statistics come with iterations: another one may have what the first lacked.
@@ -292,7 +295,7 @@ class TensorRtLlmEngine:
 
     def _on_stats_lost(self, error: Exception) -> None:
         log.error("TensorRT-LLM has stopped giving statistics: load is our own estimate", error=repr(error))
-        self._stats.num_free_blocks = None
+        self._stats.forget_free_blocks()
 
     def _on_kv_records(self, records: list[KvRecord]) -> None:
         self._buffer.add_kv_events(self._kv_events.translate(records))

@@ -55,12 +55,13 @@ class FakeLlm:
         self.args = args
         self.variant = variant
         block_size = kv_cache.tokens_per_block
+        self._num_ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
         num_blocks = kv_cache.max_tokens // block_size if kv_cache.max_tokens else DEFAULT_NUM_BLOCKS
         self.events = EventBuffer(
             kv_cache.event_buffer_max_size if variant.has_events else 0, variant.window_sizes, variant.rank
         )
         self.cache = BlockCache(
-            num_blocks,
+            num_blocks * self._num_ranks,
             block_size,
             self.events,
             reuse=bool(kv_cache.enable_block_reuse),
@@ -73,6 +74,8 @@ class FakeLlm:
             variant.step_seconds,
             variant.tokens_per_step,
             None if transceiver is None else transceiver.kv_transfer_timeout_ms,
+            variant.release,
+            self._num_ranks,
         )
         self.outputs: list[RequestOutput] = []
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
@@ -172,6 +175,13 @@ class FakeLlm:
             time.sleep(0.001)
 
 
+class _WithCapacity(FakeLlm):
+    def get_kv_cache_capacity(self) -> dict[str, int]:
+        """Of one rank."""
+        num_blocks, block_size = self.cache.num_blocks // self._num_ranks, self.cache.block_size
+        return {"maxNumBlocks": num_blocks, "tokensPerBlock": block_size, "maxNumTokens": num_blocks * block_size}
+
+
 class _WithoutSalt(FakeLlm):
     def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:  # type: ignore[override]
         return super().generate_async(inputs, sampling_params, streaming=streaming)
@@ -179,6 +189,8 @@ class _WithoutSalt(FakeLlm):
 
 def make_llm_class(made: list[FakeLlm], variant: Variant, args_class: type[StrictModel]) -> type[FakeLlm]:
     base = FakeLlm if variant.takes_cache_salt else _WithoutSalt
+    if "get_kv_cache_capacity" in variant.release.attributes("LLM"):
+        base = _WithCapacity
 
     class LLM(base):
         def __init__(

@@ -10,6 +10,7 @@ import pytest
 from kvloom.config import TensorRtKvCacheConfig, TensorRtLlmConfig, TensorRtLoraConfig
 from kvloom.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, Capability, EngineError, FinishReason, Sampling
+from shard_server.engines.tensorrt_llm.versions import NEWEST
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 from tests.fakes.fake_tensorrt_llm import RequestError, Variant, installed_tensorrt_llm
 from tests.fakes.tensorrt_llm_engine import EOS, make_tensorrt_llm_engine, running_tensorrt_llm
@@ -225,6 +226,18 @@ async def test_without_statistics_the_configuration_must_tell_the_blocks():
         driver.engine.submit(request_of("a", prompt_of(1, 40), 30))
         await driver.step_until(lambda: "a" in driver.tokens)
         assert driver.load.num_available_blocks == 29
+
+
+@pytest.mark.parametrize("has_stats", [True, False])
+async def test_the_blocks_of_all_ranks_count(has_stats: bool):
+    """With attention data parallelism each rank has a cache of its own, and the capacity is said for one."""
+    config = TensorRtLlmConfig(tensor_parallel_size=2, attention_dp=True)
+    variant = Variant(release=NEWEST, has_stats=has_stats, tokens_per_step=3)
+    async with running_tensorrt_llm(variant, config, num_blocks=40) as (driver, _):
+        assert driver.engine.info.num_blocks == 80
+        driver.engine.submit(request_of("a", prompt_of(1, 40), 300))
+        await driver.step_until(lambda: not has_stats or driver.load.num_draft_tokens > 0)
+        await driver.step_until(lambda: driver.load.num_available_blocks in range(30, 78))
 
 
 async def test_a_request_error_of_the_submit_itself_is_the_requests():

@@ -135,6 +135,34 @@ def test_statistics_give_blocks_and_speeds():
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (8, 5)
 
 
+def test_rows_of_ranks_are_summed_where_they_differ_and_counted_once_where_they_are_copies():
+    """Attention data parallelism: capacity would otherwise be one rank's, and speculation that of many engines."""
+
+    def row(rank: int, iteration: int, free: int, context: int, generating: int) -> dict[str, Any]:
+        return {
+            "iter": iteration,
+            "iterLatencyMS": 100.0,
+            "attentionDpRank": rank,
+            "kvCacheStats": {"maxNumBlocks": 50, "freeNumBlocks": free, "tokensPerBlock": 32},
+            "inflightBatchingStats": {
+                "numCtxTokens": context,
+                "numGenRequests": generating,
+                "numPausedRequests": rank + 1,
+            },
+            "specDecodingStats": {"numDraftTokens": 8, "numAcceptedTokens": 5},
+        }
+
+    stats = IterationStats()
+    stats.absorb([row(0, 1, 20, 300, 1), row(1, 1, 30, 0, 4), row(0, 2, 19, 0, 1), row(1, 2, 29, 0, 4)])
+    assert (stats.num_blocks, stats.num_free_blocks) == (100, 48)
+    assert stats.prefill_tokens_per_second == pytest.approx(3000)
+    assert stats.decode_step_seconds == pytest.approx(0.1)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (16, 10)
+    assert stats.num_preemptions == 3
+    in_flight = InFlight(max_batch=2, num_blocks=100, block_size=32)
+    assert in_flight.load(stats).num_draft_tokens == 16
+
+
 def test_free_blocks_of_the_past_do_not_count():
     """Statistics stop when the engine goes idle: the last one describes what ran then."""
     stats = IterationStats()
