@@ -52,7 +52,7 @@ class IterationStats:
     def absorb_capacity(self, capacity: Mapping[str, Any], num_ranks: int) -> None:
         """What get_kv_cache_capacity says, of each rank. Does nothing if it is empty."""
         self.tokens_per_block = capacity.get("tokensPerBlock") or self.tokens_per_block
-        num_blocks = capacity.get("maxNumBlocks")
+        num_blocks: int = capacity.get("maxNumBlocks") or 0
         if num_blocks:
             self._num_blocks = dict.fromkeys(range(num_ranks), num_blocks)
 
@@ -127,7 +127,7 @@ class InFlight:
         """When the sequence was admitted; `now` if that is unknown."""
         return self._admitted_at.get(request_id, now)
 
-    def load(self, stats: IterationStats) -> EngineLoad:
+    def load(self, stats: IterationStats, lost_reports: tuple[str, ...] = ()) -> EngineLoad:
         shares: dict[int, LoadShare] = {}
         for stream in self._waiting.values():
             share = shares.setdefault(stream.request.origin, LoadShare())
@@ -153,6 +153,7 @@ class InFlight:
             decode_step_seconds=stats.decode_step_seconds,
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
+            lost_reports=lost_reports,
         )
 
     def _num_available_blocks(self, stats: IterationStats, num_used_blocks: int, most_blocks: int) -> int:

@@ -63,6 +63,9 @@ class Executor:
         self.hangs = False
         self.fail_next: tuple[int, Exception] | None = None
         """The next submitted request raises this after so many tokens."""
+        self.fails_all: Exception | None = None
+        """What every forward pass raises: the requests get it as their error, and the executor goes on."""
+        self.num_failed = 0
         self._tokens_per_step = tokens_per_step
         self._max_batch = max_batch
         self._waiting: deque[Request] = deque()
@@ -200,6 +203,11 @@ class Executor:
     def _advance(self, request: Request, batch: list[tuple[Request, Response]]) -> None:
         if request.is_decode_leg and not request.generated[0]:
             self._begin_decode_leg(request, batch)
+            return
+        if self.fails_all is not None:
+            self.num_failed += 1
+            batch.append((request, Response(error=self.fails_all)))
+            self._end(request)
             return
         failure = self._fails.get(request.output.request_id)
         if failure is not None and len(request.generated[0]) >= failure[0]:

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache, EventBuffer
@@ -17,6 +17,14 @@ from tests.fakes.fake_tensorrt_llm.executor import Executor, Request
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, RequestOutput
 
 DEFAULT_NUM_BLOCKS = 256
+ERROR_BUDGET = 2
+"""How many requests may fail before the health check of releases with a budget does."""
+HangsIn = Literal["", "submit", "response", "shutdown"]
+
+
+def hang() -> None:
+    while True:
+        time.sleep(60)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +91,14 @@ class FakeLlm:
         self.refuse_next: Exception | None = None
         """What the next generate_async raises."""
         self.num_shutdowns = 0
+        self.hangs_in: HangsIn = ""
+        """What blocks for ever: its caller's thread is the event loop's but for "shutdown"."""
+        self.loses_events = False
+        """The getter of KV events fails, logs that and returns nothing."""
+        self.loses_stats = False
+        """The getter of statistics returns nothing."""
+        self.stats_error: Exception | None = None
+        """What the getter of statistics raises."""
         self.num_pollers: set[int] = set()
         self._ids = itertools.count(1)
         self._aborter = Aborter(self.executor.abort)
@@ -103,6 +119,8 @@ class FakeLlm:
         scheduling_params: Any = None,
         cache_salt: str | None = None,
     ) -> RequestOutput:
+        if self.hangs_in == "submit":
+            hang()
         if self.num_shutdowns:
             raise RuntimeError("LLM is shutting down")
         if self.refuse_next is not None:
@@ -119,7 +137,7 @@ class FakeLlm:
             raise ValueError("the prompt and max_tokens exceed max_seq_len")
         if disaggregated_params is not None and disaggregated_params.request_type == "context_only":
             params.max_tokens = 1
-        output = RequestOutput(next(self._ids), token_ids, params, self._aborter)
+        output = RequestOutput(next(self._ids), token_ids, params, self._aborter, self._before_response)
         self.outputs.append(output)
         self.submit_called.set()
         self.submitted.append(
@@ -133,14 +151,26 @@ class FakeLlm:
     def get_stats(self, timeout: float = 2.0) -> list[dict[str, Any]]:
         if not self.variant.has_stats:
             raise RuntimeError("stats are not enabled")
-        return self._drain(self.executor.drain_stats, timeout)
+        if self.stats_error is not None:
+            raise self.stats_error
+        return self._drain(lambda: [] if self.loses_stats else self.executor.drain_stats(), timeout)
 
     def get_kv_cache_events(self, timeout: float = 2.0) -> list[dict[str, Any]]:
         self.num_pollers.add(threading.get_ident())
-        return self._drain(self.executor.drain_events, timeout)
+        is_pushed = getattr(self.args.kv_cache_config, "kv_events_config", None) is not None
+        is_silent = self.loses_events or is_pushed
+        return self._drain(lambda: [] if is_silent else self.executor.drain_events(), timeout)
+
+    def _check_health(self) -> bool:
+        if self.variant.release.has_error_budget and self.executor.num_failed > ERROR_BUDGET:
+            return False
+        return not self.num_shutdowns
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
+        if self.hangs_in == "shutdown":
+            threading.Thread(target=hang, daemon=False).start()  # keeps the process, as the library's do
+            hang()
         self.stop()
 
     # -- what a test makes happen -------------------------------------------------------------------------------------
@@ -160,6 +190,11 @@ class FakeLlm:
     def drop_executor(self) -> None:
         """What requests hold of it is gone: abort() raises."""
         del self._aborter
+
+    def _before_response(self) -> None:
+        """The library has noticed that its workers have failed, and waits for them."""
+        if self.hangs_in == "response":
+            hang()
 
     def _drain(self, take: Any, timeout: float) -> list[dict[str, Any]]:
         """Destructive; waits up to `timeout` for the first."""

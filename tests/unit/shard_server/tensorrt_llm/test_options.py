@@ -204,6 +204,14 @@ def test_an_argument_that_the_version_lacks_is_refused_by_name(option: str):
         options_of(TensorRtLlmConfig(**{option: 2}), Variant(without_llm_arguments=[option]))
 
 
+def test_kv_events_are_never_pushed_as_well():
+    """The library's getter then returns nothing, and the shard would see an empty cache."""
+    options = options_of(variant=Variant(release=NEWEST))
+    assert options["kv_cache_config"].kv_events_config is None
+    with pytest.raises(EngineError, match="kv_cache_config is set by kvloom"):
+        options_of(TensorRtLlmConfig(extra_llm_options={"kv_cache_config": {"kv_events_config": {}}}))
+
+
 def test_half_a_connector_is_refused():
     """The library would fail minutes later, in a worker."""
     with pytest.raises(msgspec.ValidationError, match="module, scheduler_class and worker_class together"):

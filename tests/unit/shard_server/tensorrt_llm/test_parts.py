@@ -180,7 +180,7 @@ def test_free_blocks_of_the_past_do_not_count():
 
 def test_progress_is_tokens_or_iterations():
     """A long prefill gives no token for long; a long queue neither."""
-    watch = ProgressWatch(probe_interval_seconds=10, stall_timeout_seconds=60, now=0)
+    watch = ProgressWatch(probe_interval_seconds=10, stall_timeout_seconds=60, max_failed_requests=3, now=0)
     assert watch.judge(9, is_busy=False, num_records=0) is Verdict.WELL
     assert watch.judge(10, is_busy=False, num_records=0) is Verdict.PROBE
     watch.on_work(100)
@@ -311,10 +311,10 @@ async def test_a_drain_survives_empty_queues_and_gives_up_after_repeated_failure
         return answer
 
     delivered: list[int] = []
-    given_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-    drain = DrainThread("drain", fetch, list, delivered.extend, given_up.set_result, failure_pause_seconds=0)
+    lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    drain = DrainThread("drain", fetch, list, delivered.extend, lost.set_result, failure_pause_seconds=0)
     drain.start()
-    error = await asyncio.wait_for(given_up, TIMEOUT_SECONDS)
+    error = await asyncio.wait_for(lost, TIMEOUT_SECONDS)
     assert str(error) == "gone"
     assert delivered == [1, 2, 3]
     await drain.stop()
