@@ -66,7 +66,10 @@ class FakeLlm:
         self._num_ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
         num_blocks = kv_cache.max_tokens // block_size if kv_cache.max_tokens else DEFAULT_NUM_BLOCKS
         self.events = EventBuffer(
-            kv_cache.event_buffer_max_size if variant.has_events else 0, variant.window_sizes, variant.rank
+            kv_cache.event_buffer_max_size if variant.has_events else 0,
+            variant.window_sizes,
+            variant.rank,
+            hexadecimal=variant.release.block_identities == "hexadecimal",
         )
         self.cache = BlockCache(
             num_blocks * self._num_ranks,
