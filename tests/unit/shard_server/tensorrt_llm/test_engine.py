@@ -192,6 +192,19 @@ async def test_a_resumed_sequence_goes_on_from_the_delivered_tokens():
         assert Capability.BATCH_INVARIANT not in driver.engine.info.capabilities
 
 
+@pytest.mark.parametrize("variant", [IN_1_2, IN_NEWEST], ids=["1.2.1", "newest"])
+async def test_the_end_token_is_the_last_of_the_output(variant: Variant):
+    """The library appends it before it looks for a stop; without it a router could not tell which token ended."""
+    end_id = min(EOS)
+    sampling = Sampling(logit_bias=((end_id, 100.0),))
+    async with running_tensorrt_llm(variant, TensorRtLlmConfig(penalties=True)) as (driver, fake):
+        request = request_of("a", prompt_of(1, 10), 5, sampling=sampling, stop_token_ids=EOS)
+        (tokens,) = await driver.run(request)
+        assert tokens == [end_id]
+        assert driver.ends["a"] is FinishReason.STOP
+        assert fake.llm.submitted[-1][1].end_id == end_id
+
+
 async def test_the_library_gets_salt_and_streaming():
     """Without a salt tenants would share their KV."""
     async with running_tensorrt_llm() as (driver, fake):
