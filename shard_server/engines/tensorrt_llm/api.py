@@ -66,14 +66,15 @@ class TensorRtLlm:
         return release_of(self.version)
 
     def knows(self, path: str, argument: str) -> bool:
-        """Whether the class at `path` has the argument and uses it, as far as the installed class shows; otherwise, as
-        the nearest known release does."""
+        """Whether the class or method at `path` has the argument and uses it, as far as the installed one shows;
+        otherwise, as the nearest known release does."""
         found = self.find(path)
         if found is None:
             return False
         known = argument_names(found)
         if known is None:
-            return argument in self.release.used_arguments(path.split(".")[-1])
+            name = path if path.startswith("LLM.") else path.rpartition(".")[2]
+            return argument in self.release.used_arguments(name)
         return argument in known and not _is_ignored(found, argument)
 
     def symbol(self, path: str) -> Any:
@@ -85,11 +86,12 @@ class TensorRtLlm:
 
     def find(self, path: str) -> Any | None:
         """Like `symbol`, but None if this version lacks it."""
-        *modules, name = path.split(".")
+        *owners, name = path.split(".")
         try:
-            return getattr(importlib.import_module(".".join((MODULE, *modules))), name, None)
+            owner = importlib.import_module(".".join((MODULE, *owners)))
         except ImportError:
-            return None
+            owner = self.find(".".join(owners)) if owners else None
+        return getattr(owner, name, None)
 
     def arguments_of(self, path: str) -> frozenset[str] | None:
         """The argument names of a class; None if they cannot be found out."""

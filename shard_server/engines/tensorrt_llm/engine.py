@@ -24,7 +24,7 @@ from shard_server.engines.base import (
     RequestRefusedError,
     StepOutput,
 )
-from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm, argument_names
+from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only
 from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, ask, probe
@@ -132,8 +132,7 @@ class TensorRtLlmEngine:
 
     async def _prepare(self, llm: Llm) -> None:
         config = self._config
-        arguments = argument_names(llm.generate_async)
-        self._has_salt = check_isolation(arguments, self._shard, self._library.version)
+        self._has_salt = check_isolation(self._library, self._shard)
         self._sampling = SamplingMapper.of(self._library, config.guided_decoding_backend)
         lora = config.lora
         self.adapters = AdapterTable(self._library, lora.adapters, lora.max_rank, lora.max_loras)

@@ -112,13 +112,12 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
     return frozenset(found)
 
 
-def check_isolation(arguments: frozenset[str] | None, shard: ShardConfig, version: str) -> bool:
-    """Whether requests can carry a cache salt; `arguments` are those of generate_async. Raises EngineError if tenants
-    would share their KV."""
-    has_salt = arguments is None or "cache_salt" in arguments
+def check_isolation(library: TensorRtLlm, shard: ShardConfig) -> bool:
+    """Whether requests can carry a cache salt. Raises EngineError if tenants would share their KV."""
+    has_salt = library.knows("LLM.generate_async", "cache_salt")
     if not has_salt and shard.tensorrt_llm.kv_cache.block_reuse:
         raise EngineError(
-            f"TensorRT-LLM {version} takes no cache_salt, so that tenants would share cached prefixes: set "
+            f"TensorRT-LLM {library.version} takes no cache_salt, so that tenants would share cached prefixes: set "
             "shard.tensorrt_llm.kv_cache.block_reuse = false, or use 1.2.1 or newer"
         )
     return has_salt

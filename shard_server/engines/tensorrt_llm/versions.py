@@ -49,6 +49,7 @@ class Release:
         return ARGUMENTS[name] - self.lacks.get(name, frozenset())
 
     def used_arguments(self, name: str) -> frozenset[str]:
+        """Raises KeyError for a name that is not in known_names."""
         return self.arguments(name) - self.ignores.get(name, frozenset())
 
     def attributes(self, name: str) -> frozenset[str]:

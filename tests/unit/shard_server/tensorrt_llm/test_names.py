@@ -122,8 +122,9 @@ def test_every_symbol_is_a_real_one():
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("symbol", "find", "arguments_of")
+                and node.func.attr in ("symbol", "find", "arguments_of", "knows")
                 and isinstance(node.args[0], ast.Constant)
+                and node.args[0].value not in known_names.ARGUMENTS
             ):
                 found.add(f"tensorrt_llm.{node.args[0].value}")
     assert len(found) > 10
@@ -204,6 +205,19 @@ def test_every_keyword_of_a_call_to_the_library_is_a_real_one():
                 assert keywords <= known[methods[node.func.attr]], path.name
                 checked += 1
     assert checked >= 6
+
+
+def test_every_argument_that_is_looked_for_is_a_real_one():
+    """`library.knows(path, "misspelt")` would be no for ever."""
+    checked = 0
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "knows":
+                argument = node.args[1]
+                if isinstance(argument, ast.Constant):
+                    assert any(argument.value in known for known in known_names.ARGUMENTS.values()), path.name
+                    checked += 1
+    assert checked >= 5
 
 
 def test_the_fake_has_no_name_that_the_library_lacks():

@@ -91,3 +91,17 @@ def test_what_cannot_be_looked_at_is_as_in_the_nearest_release(monkeypatch: pyte
         path = "llmapi.MTPDecodingConfig"
         assert TensorRtLlm("1.2.1", RequestError).knows(path, "num_nextn_predict_layers")
         assert not TensorRtLlm("1.3.0", RequestError).knows(path, "num_nextn_predict_layers")
+        connector = "llmapi.llm_args.KvCacheConnectorConfig"
+        monkeypatch.setattr(sys.modules["tensorrt_llm.llmapi.llm_args"], "KvCacheConnectorConfig", Opaque)
+        assert not TensorRtLlm("1.2.1", RequestError).knows(connector, "connector")
+        assert TensorRtLlm("1.3.0", RequestError).knows(connector, "connector")
+
+
+def test_a_method_is_looked_at_like_a_class():
+    """Without salts tenants would share their cached prefixes."""
+    for takes_salt in (True, False):
+        with installed_tensorrt_llm(Variant(takes_cache_salt=takes_salt)):
+            library = TensorRtLlm("1.2.1", RequestError)
+            assert library.knows("LLM.generate_async", "cache_salt") == takes_salt
+            assert not library.knows("LLM.no_such_method", "cache_salt")
+            assert not library.knows("no_such_module.Thing", "cache_salt")
