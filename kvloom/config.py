@@ -749,6 +749,10 @@ class TensorRtLlmConfig(Section):
     probe_timeout_seconds: PositiveFloat = 30.0
     stall_timeout_seconds: PositiveFloat = 120.0
     """An engine that has work and makes no progress for this long counts as dead."""
+    max_failed_requests: PositiveInt = 8
+    """After so many requests in a row that TensorRT-LLM has failed, it must generate one token to count as alive."""
+    loop_timeout_seconds: Annotated[float, Meta(ge=0)] = 60.0
+    """When TensorRT-LLM blocks the shard's event loop for this long, the process ends. 0: it never does."""
     cancel_timeout_seconds: PositiveFloat = 10.0
     """A cancelled sequence that TensorRT-LLM does not end within this time is cut off."""
     unread_timeout_seconds: PositiveFloat = 30.0

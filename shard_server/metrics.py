@@ -138,6 +138,14 @@ class ShardMetrics:
             "kvloom_shard_kv_share_last_resorts",
             "Cached blocks evicted although a guaranteed share protected them, as nothing else was left. Unit: blocks.",
         )
+        self._lost_reports = Gauge(
+            "kvloom_shard_lost_reports",
+            "What TensorRT-LLM has stopped to report although it works: statistics (the load is then an estimate) or "
+            "kv_events (routers then see an empty cache). Unit: 1 while lost, else 0.",
+            ["model", "report"],
+            registry=registry,
+        )
+        self._lost_reports_seen: tuple[str, ...] = ()
         self._model = model
         self._num_kv_last_resorts_seen = 0
         self._routers = gauge(
@@ -190,6 +198,10 @@ class ShardMetrics:
             self._accepted_tokens.inc(load.num_accepted_tokens - self._num_accepted_tokens_seen)
             self._num_draft_tokens_seen = load.num_draft_tokens
             self._num_accepted_tokens_seen = load.num_accepted_tokens
+        if load.lost_reports != self._lost_reports_seen:
+            for report in {*load.lost_reports, *self._lost_reports_seen}:
+                self._lost_reports.labels(self._model, report).set(report in load.lost_reports)
+            self._lost_reports_seen = load.lost_reports
         if step_seconds is not None:
             self._itl.observe(step_seconds)
 

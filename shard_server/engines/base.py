@@ -374,6 +374,9 @@ class EngineLoad:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Speculation, counted from the start: drafted tokens, and those of them that were accepted."""
+    lost_reports: tuple[str, ...] = ()
+    """What a foreign engine has stopped to report although it works: "statistics" (then the load is an estimate) or
+    "kv_events" (then routers see an empty cache)."""
 
     @classmethod
     def of(cls, shares: Mapping[int, LoadShare], **others: Any) -> EngineLoad:

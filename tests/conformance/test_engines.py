@@ -13,7 +13,7 @@ from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.embedding_suite import EmbeddingSuite
 from tests.conformance.engine_suite import EngineSuite, OrderSuite
-from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm import IN_1_2, IN_NEWEST, installed_tensorrt_llm
 from tests.fakes.peft_adapter import write_peft_adapter
 from tests.fakes.tensorrt_llm_engine import write_empty_adapter
 from tests.fakes.tiny_bert import write_tiny_bert
@@ -127,14 +127,15 @@ class TestTorchEngineShortestPrefillFirst(BuiltInTorchEngines, OrderSuite):
 
 
 class TestTensorRtLlmEngine(EngineSuite):
-    """The adapter over a fake library."""
+    """The adapter over a fake of release 1.2.1."""
 
+    variant = IN_1_2
     penalties = False
     lora: ClassVar[TensorRtLoraConfig] = TensorRtLoraConfig()
 
     @pytest.fixture(autouse=True)
     def library(self) -> Iterator[None]:
-        with installed_tensorrt_llm():
+        with installed_tensorrt_llm(self.variant):
             yield
 
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
@@ -147,17 +148,12 @@ class TestTensorRtLlmEngine(EngineSuite):
         )
 
 
-class TestTensorRtLlmEngineNewer(TestTensorRtLlmEngine):
-    """A version whose events include salts, on a model with two attention windows, with attention data parallelism, and
-    with adapters and a sampler that applies all parameters."""
+class TestTensorRtLlmEngineNewest(TestTensorRtLlmEngine):
+    """The newest release, with adapters and a sampler that applies all parameters."""
 
+    variant = IN_NEWEST
     penalties = True
     lora: ClassVar[TensorRtLoraConfig] = TensorRtLoraConfig(enabled=True, target_modules=["attn_q"])
 
     def adapter_path(self, request: pytest.FixtureRequest, number: int) -> Path:
         return write_empty_adapter(request.getfixturevalue("tmp_path") / f"adapter-{number}", alpha=number)
-
-    @pytest.fixture(autouse=True)
-    def library(self) -> Iterator[None]:
-        with installed_tensorrt_llm(Variant(is_new=True, window_sizes=(4096, 512), rank=1, raises_queue_empty=True)):
-            yield

@@ -161,7 +161,9 @@ def _limits(registry: CollectorRegistry) -> None:
 def _shard() -> CollectorRegistry:
     registry = CollectorRegistry()
     metrics = ShardMetrics(MODEL, block_size=16, num_blocks=64, registry=registry)
-    metrics.on_step(EngineLoad(num_available_blocks=32, kv_shares=KvShareUsage()), 1, 0, 8, 0.01)
+    metrics.on_step(
+        EngineLoad(num_available_blocks=32, kv_shares=KvShareUsage(), lost_reports=("statistics",)), 1, 0, 8, 0.01
+    )
     metrics.on_start(32, 16, 0.01, 0.02)
     metrics.on_finish(FinishReason.FINISH_REASON_STOP, 0.1)
     metrics.on_unwanted_end(0)

@@ -12,6 +12,7 @@ import structlog
 from click.testing import CliRunner
 
 from kvloom.config import KvloomConfig
+from shard_server.engines.tensorrt_llm.versions import NEWEST
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
 from tests.fakes.tiny_bert import write_tiny_bert
 from tests.fakes.word_tokenizer import word_tokenizer
@@ -69,7 +70,7 @@ def test_an_encoder_is_asked_for_embeddings_only(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("variant", [Variant(), Variant(is_new=True, window_sizes=(4096, 512), rank=0)])
+@pytest.mark.parametrize("variant", [Variant(), Variant(release=NEWEST, window_sizes=(4096, 512), rank=0)])
 def test_tensorrt_llm_is_well_where_it_behaves(model_dir: Path, variant: Variant):
     """This is what an operator should see on a GPU machine."""
     with installed_tensorrt_llm(variant):

@@ -33,12 +33,17 @@ actions = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(actions=actions, tells_salts=st.booleans(), windows=st.sampled_from([(4096,), (4096, 512)]))
+@given(
+    actions=actions,
+    tells_salts=st.booleans(),
+    windows=st.sampled_from([(4096,), (4096, 512)]),
+    hexadecimal=st.booleans(),
+)
 def test_the_translated_events_are_what_is_cached(
-    actions: list[tuple[str, int, list[int]]], tells_salts: bool, windows: tuple[int, ...]
+    actions: list[tuple[str, int, list[int]]], tells_salts: bool, windows: tuple[int, ...], hexadecimal: bool
 ) -> None:
     """With salts told: exactly. Without: of every tenant as many blocks of the same tokens as there are."""
-    events = EventBuffer(10_000, windows, None)
+    events = EventBuffer(10_000, windows, None, hexadecimal=hexadecimal)
     cache = BlockCache(NUM_BLOCKS, SIZE, events, reuse=True, tells_salts=tells_salts)
     roots = RootLedger(SIZE, 100_000)
     translator = KvEventTranslator(SIZE, NUM_BLOCKS, roots)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.tensorrt_llm.versions import Release, release_of
 
 MODULE: Final = "tensorrt_llm"
 
@@ -59,6 +60,23 @@ class TensorRtLlm:
     request_error: type[Exception]
     """The exception type of a failure of one request; any other exception means that the engine dies."""
 
+    @property
+    def release(self) -> Release:
+        """What cannot be found out by looking at the installed version: see versions.py."""
+        return release_of(self.version)
+
+    def knows(self, path: str, argument: str) -> bool:
+        """Whether the class or method at `path` has the argument and uses it, as far as the installed one shows;
+        otherwise, as the nearest known release does."""
+        found = self.find(path)
+        if found is None:
+            return False
+        known = argument_names(found)
+        if known is None:
+            name = path if path.startswith("LLM.") else path.rpartition(".")[2]
+            return argument in self.release.used_arguments(name)
+        return argument in known and not _is_ignored(found, argument)
+
     def symbol(self, path: str) -> Any:
         """The object at `path`, such as "llmapi.KvCacheConfig"."""
         found = self.find(path)
@@ -68,11 +86,12 @@ class TensorRtLlm:
 
     def find(self, path: str) -> Any | None:
         """Like `symbol`, but None if this version lacks it."""
-        *modules, name = path.split(".")
+        *owners, name = path.split(".")
         try:
-            return getattr(importlib.import_module(".".join((MODULE, *modules))), name, None)
+            owner = importlib.import_module(".".join((MODULE, *owners)))
         except ImportError:
-            return None
+            owner = self.find(".".join(owners)) if owners else None
+        return getattr(owner, name, None)
 
     def arguments_of(self, path: str) -> frozenset[str] | None:
         """The argument names of a class; None if they cannot be found out."""
@@ -116,3 +135,12 @@ def argument_names(function: Any) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def _is_ignored(model: Any, name: str) -> bool:
+    """Whether a field of a pydantic model is deprecated, in the library's own marking, or set by the library itself."""
+    fields = getattr(model, "model_fields", {})
+    field = fields.get(name) if isinstance(fields, Mapping) else None
+    extra = getattr(field, "json_schema_extra", None)
+    is_deprecated = isinstance(extra, Mapping) and extra.get("status") == "deprecated"
+    return is_deprecated or getattr(field, "init", None) is False

@@ -21,9 +21,11 @@ DRAIN_TIMEOUT_SECONDS: Final = 0.1
 EMPTY_PAUSE_SECONDS: Final = 0.01
 """The pause between two fetches when the library does not wait by itself."""
 MAX_FAILURES: Final = 5
-"""After this many failures in a row the thread gives up."""
+"""After this many failures in a row the items count as lost."""
 FAILURE_PAUSE_SECONDS: Final = 1.0
 """The pause after a failed fetch."""
+LOST_PAUSE_FACTOR: Final = 10
+"""By how much longer the pause is once the items are lost."""
 JOIN_SECONDS: Final = 2.0
 
 
@@ -58,7 +60,7 @@ class DrainThread:
 
     The thread repeatedly calls `fetch(timeout_seconds)` and passes the result to `digest`. `deliver` receives the
     digest on the event loop. Nothing more is fetched until `deliver` has returned, so nothing accumulates here. When
-    fetching keeps failing, `give_up(error)` is called once on the event loop.
+    fetching keeps failing, `on_lost(error)` is called on the event loop, once until it succeeds again.
     """
 
     def __init__(
@@ -67,15 +69,15 @@ class DrainThread:
         fetch: Callable[[float], Any],
         digest: Callable[[Any], list[T]],
         deliver: Callable[[list[T]], None],
-        give_up: Callable[[Exception], None],
+        on_lost: Callable[[Exception], None],
         *,
-        failure_pause_seconds: float = FAILURE_PAUSE_SECONDS,
+        failure_pause_seconds: float | None = None,
     ) -> None:
         self._fetch = fetch
         self._digest = digest
         self._deliver = deliver
-        self._give_up = give_up
-        self._failure_pause_seconds = failure_pause_seconds
+        self._on_lost = on_lost
+        self._failure_pause_seconds = FAILURE_PAUSE_SECONDS if failure_pause_seconds is None else failure_pause_seconds
         self._loop: asyncio.AbstractEventLoop
         self._stop = threading.Event()
         self._delivered = threading.Event()
@@ -104,11 +106,12 @@ class DrainThread:
                 pass  # some versions raise these when there is nothing to fetch
             except Exception as error:
                 num_failures += 1
-                log.warning("a fetch from TensorRT-LLM failed", thread=self._thread.name, error=repr(error))
-                if num_failures >= MAX_FAILURES:
-                    self._on_loop(self._give_up, error)
-                    return
-                self._stop.wait(self._failure_pause_seconds)
+                if num_failures <= MAX_FAILURES:
+                    log.warning("a fetch from TensorRT-LLM failed", thread=self._thread.name, error=repr(error))
+                if num_failures == MAX_FAILURES:
+                    self._on_loop(self._on_lost, error)
+                is_lost = num_failures >= MAX_FAILURES
+                self._stop.wait(self._failure_pause_seconds * (LOST_PAUSE_FACTOR if is_lost else 1))
             if not items:
                 self._stop.wait(EMPTY_PAUSE_SECONDS)
                 continue

@@ -61,7 +61,7 @@ class Handoff:
 def context_only(library: TensorRtLlm) -> Any:
     """The params of the prefill request. TensorRT-LLM sets max_tokens of its SamplingParams to 1: never share them."""
     optional: dict[str, Any] = {}
-    if _knows(library, "disagg_request_id"):
+    if library.knows(_PATH, "disagg_request_id"):
         optional["disagg_request_id"] = _MIN_GLOBAL_ID + secrets.randbits(61)
     return library.build(_PATH, _OPTION, request_type="context_only", **optional)
 
@@ -103,8 +103,3 @@ def generation_only(library: TensorRtLlm, handoff: Handoff) -> Any:
         draft_tokens=None if handoff.draft_token_ids is None else list(handoff.draft_token_ids),
         **optional,
     )
-
-
-def _knows(library: TensorRtLlm, field: str) -> bool:
-    known = library.arguments_of(_PATH)
-    return known is not None and field in known

@@ -24,24 +24,29 @@ from shard_server.engines.base import (
     RequestRefusedError,
     StepOutput,
 )
-from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm, argument_names
+from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only
-from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, probe
+from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, ask, probe
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, as_records, parse_events
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from shard_server.engines.tensorrt_llm.launch import (
+    absorb_capacity,
     absorb_first_stats,
     capabilities_of,
     check_isolation,
     count_blocks,
+    count_ranks,
     launch,
     shut_down,
 )
+from shard_server.engines.tensorrt_llm.loop_watchdog import LoopWatchdog
 from shard_server.engines.tensorrt_llm.output_buffer import OutputBuffer
+from shard_server.engines.tensorrt_llm.reports import Reports
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.requests.request_fields import cache_salt_of, check_request
+from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream
 from shard_server.engines.tensorrt_llm.requests.sampling_params import SamplingMapper
 from shard_server.engines.tensorrt_llm.running_requests import RunningRequests
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
@@ -91,6 +96,12 @@ class TensorRtLlmEngine:
         self._drains: list[DrainThread] = []
         self._watch: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._asked: asyncio.Task[bool] | None = None
+        """The library's own health check."""
+        timeout_seconds = self._config.stall_timeout_seconds
+        self._stats_reports = Reports("statistics", shard.max_batch, timeout_seconds)
+        self._event_reports = Reports("kv_events", shard.max_batch, timeout_seconds)
+        self._watchdog = LoopWatchdog(self._config.loop_timeout_seconds)
         self._failure: Exception | None = None
         self._closing = False
 
@@ -114,18 +125,20 @@ class TensorRtLlmEngine:
             await self._shut_down()
             raise
         self._start_drains(self._llm)
+        if self._config.loop_timeout_seconds:
+            self._watchdog.start()
         self._watch = self._loop.create_task(self._watch_over())
         self._watch.add_done_callback(self._on_watch_done)
 
     async def _prepare(self, llm: Llm) -> None:
         config = self._config
-        arguments = argument_names(llm.generate_async)
-        self._has_salt = check_isolation(arguments, self._shard, self._library.version)
+        self._has_salt = check_isolation(self._library, self._shard)
         self._sampling = SamplingMapper.of(self._library, config.guided_decoding_backend)
         lora = config.lora
         self.adapters = AdapterTable(self._library, lora.adapters, lora.max_rank, lora.max_loras)
         # The first request compiles and captures what the constructor has not; it may take as long as the start.
         await probe(self._submit_probe, config.start_timeout_seconds)
+        await absorb_capacity(llm, self._stats, count_ranks(self._shard))
         await absorb_first_stats(llm, self._stats)
         if self._stats.num_blocks is None:
             # Statistics come with iterations: another one may have what the first lacked.
@@ -147,7 +160,9 @@ class TensorRtLlmEngine:
         self._in_flight = InFlight(self._shard.max_batch, num_blocks, block_size)
         roots = RootLedger(block_size, MAX_TRACES_PER_BLOCK * num_blocks)
         self._kv_events = KvEventTranslator(block_size, num_blocks, roots)
-        self._health = ProgressWatch(config.probe_interval_seconds, config.stall_timeout_seconds, self._loop.time())
+        self._health = ProgressWatch(
+            config.probe_interval_seconds, config.stall_timeout_seconds, config.max_failed_requests, self._loop.time()
+        )
         self._requests = RunningRequests(
             self._buffer,
             self._in_flight,
@@ -155,19 +170,20 @@ class TensorRtLlmEngine:
             block_size,
             self._library.request_error,
             config.cancel_timeout_seconds,
-            self._health.on_progress,
+            self._on_progress,
+            self._on_request_end,
             self._die,
         )
 
     def _start_drains(self, llm: Llm) -> None:
         """Called after the first request: before it, the getters have nothing to wait for."""
         self._drains.append(
-            DrainThread("tensorrt-llm-stats", llm.get_stats, as_records, self._on_stats, self._on_stats_lost)
+            DrainThread("tensorrt-llm-stats", llm.get_stats, as_records, self._on_stats, self._on_stats_failure)
         )
         if Capability.PREFIX_CACHING in self.info.capabilities:
             fetch = llm.get_kv_cache_events
             self._drains.append(
-                DrainThread("tensorrt-llm-events", fetch, parse_events, self._on_kv_records, self._on_kv_events_lost)
+                DrainThread("tensorrt-llm-events", fetch, parse_events, self._on_kv_records, self._on_kv_events_failure)
             )
         for drain in self._drains:
             drain.start()
@@ -178,7 +194,7 @@ class TensorRtLlmEngine:
             return
         self._closing = True
         self._buffer.wake_reader()
-        tasks = [task for task in (self._watch, self._probe) if task is not None]
+        tasks: list[asyncio.Task[Any]] = [task for task in (self._watch, self._probe, self._asked) if task is not None]
         for task in tasks:
             task.cancel()
         if self._info is not None:
@@ -188,6 +204,7 @@ class TensorRtLlmEngine:
         if self._stats.num_draft_tokens:
             log.info("speculation", drafted=self._stats.num_draft_tokens, accepted=self._stats.num_accepted_tokens)
         await self._shut_down()
+        self._watchdog.stop()
 
     async def _shut_down(self) -> None:
         llm, self._llm = self._llm, None
@@ -196,6 +213,7 @@ class TensorRtLlmEngine:
 
         def on_timeout() -> None:
             log.error("TensorRT-LLM does not shut down; continuing without it", seconds=SHUTDOWN_SECONDS)
+            self._watchdog.give_up()  # its threads may keep the process from ending
 
         with contextlib.suppress(Exception):
             await shut_down(llm, SHUTDOWN_SECONDS, on_timeout)
@@ -241,7 +259,7 @@ class TensorRtLlmEngine:
         while not self._closing:
             output = self._buffer.take()
             if output is not None:
-                output.load = self._in_flight.load(self._stats)
+                output.load = self._in_flight.load(self._stats, self._lost_reports)
                 for end in output.ends:
                     self.adapters.release(end.request_id)
                 yield output
@@ -250,6 +268,10 @@ class TensorRtLlmEngine:
                 raise EngineError(f"the engine has died: {self._failure}") from self._failure
             await self._buffer.until_readable()
             await asyncio.sleep(0)  # other sequences' output of this step arrives one loop iteration later
+
+    @property
+    def _lost_reports(self) -> tuple[str, ...]:
+        return tuple(reports.name for reports in (self._stats_reports, self._event_reports) if reports.is_lost)
 
     def _leg_of(self, request: EngineRequest) -> Any:
         """The DisaggregatedParams of a request of which only one part is computed here; None: all of it is. Raises
@@ -288,21 +310,54 @@ class TensorRtLlmEngine:
     # -- results of the threads ---------------------------------------------------------------------------------------
 
     def _on_stats(self, records: list[Mapping[str, Any]]) -> None:
+        if self._stats_reports.on_records():
+            log.info("TensorRT-LLM gives statistics again")
         self._stats.absorb(records)
 
-    def _on_stats_lost(self, error: Exception) -> None:
-        log.error("TensorRT-LLM has stopped giving statistics: load is our own estimate", error=repr(error))
-        self._stats.num_free_blocks = None
+    def _on_stats_failure(self, error: Exception) -> None:
+        if self._stats_reports.on_failure():
+            self._on_stats_lost(repr(error))
+
+    def _on_stats_lost(self, error: str) -> None:
+        log.error("TensorRT-LLM has stopped giving statistics: load is our own estimate", error=error)
+        self._stats.forget_free_blocks()
 
     def _on_kv_records(self, records: list[KvRecord]) -> None:
+        if self._event_reports.on_records():
+            log.info("TensorRT-LLM gives KV events again")
         self._buffer.add_kv_events(self._kv_events.translate(records))
 
-    def _on_kv_events_lost(self, error: Exception) -> None:
-        log.error("TensorRT-LLM has stopped giving KV events: routers see an empty cache", error=repr(error))
+    def _on_kv_events_failure(self, error: Exception) -> None:
+        """Only for events that make no sense: in 1.2.1 the getter logs every exception and returns nothing."""
+        if self._event_reports.on_failure():
+            self._on_kv_events_lost(repr(error))
+
+    def _on_kv_events_lost(self, error: str) -> None:
+        log.error("TensorRT-LLM has stopped giving KV events: routers see an empty cache", error=error)
         self._kv_events.forget_all("the events have ended")
         self._buffer.add_kv_events(self._kv_events.take_events())
 
+    def _check_reports(self, now: float) -> None:
+        silence = f"none for {self._config.stall_timeout_seconds:g} s of work"
+        if self._stats_reports.check(now):
+            self._on_stats_lost(silence)
+        if self._event_reports.check(now):
+            self._on_kv_events_lost(silence)
+
     # -- health -------------------------------------------------------------------------------------------------------
+
+    def _on_progress(self, now: float) -> None:
+        self._health.on_progress(now)
+        self._stats_reports.on_due(now)
+
+    def _on_request_end(self, stream: RequestStream, failed: bool) -> None:
+        self._health.on_request_end(failed=failed)
+        if not failed and Capability.PREFIX_CACHING in self.info.capabilities:
+            block_size = self.info.block_size
+            if (len(stream.request.prompt_token_ids) - 1) // block_size * block_size > (
+                stream.output.cached_tokens or 0
+            ):
+                self._event_reports.on_due(self._loop.time())
 
     async def _watch_over(self) -> None:
         """Check the engine's health periodically. Raises EngineError when the engine has died."""
@@ -317,6 +372,8 @@ class TensorRtLlmEngine:
                 # A reader that has stalled must not keep the GPU busy.
                 self._requests.abort_all(f"its output was not read for {config.unread_timeout_seconds:g} s")
             self._requests.cut_off(now)
+            self._check_reports(now)
+            self._ask_library()
             if self._probe is not None:
                 if not self._probe.done():
                     continue
@@ -330,6 +387,12 @@ class TensorRtLlmEngine:
                 raise EngineError(f"no progress for {config.stall_timeout_seconds:g} s with work to do")
             if verdict is Verdict.PROBE:
                 self._probe = self._loop.create_task(probe(self._submit_probe, config.probe_timeout_seconds))
+
+    def _ask_library(self) -> None:
+        """Raises EngineError if the library's own check has failed."""
+        asked, llm = self._asked, self._llm
+        if llm is not None and (asked is None or (asked.done() and asked.result())):
+            self._asked = self._loop.create_task(ask(llm))
 
     def _on_watch_done(self, watch: asyncio.Task[None]) -> None:
         error = None if watch.cancelled() else watch.exception()

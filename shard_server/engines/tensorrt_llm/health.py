@@ -1,8 +1,10 @@
 """Detects a dead or hanging engine.
 
-TensorRT-LLM's own health check only reports that it has not been shut down: a worker that has crashed or hangs still
-counts as healthy. So tokens and iterations are watched while there is work, and a one-token request is made while there
-is none.
+In 1.2.1 TensorRT-LLM's own health check only reports that it has not been shut down: a worker that has crashed or hangs
+still counts as healthy. So tokens and iterations are watched while there is work, and a one-token request is made while
+there is none. It is also made after several failed requests in a row, because an exception of a forward pass becomes an
+error of every request, and the engine accepts the next ones. A client's own bad requests thus cost a probe, and no
+engine.
 """
 
 from __future__ import annotations
@@ -12,22 +14,31 @@ import contextlib
 import enum
 from collections.abc import Callable
 
+import structlog
+
 from shard_server.engines.base import EngineError
-from shard_server.engines.tensorrt_llm.api import RequestOutput
+from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput
+from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
+
+log = structlog.get_logger()
 
 
 class Verdict(enum.Enum):
     WELL = enum.auto()
     PROBE = enum.auto()
-    """For a while nothing has shown that the engine can generate, so a probe is due."""
+    """For a while nothing has shown that the engine can generate, or it has failed many requests: a probe is due."""
     STALLED = enum.auto()
     """The engine has work and makes no progress."""
 
 
 class ProgressWatch:
-    """Judges by the times of progress. Pure; times in seconds of one clock."""
+    """Judges by the times of progress, and by `max_failed_requests` in a row. Pure; times in seconds of one clock."""
 
-    def __init__(self, probe_interval_seconds: float, stall_timeout_seconds: float, now: float) -> None:
+    def __init__(
+        self, probe_interval_seconds: float, stall_timeout_seconds: float, max_failed_requests: int, now: float
+    ) -> None:
+        self._max_failed_requests = max_failed_requests
+        self._num_failed = 0
         self._probe_interval_seconds = probe_interval_seconds
         self._stall_timeout_seconds = stall_timeout_seconds
         self._progress_at = now
@@ -37,11 +48,18 @@ class ProgressWatch:
         """A token arrived or a probe succeeded."""
         self._progress_at = now
 
+    def on_request_end(self, *, failed: bool) -> None:
+        """TensorRT-LLM has ended a request, by an error or otherwise. Cancelled requests say nothing."""
+        self._num_failed = self._num_failed + 1 if failed else 0
+
     def judge(self, now: float, *, is_busy: bool, num_records: int) -> Verdict:
         """`num_records` is the number of iteration statistics so far; a long prefill produces those but no token."""
         if num_records != self._num_records:
             self._num_records = num_records
             self._progress_at = now
+        if self._num_failed >= self._max_failed_requests:
+            self._num_failed = 0
+            return Verdict.PROBE
         since = now - self._progress_at
         if is_busy:
             return Verdict.STALLED if since >= self._stall_timeout_seconds else Verdict.WELL
@@ -69,6 +87,22 @@ async def probe(submit: Callable[[], RequestOutput], timeout_seconds: float) -> 
         raise EngineError("the engine ended a request without a finish") from error
     except Exception as error:
         raise EngineError(f"the engine failed a one-token request: {error!r}") from error
+
+
+async def ask(llm: Llm) -> bool:
+    """Ask the library's own check, which in newer versions has an error budget. Returns whether it has answered; raises
+    EngineError if the answer is no."""
+    check = getattr(llm, "_check_health", None)
+    if check is None:
+        return False
+    try:
+        is_healthy = await call_in_daemon("tensorrt-llm-health", check)
+    except Exception as error:
+        log.warning("TensorRT-LLM's own health check cannot be asked", error=repr(error))
+        return False
+    if not is_healthy:
+        raise EngineError("TensorRT-LLM's own health check fails")
+    return True
 
 
 def abort(output: RequestOutput) -> None:

@@ -1,6 +1,6 @@
-"""The names of TensorRT-LLM that this adapter may use, object by object: those of 1.2.1, and those of newer versions
-that are used only where they exist. tests/unit/shard_server/tensorrt_llm/test_names.py checks the adapter against them,
-so that a wrong name fails there and not on an operator's machine.
+"""The names of TensorRT-LLM that this adapter may use, object by object, of all releases together; versions.py says
+which release lacks which. tests/unit/shard_server/tensorrt_llm/test_names.py checks the adapter against them, so that a
+wrong name fails there and not on an operator's machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SYMBOLS: Final = frozenset(
         "tensorrt_llm.llmapi.CudaGraphConfig",
         "tensorrt_llm.llmapi.DisaggregatedParams",
         "tensorrt_llm.llmapi.DraftTargetDecodingConfig",
-        "tensorrt_llm.llmapi.Eagle3DecodingConfig",  # newer than 1.2.1, which has EagleDecodingConfig
+        "tensorrt_llm.llmapi.Eagle3DecodingConfig",
         "tensorrt_llm.llmapi.EagleDecodingConfig",
         "tensorrt_llm.llmapi.GuidedDecodingParams",
         "tensorrt_llm.llmapi.KvCacheConfig",
@@ -32,14 +32,24 @@ SYMBOLS: Final = frozenset(
 """Where things are imported from."""
 
 OBJECTS: Final[dict[str, frozenset[str]]] = {
-    "LLM": frozenset({"generate_async", "get_kv_cache_events", "get_stats", "shutdown", "args"}),
+    "LLM": frozenset(
+        {
+            "_check_health",
+            "args",
+            "generate_async",
+            "get_kv_cache_capacity",
+            "get_kv_cache_events",
+            "get_stats",
+            "shutdown",
+        }
+    ),
     "RequestOutput": frozenset(
         {
             "abort",
             "aborted",
             "aresult",
             "cached_tokens",
-            "error",  # newer
+            "error",
             "finished",
             "metrics_dict",
             "outputs",
@@ -63,6 +73,10 @@ OBJECTS: Final[dict[str, frozenset[str]]] = {
     "Logprob": frozenset({"logprob", "rank"}),
 }
 """Attributes and methods."""
+
+_EAGLE: Final = frozenset(
+    {"max_draft_len", "speculative_model_dir", "speculative_model", "eagle3_one_model", "allow_advanced_sampling"}
+)
 
 ARGUMENTS: Final[dict[str, frozenset[str]]] = {
     "LLM": frozenset(
@@ -116,8 +130,8 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "trace_headers",
             "scheduling_params",
             "cache_salt",
-            "conversation_params",  # newer
-            "priority",  # newer
+            "conversation_params",
+            "priority",
         }
     ),
     "LLM.get_stats": frozenset({"timeout"}),
@@ -144,7 +158,7 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
-            "prompt_ignore_length",  # newer, or C++ sampler only
+            "prompt_ignore_length",
             "length_penalty",
             "no_repeat_ngram_size",
             "min_p",
@@ -173,8 +187,8 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "dtype",
             "tokens_per_block",
             "secondary_offload_min_priority",
-            "disk_cache_size",  # newer
-            "kv_events_config",  # newer
+            "disk_cache_size",
+            "kv_events_config",
         }
     ),
     "CudaGraphConfig": frozenset({"batch_sizes", "max_batch_size", "enable_padding"}),
@@ -183,16 +197,19 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "connector_module",
             "connector_scheduler_class",
             "connector_worker_class",
-            "connector",  # newer
+            "connector",
         }
     ),
     "CacheTransceiverConfig": frozenset({"backend", "max_tokens_in_buffer", "kv_transfer_timeout_ms"}),
-    "NGramDecodingConfig": frozenset({"max_draft_len", "max_matching_ngram_size", "is_public_pool"}),
-    "EagleDecodingConfig": frozenset(
-        {"max_draft_len", "speculative_model_dir", "speculative_model", "eagle3_one_model"}
+    "NGramDecodingConfig": frozenset(
+        {"max_draft_len", "max_matching_ngram_size", "is_public_pool", "allow_advanced_sampling"}
     ),
-    "MTPDecodingConfig": frozenset({"num_nextn_predict_layers", "max_draft_len"}),
-    "DraftTargetDecodingConfig": frozenset({"max_draft_len", "speculative_model_dir", "speculative_model"}),
+    "EagleDecodingConfig": _EAGLE,
+    "Eagle3DecodingConfig": _EAGLE,
+    "MTPDecodingConfig": frozenset({"num_nextn_predict_layers", "max_draft_len", "allow_advanced_sampling"}),
+    "DraftTargetDecodingConfig": frozenset(
+        {"max_draft_len", "speculative_model_dir", "speculative_model", "allow_advanced_sampling"}
+    ),
     "LoraConfig": frozenset({"lora_dir", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules"}),
     "LoRARequest": frozenset({"lora_name", "lora_int_id", "lora_path"}),
     "DisaggregatedParams": frozenset(
@@ -202,11 +219,11 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "ctx_request_id",
             "opaque_state",
             "draft_tokens",
-            "disagg_request_id",  # newer
-            "ctx_dp_rank",  # newer
-            "ctx_info_endpoint",  # newer
-            "schedule_style",  # newer
-            "first_gen_log_probs",  # newer
+            "disagg_request_id",
+            "ctx_dp_rank",
+            "ctx_info_endpoint",
+            "schedule_style",
+            "first_gen_log_probs",
         }
     ),
 }
@@ -230,17 +247,18 @@ EVENT_KEYS: Final = frozenset(
         "cache_level",
         "priority",
         "mm_keys",
-        "cache_salt",  # newer
-        "lora_id",  # newer
-        "lora_name",  # newer
+        "cache_salt",
+        "layer_group_id",
+        "lora_id",
+        "lora_name",
     }
 )
 
 EVENT_TYPES: Final = frozenset({"created", "stored", "removed", "updated", "all_cleared"})
-"""all_cleared: newer."""
 
 STATS_KEYS: Final = frozenset(
     {
+        "attentionDpRank",
         "iter",
         "iterLatencyMS",
         "numActiveRequests",

@@ -20,6 +20,7 @@ from shard_server.engines.tensorrt_llm.stats import IterationStats
 log = structlog.get_logger()
 
 FIRST_STATS_SECONDS: Final = 5.0
+CAPACITY_SECONDS: Final = 5.0
 
 
 async def launch(model_dir: Path, shard: ShardConfig, max_model_len: int) -> tuple[TensorRtLlm, Llm]:
@@ -53,9 +54,27 @@ async def absorb_first_stats(llm: Llm, stats: IterationStats) -> None:
         log.warning("TensorRT-LLM gives no statistics", error=repr(error))
 
 
+async def absorb_capacity(llm: Llm, stats: IterationStats, num_ranks: int) -> None:
+    """The number of blocks, from versions that say it."""
+    get_capacity = getattr(llm, "get_kv_cache_capacity", None)
+    if get_capacity is None:
+        return
+    try:
+        async with asyncio.timeout(CAPACITY_SECONDS):
+            stats.absorb_capacity(await call_in_daemon("tensorrt-llm-capacity", get_capacity), num_ranks)
+    except Exception as error:
+        log.warning("TensorRT-LLM does not say its KV cache's capacity", error=repr(error))
+
+
+def count_ranks(shard: ShardConfig) -> int:
+    """The number of ranks with a KV cache and statistics of their own."""
+    config = shard.tensorrt_llm
+    return config.tensor_parallel_size if config.attention_dp else 1
+
+
 def count_blocks(stats: IterationStats, shard: ShardConfig) -> int:
     """The number of KV blocks. Raises EngineError if neither the engine nor the configuration gives it."""
-    num_blocks = stats.num_blocks or shard.num_blocks
+    num_blocks = stats.num_blocks or shard.num_blocks * count_ranks(shard)
     if not num_blocks:
         raise EngineError("TensorRT-LLM does not say how many KV blocks it has: set shard.num_blocks")
     return num_blocks
@@ -93,13 +112,12 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
     return frozenset(found)
 
 
-def check_isolation(arguments: frozenset[str] | None, shard: ShardConfig, version: str) -> bool:
-    """Whether requests can carry a cache salt; `arguments` are those of generate_async. Raises EngineError if tenants
-    would share their KV."""
-    has_salt = arguments is None or "cache_salt" in arguments
+def check_isolation(library: TensorRtLlm, shard: ShardConfig) -> bool:
+    """Whether requests can carry a cache salt. Raises EngineError if tenants would share their KV."""
+    has_salt = library.knows("LLM.generate_async", "cache_salt")
     if not has_salt and shard.tensorrt_llm.kv_cache.block_reuse:
         raise EngineError(
-            f"TensorRT-LLM {version} takes no cache_salt, so that tenants would share cached prefixes: set "
+            f"TensorRT-LLM {library.version} takes no cache_salt, so that tenants would share cached prefixes: set "
             "shard.tensorrt_llm.kv_cache.block_reuse = false, or use 1.2.1 or newer"
         )
     return has_salt

@@ -165,11 +165,10 @@ def _speculation(library: TensorRtLlm, config: TensorRtSpeculationConfig) -> Any
             )
         case "mtp":
             path = "llmapi.MTPDecodingConfig"
-            known = library.arguments_of(path)
             # 1.2.1's number of draft tokens is that of the layers; later the layers are read from the model.
-            by_layers = known is None or "num_nextn_predict_layers" in known
-            name = "num_nextn_predict_layers" if by_layers else "max_draft_len"
-            return library.build(path, option, **{name: config.max_draft_len})
+            by_layers = library.knows(path, "num_nextn_predict_layers")
+            length = {"num_nextn_predict_layers" if by_layers else "max_draft_len": config.max_draft_len}
+            return library.build(path, option, **length, **_sampling_of_speculation(library, path))
         case "eagle3":
             # Newer versions have a class of its own; in older ones Eagle 3 is what EagleDecodingConfig does.
             is_new = library.find("llmapi.Eagle3DecodingConfig") is not None
@@ -178,9 +177,15 @@ def _speculation(library: TensorRtLlm, config: TensorRtSpeculationConfig) -> Any
             path = "llmapi.DraftTargetDecodingConfig"
     if not config.draft_model:
         raise EngineError(f"{option}.draft_model: {config.method} needs one")
-    known = library.arguments_of(path)
-    name = "speculative_model" if known is not None and "speculative_model" in known else "speculative_model_dir"
-    return library.build(path, option, max_draft_len=config.max_draft_len, **{name: config.draft_model})
+    name = "speculative_model" if library.knows(path, "speculative_model") else "speculative_model_dir"
+    arguments = {"max_draft_len": config.max_draft_len, name: config.draft_model}
+    return library.build(path, option, **arguments, **_sampling_of_speculation(library, path))
+
+
+def _sampling_of_speculation(library: TensorRtLlm, path: str) -> dict[str, Any]:
+    """Without this, versions that have it verify drafts greedily, whatever the temperature of a request is."""
+    name = "allow_advanced_sampling"
+    return {name: True} if library.knows(path, name) else {}
 
 
 def _lora(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:

@@ -23,7 +23,8 @@ log = structlog.get_logger()
 
 class RunningRequests:
     """`request_error` is the exception type of a failure of one request. `on_progress` is called with the loop's time
-    whenever output arrives, `on_death` with any other exception that a stream raised, which means that the engine dies.
+    whenever output arrives; `on_request_end` when TensorRT-LLM has ended a request that was not aborted, with whether
+    it failed; `on_death` with any other exception that a stream raised, which means that the engine dies.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class RunningRequests:
         request_error: type[Exception],
         cancel_timeout_seconds: float,
         on_progress: Callable[[float], None],
+        on_request_end: Callable[[RequestStream, bool], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         self._buffer = buffer
@@ -44,6 +46,7 @@ class RunningRequests:
         self._request_error = request_error
         self._cancel_timeout_seconds = cancel_timeout_seconds
         self._on_progress = on_progress
+        self._on_request_end = on_request_end
         self._on_death = on_death
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, RequestStream] = {}
@@ -116,11 +119,15 @@ class RunningRequests:
                 self._end(stream, SequenceEnd(request_id, FinishReason.ERROR, "its stream ended without a finish"))
                 return
             except self._request_error as error:
+                if stream.pending_end is None:
+                    self._on_request_end(stream, True)
                 self._end(stream, SequenceEnd(request_id, FinishReason.ERROR, str(error)))
                 return
             self._on_progress(self._loop.time())
             end = self._take(stream)
             if end is not None:
+                if stream.pending_end is None:
+                    self._on_request_end(stream, end.reason is FinishReason.ERROR)
                 self._end(stream, end)
                 return
 

@@ -6,7 +6,8 @@ therefore our own, and statistics provide only blocks and speeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from shard_server.engines.base import EngineLoad, LoadShare
@@ -16,50 +17,82 @@ SMOOTHING: Final = 0.1
 
 
 class IterationStats:
-    """The latest statistics. All records must be absorbed: the library's queue grows while it is unread."""
+    """The latest statistics. All records must be absorbed: the library's queue grows while it is unread.
+
+    With attention data parallelism, newer versions give one record per rank and iteration. Blocks and counts are the
+    rank's, and are summed; the time and the counts of speculation are the first rank's in all of them, and taken once.
+    """
 
     def __init__(self) -> None:
         self.num_records = 0
-        """The number of reported iterations: they are progress even while no token arrives."""
-        self.num_blocks: int | None = None
-        self.num_free_blocks: int | None = None
-        """None: nothing was reported since the engine was idle."""
+        """The number of records: iterations are progress even while no token arrives."""
         self.tokens_per_block: int | None = None
         self.num_preemptions = 0
         self.prefill_tokens_per_second = 0.0
         self.decode_step_seconds = 0.0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self._num_paused = 0
+        self._num_blocks: dict[int, int] = {}
+        self._num_free_blocks: dict[int, int] = {}
+        self._num_paused: dict[int, int] = {}
+        """All three by rank."""
+
+    @property
+    def num_blocks(self) -> int | None:
+        return sum(self._num_blocks.values()) or None
+
+    @property
+    def num_free_blocks(self) -> int | None:
+        """None: nothing was reported since the engine was idle."""
+        return sum(self._num_free_blocks.values()) if self._num_free_blocks else None
+
+    def forget_free_blocks(self) -> None:
+        self._num_free_blocks.clear()
+
+    def absorb_capacity(self, capacity: Mapping[str, Any], num_ranks: int) -> None:
+        """What get_kv_cache_capacity says, of each rank. Does nothing if it is empty."""
+        self.tokens_per_block = capacity.get("tokensPerBlock") or self.tokens_per_block
+        num_blocks: int = capacity.get("maxNumBlocks") or 0
+        if num_blocks:
+            self._num_blocks = dict.fromkeys(range(num_ranks), num_blocks)
 
     def absorb(self, records: Iterable[Mapping[str, Any]]) -> None:
-        for record in records:
-            self.num_records += 1
-            self._absorb_blocks(record.get("kvCacheStats") or {})
-            self._absorb_batch(record)
-            speculation = record.get("specDecodingStats") or {}
-            self.num_draft_tokens += speculation.get("numDraftTokens") or 0
-            self.num_accepted_tokens += speculation.get("numAcceptedTokens") or 0
+        """The records of one iteration must come together, as the library gives them."""
+        for _, rows in itertools.groupby(records, key=lambda record: record.get("iter")):
+            self._absorb_iteration(list(rows))
 
-    def _absorb_blocks(self, blocks: Mapping[str, Any]) -> None:
-        self.num_blocks = blocks.get("maxNumBlocks") or self.num_blocks
+    def _absorb_iteration(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.num_records += len(rows)
+        num_context_tokens = num_generating = 0
+        for row in rows:
+            rank = row.get("attentionDpRank") or 0
+            self._absorb_blocks(rank, row.get("kvCacheStats") or {})
+            batch = row.get("inflightBatchingStats") or {}
+            num_paused = batch.get("numPausedRequests") or 0
+            self.num_preemptions += max(0, num_paused - self._num_paused.get(rank, 0))
+            self._num_paused[rank] = num_paused
+            num_context_tokens += batch.get("numCtxTokens") or 0
+            num_generating += batch.get("numGenRequests") or 0
+        first = min(rows, key=lambda row: row.get("attentionDpRank") or 0)
+        speculation = first.get("specDecodingStats") or {}
+        self.num_draft_tokens += speculation.get("numDraftTokens") or 0
+        self.num_accepted_tokens += speculation.get("numAcceptedTokens") or 0
+        self._absorb_speed((first.get("iterLatencyMS") or 0.0) / 1000, num_context_tokens, num_generating)
+
+    def _absorb_blocks(self, rank: int, blocks: Mapping[str, Any]) -> None:
+        if blocks.get("maxNumBlocks"):
+            self._num_blocks[rank] = blocks["maxNumBlocks"]
         self.tokens_per_block = blocks.get("tokensPerBlock") or self.tokens_per_block
         if blocks.get("freeNumBlocks") is not None:
-            self.num_free_blocks = blocks["freeNumBlocks"]
+            self._num_free_blocks[rank] = blocks["freeNumBlocks"]
 
-    def _absorb_batch(self, record: Mapping[str, Any]) -> None:
-        batch = record.get("inflightBatchingStats") or {}
-        num_paused = batch.get("numPausedRequests") or 0
-        self.num_preemptions += max(0, num_paused - self._num_paused)
-        self._num_paused = num_paused
-        seconds = (record.get("iterLatencyMS") or 0.0) / 1000
+    def _absorb_speed(self, seconds: float, num_context_tokens: int, num_generating: int) -> None:
         if seconds <= 0:
             return
-        num_context_tokens = batch.get("numCtxTokens") or 0
         if num_context_tokens:
             rate = num_context_tokens / seconds
             self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, rate)
-        elif batch.get("numGenRequests"):
+        elif num_generating:
             self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds)
 
 
@@ -94,7 +127,7 @@ class InFlight:
         """When the sequence was admitted; `now` if that is unknown."""
         return self._admitted_at.get(request_id, now)
 
-    def load(self, stats: IterationStats) -> EngineLoad:
+    def load(self, stats: IterationStats, lost_reports: tuple[str, ...] = ()) -> EngineLoad:
         shares: dict[int, LoadShare] = {}
         for stream in self._waiting.values():
             share = shares.setdefault(stream.request.origin, LoadShare())
@@ -118,13 +151,16 @@ class InFlight:
             num_preemptions=stats.num_preemptions,
             prefill_tokens_per_second=stats.prefill_tokens_per_second,
             decode_step_seconds=stats.decode_step_seconds,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            lost_reports=lost_reports,
         )
 
     def _num_available_blocks(self, stats: IterationStats, num_used_blocks: int, most_blocks: int) -> int:
         """The reported number accounts for shared blocks but is late, so it is capped by what the longest sequence
         leaves."""
         if not len(self):
-            stats.num_free_blocks = None  # reports that arrive from now on describe the past
+            stats.forget_free_blocks()  # reports that arrive from now on describe the past
             return self._num_blocks
         reported = stats.num_free_blocks
         if reported is None:

@@ -1,10 +1,11 @@
-"""A stand-in for the module `tensorrt_llm`, 1.2.1, with the quirks that its adapter must survive.
+"""A stand-in for the module `tensorrt_llm`, with the quirks that its adapter must survive.
 
     with installed_tensorrt_llm() as fake:      # `import tensorrt_llm` now gives it
         ...
         fake.llms[-1].die(RuntimeError("CUDA error"))
 
-`variant` changes what the version knows (see Variant). Names are the real ones; whatever else is used raises
+`variant` says which release it is, and what else is special (see Variant); IN_1_2 and IN_NEWEST are the two shapes in
+which the conformance suite runs the adapter. Names are the real ones; whatever else is used raises
 AttributeError, TypeError or ValueError, as the library would.
 """
 
@@ -16,11 +17,11 @@ import types
 from collections.abc import Iterator
 
 from tests.fakes.fake_tensorrt_llm import configs
-from tests.fakes.fake_tensorrt_llm.llm import FakeLlm, Variant, make_llm_class
+from tests.fakes.fake_tensorrt_llm.llm import IN_1_2, IN_NEWEST, FakeLlm, Variant, make_llm_class
 from tests.fakes.fake_tensorrt_llm.outputs import RequestError
 from tests.fakes.fake_tensorrt_llm.transfers import NewDisaggregatedParams
 
-__all__ = ["FakeTensorRtLlm", "RequestError", "Variant", "installed_tensorrt_llm"]
+__all__ = ["IN_1_2", "IN_NEWEST", "FakeTensorRtLlm", "RequestError", "Variant", "installed_tensorrt_llm"]
 
 
 class FakeTensorRtLlm:
@@ -57,24 +58,29 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
     variant = fake.variant
     if variant.is_stub:
         return {"tensorrt_llm": _module("tensorrt_llm", __version__="1.2.1"), **_executor()}
-    llm_args = configs.llm_args_class(variant.without_llm_arguments)
-    llmapi = {
-        "KvCacheConfig": configs.KvCacheConfig,
-        "CudaGraphConfig": configs.CudaGraphConfig,
-        "CacheTransceiverConfig": configs.CacheTransceiverConfig,
-        "NGramDecodingConfig": configs.NGramDecodingConfig,
-        "EagleDecodingConfig": configs.EagleDecodingConfig,
-        "MTPDecodingConfig": configs.MTPDecodingConfig,
-        "DraftTargetDecodingConfig": configs.DraftTargetDecodingConfig,
-        "GuidedDecodingParams": configs.GuidedDecodingParams,
-        "DisaggregatedParams": NewDisaggregatedParams if variant.is_new else configs.DisaggregatedParams,
+    release = variant.release
+    llm_args = configs.llm_args_class(release, variant.without_llm_arguments)
+    llmapi: dict[str, type] = {
+        model.__name__: configs.of_release(model, release)
+        for model in (
+            configs.KvCacheConfig,
+            configs.CudaGraphConfig,
+            configs.CacheTransceiverConfig,
+            configs.NGramDecodingConfig,
+            configs.EagleDecodingConfig,
+            configs.Eagle3DecodingConfig,
+            configs.MTPDecodingConfig,
+            configs.DraftTargetDecodingConfig,
+        )
+        if release.has_symbol(f"llmapi.{model.__name__}")
     }
-    if variant.is_new:
-        llmapi["Eagle3DecodingConfig"] = configs.Eagle3DecodingConfig
+    llmapi["GuidedDecodingParams"] = configs.GuidedDecodingParams
+    knows_ids = "disagg_request_id" in release.arguments("DisaggregatedParams")
+    llmapi["DisaggregatedParams"] = NewDisaggregatedParams if knows_ids else configs.DisaggregatedParams
     return {
         "tensorrt_llm": _module(
             "tensorrt_llm",
-            __version__="1.3.0" if variant.is_new else "1.2.1",
+            __version__=release.name,
             LLM=make_llm_class(fake.llms, variant, llm_args),
             SamplingParams=configs.SamplingParams,
         ),
@@ -82,7 +88,7 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
         "tensorrt_llm.llmapi.llm_args": _module(
             "tensorrt_llm.llmapi.llm_args",
             TorchLlmArgs=llm_args,
-            KvCacheConnectorConfig=configs.KvCacheConnectorConfig,
+            KvCacheConnectorConfig=configs.of_release(configs.KvCacheConnectorConfig, release),
         ),
         "tensorrt_llm.lora_helper": _module("tensorrt_llm.lora_helper", LoraConfig=configs.LoraConfig),
         **_executor(),

@@ -11,18 +11,25 @@ Parent = int | None
 
 class EventBuffer:
     """Bounded; a drain takes everything. `window_sizes`: the same blocks are reported once per attention window, the
-    largest first, and smaller ones under identities of their own."""
+    largest first, and smaller ones under identities of their own. With `hexadecimal` identities there are two groups of
+    layers with the largest window, and one for each other window; the identities are the same for all of them."""
 
-    def __init__(self, max_size: int, window_sizes: Sequence[int], rank: int | None) -> None:
+    def __init__(
+        self, max_size: int, window_sizes: Sequence[int], rank: int | None, *, hexadecimal: bool = False
+    ) -> None:
         self.max_size = max_size
-        self.window_sizes = window_sizes
+        self.window_sizes = (window_sizes[0], *window_sizes) if hexadecimal else window_sizes
+        self.hexadecimal = hexadecimal
         self.rank = rank
         self.next_id = 0
         self._events: deque[dict[str, Any]] = deque(maxlen=max(1, max_size))
 
     def add(self, data: dict[str, Any]) -> None:
         for offset, window_size in enumerate(self.window_sizes):
-            event = {"event_id": self.next_id, "window_size": window_size, "data": _shift(data, offset)}
+            event: dict[str, Any] = {"event_id": self.next_id, "window_size": window_size}
+            event["data"] = _in_hexadecimal(data) if self.hexadecimal else _shift(data, offset)
+            if self.hexadecimal:
+                event |= {"layer_group_id": offset, "hash_algo": "v2_sha256"}
             if self.rank is not None:
                 event["attention_dp_rank"] = self.rank
             self.next_id += 1
@@ -33,6 +40,17 @@ class EventBuffer:
         events = list(self._events)
         self._events.clear()
         return events
+
+
+def _in_hexadecimal(data: dict[str, Any]) -> dict[str, Any]:
+    found = dict(data)
+    if data["type"] == "stored":
+        parent = data["parent_hash"]
+        found["parent_hash"] = None if parent is None else f"{parent:064x}"
+        found["blocks"] = [block | {"block_hash": f"{block['block_hash']:064x}"} for block in data["blocks"]]
+    elif data["type"] == "removed":
+        found["block_hashes"] = [f"{identity:064x}" for identity in data["block_hashes"]]
+    return found
 
 
 def _shift(data: dict[str, Any], offset: int) -> dict[str, Any]:

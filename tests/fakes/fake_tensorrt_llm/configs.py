@@ -1,4 +1,5 @@
-"""TensorRT-LLM's parameter classes: unknown arguments are refused, as pydantic's `extra="forbid"` does."""
+"""TensorRT-LLM's parameter classes, with the fields of all releases; `of_release` gives those of one. Unknown arguments
+are refused, as pydantic's `extra="forbid"` does."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shard_server.engines.tensorrt_llm.known_names import ARGUMENTS
+from shard_server.engines.tensorrt_llm.versions import Release
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """Like pydantic's FieldInfo, with the library's marking of what is deprecated."""
+
+    default: Any = None
+    json_schema_extra: dict[str, str] | None = None
 
 
 class StrictModel:
@@ -20,7 +29,17 @@ class StrictModel:
         if unknown:
             raise ValueError(f"{type(self).__name__}: extra inputs are not permitted: {sorted(unknown)}")
         for name, default in self.model_fields.items():
-            setattr(self, name, values.get(name, default))
+            setattr(self, name, values.get(name, default.default if isinstance(default, Field) else default))
+
+
+def of_release(model: type[StrictModel], release: Release) -> type[StrictModel]:
+    """The class with the fields and defaults of one release."""
+    name = model.__name__
+    fields = {key: value for key, value in model.model_fields.items() if key in release.arguments(name)}
+    fields |= release.defaults.get(name, {})
+    for ignored in release.ignores.get(name, ()):
+        fields[ignored] = Field(fields[ignored], {"status": "deprecated"})
+    return type(name, (model,), {"model_fields": fields})
 
 
 class KvCacheConfig(StrictModel):
@@ -36,6 +55,8 @@ class KvCacheConfig(StrictModel):
         "dtype": "auto",
         "tokens_per_block": 32,
         "secondary_offload_min_priority": None,
+        "disk_cache_size": None,
+        "kv_events_config": None,
     }
 
 
@@ -56,6 +77,7 @@ class KvCacheConnectorConfig(StrictModel):
         "connector_module": None,
         "connector_scheduler_class": None,
         "connector_worker_class": None,
+        "connector": None,
     }
 
 
@@ -64,6 +86,7 @@ class NGramDecodingConfig(StrictModel):
         "max_draft_len": None,
         "max_matching_ngram_size": 2,
         "is_public_pool": True,
+        "allow_advanced_sampling": False,
     }
 
 
@@ -71,24 +94,31 @@ class EagleDecodingConfig(StrictModel):
     model_fields: ClassVar[dict[str, Any]] = {
         "max_draft_len": None,
         "speculative_model_dir": None,
-        "eagle3_one_model": True,
-    }
-
-
-class Eagle3DecodingConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "max_draft_len": None,
         "speculative_model": None,
         "eagle3_one_model": True,
+        "allow_advanced_sampling": False,
     }
+
+
+class Eagle3DecodingConfig(EagleDecodingConfig):
+    pass
 
 
 class MTPDecodingConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {"num_nextn_predict_layers": 1, "max_draft_len": None}
+    model_fields: ClassVar[dict[str, Any]] = {
+        "num_nextn_predict_layers": 1,
+        "max_draft_len": None,
+        "allow_advanced_sampling": False,
+    }
 
 
 class DraftTargetDecodingConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {"max_draft_len": None, "speculative_model_dir": None}
+    model_fields: ClassVar[dict[str, Any]] = {
+        "max_draft_len": None,
+        "speculative_model_dir": None,
+        "speculative_model": None,
+        "allow_advanced_sampling": False,
+    }
 
 
 @dataclasses.dataclass
@@ -173,7 +203,7 @@ class SamplingParams:
         return (self.temperature, self.top_p, self.top_k) == (None, None, None)
 
 
-def llm_args_class(without: Iterable[str]) -> type[StrictModel]:
-    """TorchLlmArgs of a version that lacks some arguments."""
-    names = ARGUMENTS["LLM"] - set(without)
+def llm_args_class(release: Release, without: Iterable[str]) -> type[StrictModel]:
+    """TorchLlmArgs of a release that also lacks some arguments."""
+    names = release.arguments("LLM") - set(without)
     return type("TorchLlmArgs", (StrictModel,), {"model_fields": dict.fromkeys(sorted(names))})

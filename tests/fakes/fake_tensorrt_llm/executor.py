@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import Any
 
+from shard_server.engines.tensorrt_llm.versions import RELEASE_1_2, Release
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache
 from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
 from tests.fakes.fake_tensorrt_llm.outputs import Logprob, RequestError, RequestOutput, Response
@@ -50,7 +51,11 @@ class Executor:
         step_seconds: float,
         tokens_per_step: int,
         transfer_timeout_ms: int | None = None,
+        release: Release = RELEASE_1_2,
+        num_ranks: int = 1,
     ) -> None:
+        self._release = release
+        self._num_ranks = num_ranks
         self.cache = cache
         self.transfers = Transfers(transfer_timeout_ms)
         self.step_seconds = step_seconds
@@ -58,6 +63,9 @@ class Executor:
         self.hangs = False
         self.fail_next: tuple[int, Exception] | None = None
         """The next submitted request raises this after so many tokens."""
+        self.fails_all: Exception | None = None
+        """What every forward pass raises: the requests get it as their error, and the executor goes on."""
+        self.num_failed = 0
         self._tokens_per_step = tokens_per_step
         self._max_batch = max_batch
         self._waiting: deque[Request] = deque()
@@ -155,7 +163,7 @@ class Executor:
         for request in list(self._running):
             self._advance(request, batch)
         self._num_steps += 1
-        self._stats.append(self._record(num_context_tokens, num_generating))
+        self._stats += self._rows(num_context_tokens, num_generating)
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, Response]]] = {}
         for request, response in batch:
             assert request.loop is not None
@@ -196,6 +204,11 @@ class Executor:
         if request.is_decode_leg and not request.generated[0]:
             self._begin_decode_leg(request, batch)
             return
+        if self.fails_all is not None:
+            self.num_failed += 1
+            batch.append((request, Response(error=self.fails_all)))
+            self._end(request)
+            return
         failure = self._fails.get(request.output.request_id)
         if failure is not None and len(request.generated[0]) >= failure[0]:
             batch.append((request, Response(error=failure[1])))
@@ -232,6 +245,7 @@ class Executor:
             if request.disaggregated is not None and request.disaggregated.request_type == "context_only":
                 state = self.transfers.keep(request.output.prompt_token_ids, request.referenced, request.num_blocks)
                 request.is_kept = True
+                response.finish_reason = self._release.context_only_finish
                 response.disaggregated_params = context_params(
                     request.disaggregated, request.output.request_id, list(generated), state
                 )
@@ -258,28 +272,39 @@ class Executor:
         if not request.is_kept:
             self.cache.release(request.referenced, request.num_blocks)
 
-    def _record(self, num_context_tokens: int, num_generating: int) -> dict[str, Any]:
+    def _rows(self, num_context_tokens: int, num_generating: int) -> list[dict[str, Any]]:
+        """The statistics of one step: a row for each rank that gives one, with its part of all counts. The time and the
+        counts of speculation are the first rank's."""
         cache = self.cache
-        return {
-            "iter": self._num_steps,
-            "iterLatencyMS": self.step_seconds * 1000,
-            "numActiveRequests": len(self._running),
-            "numQueuedRequests": len(self._waiting),
-            "kvCacheStats": {
-                "maxNumBlocks": cache.num_blocks,
-                "freeNumBlocks": cache.num_free,
-                "usedNumBlocks": cache.num_used,
-                "tokensPerBlock": cache.block_size,
-            },
-            "inflightBatchingStats": {
-                "numScheduledRequests": len(self._running),
-                "numContextRequests": 1 if num_context_tokens else 0,
-                "numGenRequests": num_generating,
-                "numPausedRequests": 0,
-                "numCtxTokens": num_context_tokens,
-            },
-            "specDecodingStats": None,
-        }
+        num_drafted = (self._tokens_per_step - 1) * num_generating
+        speculation = {"numDraftTokens": num_drafted, "numAcceptedTokens": num_drafted} if num_drafted else None
+        return [
+            {
+                "iter": self._num_steps,
+                "iterLatencyMS": self.step_seconds * 1000,
+                "numActiveRequests": self._part(len(self._running), rank),
+                "numQueuedRequests": self._part(len(self._waiting), rank),
+                "kvCacheStats": {
+                    "maxNumBlocks": self._part(cache.num_blocks, rank),
+                    "freeNumBlocks": self._part(cache.num_free, rank),
+                    "usedNumBlocks": self._part(cache.num_used, rank),
+                    "tokensPerBlock": cache.block_size,
+                },
+                "inflightBatchingStats": {
+                    "numScheduledRequests": self._part(len(self._running), rank),
+                    "numContextRequests": self._part(1 if num_context_tokens else 0, rank),
+                    "numGenRequests": self._part(num_generating, rank),
+                    "numPausedRequests": 0,
+                    "numCtxTokens": self._part(num_context_tokens, rank),
+                },
+                "specDecodingStats": speculation,
+                **({"attentionDpRank": rank} if self._release.stats_per_rank else {}),
+            }
+            for rank in range(self._num_ranks if self._release.stats_per_rank else 1)
+        ]
+
+    def _part(self, count: int, rank: int) -> int:
+        return (count + self._num_ranks - 1 - rank) // self._num_ranks
 
 
 def next_token(context: tuple[int, ...], seed: Any) -> int:

@@ -8,22 +8,30 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache, EventBuffer
 from tests.fakes.fake_tensorrt_llm.configs import SamplingParams, StrictModel
 from tests.fakes.fake_tensorrt_llm.executor import Executor, Request
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, RequestOutput
 
 DEFAULT_NUM_BLOCKS = 256
+ERROR_BUDGET = 2
+"""How many requests may fail before the health check of releases with a budget does."""
+HangsIn = Literal["", "submit", "response", "shutdown"]
+
+
+def hang() -> None:
+    while True:
+        time.sleep(60)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """How a version, or a machine, differs."""
 
-    is_new: bool = False
-    """Newer than 1.2.1: Eagle3DecodingConfig exists, events include the salt."""
+    release: Release = RELEASE_1_2
     is_stub: bool = False
     """The index's package without the library."""
     without_llm_arguments: Sequence[str] = ()
@@ -39,24 +47,36 @@ class Variant:
     rank: int | None = None
 
 
+IN_1_2 = Variant()
+"""Release 1.2.1."""
+IN_NEWEST = Variant(release=NEWEST, window_sizes=(4096, 512), rank=1, raises_queue_empty=True)
+"""The newest release, with a model of two attention windows and attention data parallelism."""
+
+
 class FakeLlm:
     """`tensorrt_llm.LLM`. Below its API: what a test makes happen to it."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
         kv_cache = args.kv_cache_config
+        if args.enable_lora and not (args.lora_config.lora_target_modules or args.lora_config.lora_dir):
+            raise AssertionError("Expecting at least one lora target module")
         self.args = args
         self.variant = variant
         block_size = kv_cache.tokens_per_block
+        self._num_ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
         num_blocks = kv_cache.max_tokens // block_size if kv_cache.max_tokens else DEFAULT_NUM_BLOCKS
         self.events = EventBuffer(
-            kv_cache.event_buffer_max_size if variant.has_events else 0, variant.window_sizes, variant.rank
+            kv_cache.event_buffer_max_size if variant.has_events else 0,
+            variant.window_sizes,
+            variant.rank,
+            hexadecimal=variant.release.block_identities == "hexadecimal",
         )
         self.cache = BlockCache(
-            num_blocks,
+            num_blocks * self._num_ranks,
             block_size,
             self.events,
             reuse=bool(kv_cache.enable_block_reuse),
-            tells_salts=variant.is_new,
+            tells_salts=variant.release.tells_salts,
         )
         transceiver = args.cache_transceiver_config
         self.executor = Executor(
@@ -65,6 +85,8 @@ class FakeLlm:
             variant.step_seconds,
             variant.tokens_per_step,
             None if transceiver is None else transceiver.kv_transfer_timeout_ms,
+            variant.release,
+            self._num_ranks,
         )
         self.outputs: list[RequestOutput] = []
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
@@ -72,6 +94,14 @@ class FakeLlm:
         self.refuse_next: Exception | None = None
         """What the next generate_async raises."""
         self.num_shutdowns = 0
+        self.hangs_in: HangsIn = ""
+        """What blocks for ever: its caller's thread is the event loop's but for "shutdown"."""
+        self.loses_events = False
+        """The getter of KV events fails, logs that and returns nothing."""
+        self.loses_stats = False
+        """The getter of statistics returns nothing."""
+        self.stats_error: Exception | None = None
+        """What the getter of statistics raises."""
         self.num_pollers: set[int] = set()
         self._ids = itertools.count(1)
         self._aborter = Aborter(self.executor.abort)
@@ -92,6 +122,8 @@ class FakeLlm:
         scheduling_params: Any = None,
         cache_salt: str | None = None,
     ) -> RequestOutput:
+        if self.hangs_in == "submit":
+            hang()
         if self.num_shutdowns:
             raise RuntimeError("LLM is shutting down")
         if self.refuse_next is not None:
@@ -108,7 +140,7 @@ class FakeLlm:
             raise ValueError("the prompt and max_tokens exceed max_seq_len")
         if disaggregated_params is not None and disaggregated_params.request_type == "context_only":
             params.max_tokens = 1
-        output = RequestOutput(next(self._ids), token_ids, params, self._aborter)
+        output = RequestOutput(next(self._ids), token_ids, params, self._aborter, self._before_response)
         self.outputs.append(output)
         self.submit_called.set()
         self.submitted.append(
@@ -122,14 +154,26 @@ class FakeLlm:
     def get_stats(self, timeout: float = 2.0) -> list[dict[str, Any]]:
         if not self.variant.has_stats:
             raise RuntimeError("stats are not enabled")
-        return self._drain(self.executor.drain_stats, timeout)
+        if self.stats_error is not None:
+            raise self.stats_error
+        return self._drain(lambda: [] if self.loses_stats else self.executor.drain_stats(), timeout)
 
     def get_kv_cache_events(self, timeout: float = 2.0) -> list[dict[str, Any]]:
         self.num_pollers.add(threading.get_ident())
-        return self._drain(self.executor.drain_events, timeout)
+        is_pushed = getattr(self.args.kv_cache_config, "kv_events_config", None) is not None
+        is_silent = self.loses_events or is_pushed
+        return self._drain(lambda: [] if is_silent else self.executor.drain_events(), timeout)
+
+    def _check_health(self) -> bool:
+        if self.variant.release.has_error_budget and self.executor.num_failed > ERROR_BUDGET:
+            return False
+        return not self.num_shutdowns
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
+        if self.hangs_in == "shutdown":
+            threading.Thread(target=hang, daemon=False).start()  # keeps the process, as the library's do
+            hang()
         self.stop()
 
     # -- what a test makes happen -------------------------------------------------------------------------------------
@@ -150,6 +194,11 @@ class FakeLlm:
         """What requests hold of it is gone: abort() raises."""
         del self._aborter
 
+    def _before_response(self) -> None:
+        """The library has noticed that its workers have failed, and waits for them."""
+        if self.hangs_in == "response":
+            hang()
+
     def _drain(self, take: Any, timeout: float) -> list[dict[str, Any]]:
         """Destructive; waits up to `timeout` for the first."""
         deadline = time.monotonic() + timeout
@@ -164,6 +213,13 @@ class FakeLlm:
             time.sleep(0.001)
 
 
+class _WithCapacity(FakeLlm):
+    def get_kv_cache_capacity(self) -> dict[str, int]:
+        """Of one rank."""
+        num_blocks, block_size = self.cache.num_blocks // self._num_ranks, self.cache.block_size
+        return {"maxNumBlocks": num_blocks, "tokensPerBlock": block_size, "maxNumTokens": num_blocks * block_size}
+
+
 class _WithoutSalt(FakeLlm):
     def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:  # type: ignore[override]
         return super().generate_async(inputs, sampling_params, streaming=streaming)
@@ -171,6 +227,8 @@ class _WithoutSalt(FakeLlm):
 
 def make_llm_class(made: list[FakeLlm], variant: Variant, args_class: type[StrictModel]) -> type[FakeLlm]:
     base = FakeLlm if variant.takes_cache_salt else _WithoutSalt
+    if "get_kv_cache_capacity" in variant.release.attributes("LLM"):
+        base = _WithCapacity
 
     class LLM(base):
         def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
@@ -57,7 +58,15 @@ class Aborter:
 class RequestOutput:
     """`misused` is set when it is iterated behind an exception, which hangs or lies in the library."""
 
-    def __init__(self, request_id: int, prompt_token_ids: list[int], params: SamplingParams, aborter: Aborter) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        aborter: Aborter,
+        before_response: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before_response = before_response
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -98,6 +107,7 @@ class RequestOutput:
         if self.finished:
             raise StopAsyncIteration
         response = await self.responses.get()
+        self._before_response()
         if response.error is not None:
             self._raised = True
             raise response.error

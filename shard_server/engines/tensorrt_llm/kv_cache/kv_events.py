@@ -14,12 +14,12 @@ import structlog
 import xxhash
 
 from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, StoredBlock
+from shard_server.engines.tensorrt_llm.kv_cache.kv_records import BlockIdentity, KvRecord, StoredBlock
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 
 log = structlog.get_logger()
 
-_Key = tuple[int, int]
+_Key = tuple[int, BlockIdentity]
 """Rank and identity."""
 
 MIN_IDENTITIES: Final = 65_536
@@ -37,7 +37,8 @@ class _Block:
 
 
 class KvEventTranslator:
-    """`translate` takes the records in order. A block that several ranks or identities hold is reported once."""
+    """`translate` takes the records in order. A block that several ranks or identities hold is reported once. Where
+    there are several groups of layers, all must hold a block: it is gone as soon as one of them has removed it."""
 
     def __init__(self, block_size: int, num_blocks: int, roots: RootLedger) -> None:
         self._block_size = block_size

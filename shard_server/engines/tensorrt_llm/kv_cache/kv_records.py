@@ -10,11 +10,14 @@ from typing import Any
 
 from kvloom.text.block_hash import token_bytes
 
+BlockIdentity = int | str
+"""TensorRT-LLM's block_hash: a number, or hexadecimal text. Its rule differs between versions, so it only distinguishes
+blocks. Groups of layers (`layer_group_id`) have events of their own with the same identities."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredBlock:
-    identity: int
-    """TensorRT-LLM's block_hash. Its rule differs between versions, so it only distinguishes blocks."""
+    identity: BlockIdentity
     num_tokens: int
     token_bytes: bytes | None
     """As kvloom.text.block_hash takes them; None if the tokens alone do not identify the content (images, prompt
@@ -32,9 +35,9 @@ class KvRecord:
     """Attention data-parallel rank; each has a cache and a numbering of its own."""
     window_size: int | None
     kind: str
-    parent: int | None = None
+    parent: BlockIdentity | None = None
     blocks: Sequence[StoredBlock] = ()
-    identities: Sequence[int] = ()
+    identities: Sequence[BlockIdentity] = ()
     """The identities of removed or updated blocks."""
 
 
@@ -61,7 +64,7 @@ def _parse(event: Mapping[str, Any]) -> KvRecord:
     kind = data["type"]
     parent = None
     blocks: Sequence[StoredBlock] = ()
-    identities: Sequence[int] = ()
+    identities: Sequence[BlockIdentity] = ()
     if kind == "stored":
         parent = data.get("parent_hash")
         blocks = [_parse_block(block) for block in data["blocks"]]

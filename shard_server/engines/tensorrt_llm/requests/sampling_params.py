@@ -20,22 +20,23 @@ _SEED_MASK = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingMapper:
-    """Builds SamplingParams. `known` holds the argument names that this version's SamplingParams accepts."""
+    """Builds SamplingParams."""
 
     library: TensorRtLlm
     make: Any
-    known: frozenset[str] | None
+    takes_prompt_length: bool
+    """Whether this version can be told which tokens of the prompt penalties must not count."""
     guided_decoding_backend: str
 
     @classmethod
     def of(cls, library: TensorRtLlm, guided_decoding_backend: str) -> SamplingMapper:
         make = library.symbol("SamplingParams")
-        return cls(library, make, library.arguments_of("SamplingParams"), guided_decoding_backend)
+        return cls(library, make, library.knows("SamplingParams", "prompt_ignore_length"), guided_decoding_backend)
 
     def params_of(self, request: EngineRequest, info: EngineInfo) -> Any:
         """The SamplingParams of a request. Raises EngineError for anything that this engine cannot do."""
         arguments = sampling_arguments(request, info)
-        if self._has("prompt_ignore_length") and _has_penalties(request):
+        if self.takes_prompt_length and _has_penalties(request):
             # Tokens of earlier attempts were appended to the prompt, but still count as output.
             arguments["prompt_ignore_length"] = len(request.prompt_token_ids)
         if request.sampling.logit_bias:
@@ -47,9 +48,6 @@ class SamplingMapper:
             return self.make(**arguments)
         except (ValueError, TypeError) as error:
             raise EngineError(f"TensorRT-LLM refuses the sampling parameters: {error}") from error
-
-    def _has(self, argument: str) -> bool:
-        return self.known is not None and argument in self.known
 
 
 def sampling_arguments(request: EngineRequest, info: EngineInfo) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from kvloom.config import TensorRtCacheTransceiverConfig, TensorRtLlmConfig
 from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff
+from shard_server.engines.tensorrt_llm.versions import NEWEST
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_tensorrt_llm
 from tests.fakes.fake_tensorrt_llm.llm import FakeLlm
@@ -48,7 +49,7 @@ async def until_released(llm: FakeLlm) -> None:
     assert await asyncio.to_thread(llm.executor.wait_until_released, TIMEOUT_SECONDS)
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant(is_new=True)], ids=["1.2.1", "newest"])
+@pytest.mark.parametrize("variant", [Variant(), Variant(release=NEWEST)], ids=["1.2.1", "newest"])
 async def test_an_answer_is_the_same_with_its_prompt_computed_elsewhere(variant: Variant):
     """Otherwise clients would see where a request was computed."""
     async with two_engines(variant) as (prefills, decodes, fake):
@@ -61,7 +62,7 @@ async def test_an_answer_is_the_same_with_its_prompt_computed_elsewhere(variant:
         given = fake.llms[0].submitted[-1][1]
         assert given.max_tokens == 1
         fields = Handoff.from_bytes(handoff)
-        assert (fields.disagg_request_id is not None) == (fields.ctx_dp_rank is not None) == variant.is_new
+        assert (fields.disagg_request_id is not None) == (fields.ctx_dp_rank is not None) == (variant.release is NEWEST)
 
 
 async def test_kv_that_is_never_fetched_is_freed_after_the_timeout():

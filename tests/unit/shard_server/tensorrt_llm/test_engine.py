@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from kvloom.config import TensorRtKvCacheConfig, TensorRtLlmConfig, TensorRtLoraConfig
 from kvloom.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, Capability, EngineError, FinishReason, Sampling
+from shard_server.engines.tensorrt_llm import daemon_thread
+from shard_server.engines.tensorrt_llm.engine import PROBE_SALT
+from shard_server.engines.tensorrt_llm.versions import NEWEST
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
-from tests.fakes.fake_tensorrt_llm import RequestError, Variant, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm import IN_1_2, IN_NEWEST, RequestError, Variant, installed_tensorrt_llm
 from tests.fakes.tensorrt_llm_engine import EOS, make_tensorrt_llm_engine, running_tensorrt_llm
 
 TIMEOUT_SECONDS = 10.0
@@ -59,6 +63,48 @@ async def test_an_engine_that_hangs_with_work_is_dead():
         await driver.step_until(lambda: "a" in driver.tokens)
         fake.llm.executor.hangs = True
         with pytest.raises(EngineError, match="no progress"):
+            await driver.step_until(lambda: False)
+
+
+@pytest.mark.parametrize("variant", [IN_1_2, IN_NEWEST], ids=["1.2.1", "newest"])
+async def test_an_engine_that_fails_every_request_is_dead(variant: Variant):
+    """It accepts the next ones, and each of them would restart the clock of an idle engine's probe."""
+    config = TensorRtLlmConfig(max_failed_requests=3, cancel_timeout_seconds=0.1)
+    async with running_tensorrt_llm(variant, config) as (driver, fake):
+        fake.llm.executor.fails_all = RequestError("CUDA error: an illegal memory access was encountered")
+
+        async def send_without_end() -> None:
+            for number in itertools.count():
+                driver.engine.submit(request_of(f"r{number}", prompt_of(number, 10), 5))
+                await driver.step_until(lambda number=number: f"r{number}" in driver.ends)
+
+        with pytest.raises(EngineError, match=r"failed a one-token request|health check|no longer running"):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await send_without_end()
+
+
+async def test_a_clients_bad_requests_do_not_end_an_engine_that_works():
+    """Otherwise one client could stop a shard after another."""
+    config = TensorRtLlmConfig(max_failed_requests=2, cancel_timeout_seconds=0.05)
+    async with running_tensorrt_llm(config=config) as (driver, fake):
+        for number in range(3):
+            fake.llm.executor.fail_next = (0, RequestError("no such adapter"))
+            driver.engine.submit(request_of(f"bad{number}", prompt_of(1, 10), 5))
+            await driver.step_until(lambda number=number: f"bad{number}" in driver.ends)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while fake.llm.submitted[-1][2]["cache_salt"] != PROBE_SALT:
+                fake.llm.submit_called.clear()
+                await fake.llm.submit_called.wait()
+        (tokens,) = await driver.run(request_of("good", prompt_of(1, 10), 5))
+        assert len(tokens) == 5
+
+
+async def test_the_librarys_own_health_check_is_asked():
+    """Newer versions know of failures that none of our requests has met."""
+    config = TensorRtLlmConfig(cancel_timeout_seconds=0.1)
+    async with running_tensorrt_llm(IN_NEWEST, config) as (driver, fake):
+        fake.llm.executor.num_failed = 9
+        with pytest.raises(EngineError, match="own health check"):
             await driver.step_until(lambda: False)
 
 
@@ -146,6 +192,19 @@ async def test_a_resumed_sequence_goes_on_from_the_delivered_tokens():
         assert Capability.BATCH_INVARIANT not in driver.engine.info.capabilities
 
 
+@pytest.mark.parametrize("variant", [IN_1_2, IN_NEWEST], ids=["1.2.1", "newest"])
+async def test_the_end_token_is_the_last_of_the_output(variant: Variant):
+    """The library appends it before it looks for a stop; without it a router could not tell which token ended."""
+    end_id = min(EOS)
+    sampling = Sampling(logit_bias=((end_id, 100.0),))
+    async with running_tensorrt_llm(variant, TensorRtLlmConfig(penalties=True)) as (driver, fake):
+        request = request_of("a", prompt_of(1, 10), 5, sampling=sampling, stop_token_ids=EOS)
+        (tokens,) = await driver.run(request)
+        assert tokens == [end_id]
+        assert driver.ends["a"] is FinishReason.STOP
+        assert fake.llm.submitted[-1][1].end_id == end_id
+
+
 async def test_the_library_gets_salt_and_streaming():
     """Without a salt tenants would share their KV."""
     async with running_tensorrt_llm() as (driver, fake):
@@ -225,6 +284,59 @@ async def test_without_statistics_the_configuration_must_tell_the_blocks():
         driver.engine.submit(request_of("a", prompt_of(1, 40), 30))
         await driver.step_until(lambda: "a" in driver.tokens)
         assert driver.load.num_available_blocks == 29
+
+
+@pytest.mark.parametrize("has_stats", [True, False])
+async def test_the_blocks_of_all_ranks_count(has_stats: bool):
+    """With attention data parallelism each rank has a cache of its own, and the capacity is said for one."""
+    config = TensorRtLlmConfig(tensor_parallel_size=2, attention_dp=True)
+    variant = Variant(release=NEWEST, has_stats=has_stats, tokens_per_step=3)
+    async with running_tensorrt_llm(variant, config, num_blocks=40) as (driver, _):
+        assert driver.engine.info.num_blocks == 80
+        driver.engine.submit(request_of("a", prompt_of(1, 40), 300))
+        await driver.step_until(lambda: not has_stats or driver.load.num_draft_tokens > 0)
+        await driver.step_until(lambda: driver.load.num_available_blocks in range(30, 78))
+
+
+async def test_statistics_that_no_longer_come_are_noticed_and_said():
+    """The load would otherwise stay what it was then. Here the getter returns nothing, and then works again."""
+    config = TensorRtLlmConfig(stall_timeout_seconds=0.2)
+    async with running_tensorrt_llm(config=config, num_blocks=600) as (driver, fake):
+        driver.engine.submit(request_of("a", prompt_of(1, 40), 4000))
+        await driver.step_until(lambda: driver.load.num_available_blocks < 600)
+        assert driver.load.lost_reports == ()
+        fake.llm.loses_stats = True
+        await driver.step_until(lambda: driver.load.lost_reports == ("statistics",))
+        num_own = -(-(40 + len(driver.tokens["a"])) // 16)
+        assert abs(600 - num_own - driver.load.num_available_blocks) <= 8, "our own estimate, of a moment ago"
+        fake.llm.loses_stats = False
+        await driver.step_until(lambda: driver.load.lost_reports == ())
+
+
+async def test_statistics_that_cannot_be_fetched_are_noticed_and_said(monkeypatch: pytest.MonkeyPatch):
+    """The getter raises once the connection to the executor has failed."""
+    monkeypatch.setattr(daemon_thread, "FAILURE_PAUSE_SECONDS", 0.01)
+    async with running_tensorrt_llm() as (driver, fake):
+        fake.llm.stats_error = RuntimeError("RPC: connection lost")
+        driver.engine.submit(request_of("a", prompt_of(1, 40), 4000))
+        await driver.step_until(lambda: driver.load is not None and driver.load.lost_reports == ("statistics",))
+
+
+async def test_kv_events_that_no_longer_come_are_noticed_and_said():
+    """The getter swallows its errors and returns nothing: routers would trust an old view of the cache for ever."""
+    config = TensorRtLlmConfig(stall_timeout_seconds=0.2)
+    async with running_tensorrt_llm(config=config) as (driver, fake):
+        first = prompt_of(1, 40)
+        await driver.run(request_of("a", first, 30, root_hash=5))
+        await _until_cached(driver, set(block_hashes(first, 16, 5)))
+        fake.llm.loses_events = True
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            for number in itertools.count(2):
+                await driver.run(request_of(f"r{number}", prompt_of(number, 40), 1, root_hash=5))
+                if driver.load.lost_reports:
+                    break
+        assert driver.load.lost_reports == ("kv_events",)
+        assert not driver.cached()
 
 
 async def test_a_request_error_of_the_submit_itself_is_the_requests():

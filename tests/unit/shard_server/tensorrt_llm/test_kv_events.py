@@ -38,7 +38,7 @@ class Source:
         return self.event({"type": "created", "num_blocks_per_cache_level": [8, 0]}, window)
 
     def stored(
-        self, parent: int | None, *blocks: tuple[int, Sequence[Any]], window: int = 4096, **more: Any
+        self, parent: int | str | None, *blocks: tuple[int | str, Sequence[Any]], window: int = 4096, **more: Any
     ) -> dict[str, Any]:
         listed = [
             {
@@ -53,7 +53,7 @@ class Source:
         ]
         return self.event({"type": "stored", "parent_hash": parent, "blocks": listed}, window)
 
-    def removed(self, *identities: int, window: int = 4096) -> dict[str, Any]:
+    def removed(self, *identities: int | str, window: int = 4096) -> dict[str, Any]:
         return self.event({"type": "removed", "block_hashes": list(identities)}, window)
 
     def updated(self, identity: int) -> dict[str, Any]:
@@ -215,6 +215,22 @@ def test_a_block_of_two_identities_is_told_once(world: World, source: Source):
     assert world.cached == set(hashes)
     world.hear(source.removed(902))
     assert world.cached == set()
+
+
+def test_a_block_is_gone_as_soon_as_one_group_of_layers_has_lost_it(world: World, source: Source):
+    """The groups' events have the same identities, texts in the newest versions; only what all have can be reused."""
+    a, b = world.submit(A, B)
+
+    def of_group(group: int, event: dict[str, Any]) -> dict[str, Any]:
+        return event | {"layer_group_id": group, "hash_algo": "v2_sha256"}
+
+    first, second = "0a" * 32, "0b" * 32
+    stored = [of_group(group, source.stored(None, (first, A), (second, B))) for group in (0, 1)]
+    assert world.hear(*stored) == [BlockStored([a, b])]
+    assert world.hear(of_group(1, source.removed(second))) == [BlockRemoved([b])]
+    assert world.hear(of_group(0, source.removed(second))) == []
+    again = [of_group(group, source.stored(first, (second, B))) for group in (0, 1)]
+    assert world.hear(*again) == [BlockStored([b])]
 
 
 def test_a_cache_that_loses_removals_starts_anew(world: World, source: Source, monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,7 @@ PROTOCOLS = {
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name != "known_names.py":
+        if path.name not in ("known_names.py", "versions.py"):
             yield path, ast.parse(path.read_text())
 
 
@@ -91,8 +91,8 @@ def test_every_attribute_of_the_librarys_objects_is_a_real_one():
 
 def test_no_attribute_of_the_library_is_reached_untyped():
     """`getattr` with a made-up name would pass the type checker."""
-    allowed = {"adapter", "model_fields"}  # EngineRequest's future field, and pydantic's
-    allowed |= known_names.ARGUMENTS["DisaggregatedParams"]
+    allowed = {"adapter", "model_fields", "json_schema_extra", "init"}  # EngineRequest's future field, and pydantic's
+    allowed |= known_names.ARGUMENTS["DisaggregatedParams"] | known_names.OBJECTS["LLM"]
     for path, tree in modules():
         for node in ast.walk(tree):
             if (
@@ -112,13 +112,19 @@ def test_every_symbol_is_a_real_one():
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 head = node.value.split(".")[0]
-                if head in ("llmapi", "executor", "lora_helper") and "." in node.value and " " not in node.value:
+                if (
+                    head in ("llmapi", "executor", "lora_helper")
+                    and node.value[-1] != "."
+                    and "." in node.value
+                    and " " not in node.value
+                ):
                     found.add(f"tensorrt_llm.{node.value}")
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("symbol", "find", "arguments_of")
+                and node.func.attr in ("symbol", "find", "arguments_of", "knows")
                 and isinstance(node.args[0], ast.Constant)
+                and node.args[0].value not in known_names.ARGUMENTS
             ):
                 found.add(f"tensorrt_llm.{node.args[0].value}")
     assert len(found) > 10
@@ -199,6 +205,19 @@ def test_every_keyword_of_a_call_to_the_library_is_a_real_one():
                 assert keywords <= known[methods[node.func.attr]], path.name
                 checked += 1
     assert checked >= 6
+
+
+def test_every_argument_that_is_looked_for_is_a_real_one():
+    """`library.knows(path, "misspelt")` would be no for ever."""
+    checked = 0
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "knows":
+                argument = node.args[1]
+                if isinstance(argument, ast.Constant):
+                    assert any(argument.value in known for known in known_names.ARGUMENTS.values()), path.name
+                    checked += 1
+    assert checked >= 5
 
 
 def test_the_fake_has_no_name_that_the_library_lacks():

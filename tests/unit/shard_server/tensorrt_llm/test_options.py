@@ -20,6 +20,7 @@ from kvloom.config import (
 from shard_server.engines.base import EngineError
 from shard_server.engines.tensorrt_llm.api import load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.llm_options import llm_options
+from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
 
 
@@ -60,21 +61,34 @@ def test_no_pool_of_ngrams_is_shared_between_tenants():
 
 
 @pytest.mark.parametrize(
-    ("is_new", "class_name", "field"),
-    [(False, "EagleDecodingConfig", "speculative_model_dir"), (True, "Eagle3DecodingConfig", "speculative_model")],
+    ("release", "class_name", "field"),
+    [
+        (RELEASE_1_2, "EagleDecodingConfig", "speculative_model_dir"),
+        (NEWEST, "Eagle3DecodingConfig", "speculative_model"),
+    ],
 )
-def test_eagle_is_named_as_the_version_names_it(is_new: bool, class_name: str, field: str):
+def test_eagle_is_named_as_the_version_names_it(release: Release, class_name: str, field: str):
     """Newer versions renamed the class and the field."""
     config = TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="eagle3", draft_model="/models/eagle"))
-    speculation = options_of(config, Variant(is_new=is_new))["speculative_config"]
+    speculation = options_of(config, Variant(release=release))["speculative_config"]
     assert type(speculation).__name__ == class_name
     assert getattr(speculation, field) == "/models/eagle"
 
 
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_target"])
+def test_speculation_must_not_make_sampled_answers_greedy(method: str):
+    """In 1.2.1 a flag allows sampling; in newer versions it has no effect, and a warning in the log for every start."""
+    config = TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method=method, draft_model="/models/draft"))
+    assert options_of(config)["speculative_config"].allow_advanced_sampling is True
+    assert options_of(config, Variant(release=NEWEST))["speculative_config"].allow_advanced_sampling is False
+
+
 def test_other_speculation():
-    """MTP needs no draft model, a draft model needs its path."""
-    mtp = options_of(TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="mtp", max_draft_len=2)))
-    assert mtp["speculative_config"].num_nextn_predict_layers == 2
+    """MTP needs no draft model, a draft model needs its path. The newest versions know the number of layers."""
+    config = TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="mtp", max_draft_len=2))
+    assert options_of(config)["speculative_config"].num_nextn_predict_layers == 2
+    newest = options_of(config, Variant(release=NEWEST))["speculative_config"]
+    assert (newest.max_draft_len, newest.num_nextn_predict_layers) == (2, 1)
     with pytest.raises(EngineError, match=r"speculation\.draft_model"):
         options_of(TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="draft_target")))
 
@@ -188,6 +202,14 @@ def test_an_argument_that_the_version_lacks_is_refused_by_name(option: str):
     """The operator set it for a reason."""
     with pytest.raises(EngineError, match=f"shard.tensorrt_llm.{option}"):
         options_of(TensorRtLlmConfig(**{option: 2}), Variant(without_llm_arguments=[option]))
+
+
+def test_kv_events_are_never_pushed_as_well():
+    """The library's getter then returns nothing, and the shard would see an empty cache."""
+    options = options_of(variant=Variant(release=NEWEST))
+    assert options["kv_cache_config"].kv_events_config is None
+    with pytest.raises(EngineError, match="kv_cache_config is set by kvloom"):
+        options_of(TensorRtLlmConfig(extra_llm_options={"kv_cache_config": {"kv_events_config": {}}}))
 
 
 def test_half_a_connector_is_refused():

@@ -135,6 +135,34 @@ def test_statistics_give_blocks_and_speeds():
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (8, 5)
 
 
+def test_rows_of_ranks_are_summed_where_they_differ_and_counted_once_where_they_are_copies():
+    """Attention data parallelism: capacity would otherwise be one rank's, and speculation that of many engines."""
+
+    def row(rank: int, iteration: int, free: int, context: int, generating: int) -> dict[str, Any]:
+        return {
+            "iter": iteration,
+            "iterLatencyMS": 100.0,
+            "attentionDpRank": rank,
+            "kvCacheStats": {"maxNumBlocks": 50, "freeNumBlocks": free, "tokensPerBlock": 32},
+            "inflightBatchingStats": {
+                "numCtxTokens": context,
+                "numGenRequests": generating,
+                "numPausedRequests": rank + 1,
+            },
+            "specDecodingStats": {"numDraftTokens": 8, "numAcceptedTokens": 5},
+        }
+
+    stats = IterationStats()
+    stats.absorb([row(0, 1, 20, 300, 1), row(1, 1, 30, 0, 4), row(0, 2, 19, 0, 1), row(1, 2, 29, 0, 4)])
+    assert (stats.num_blocks, stats.num_free_blocks) == (100, 48)
+    assert stats.prefill_tokens_per_second == pytest.approx(3000)
+    assert stats.decode_step_seconds == pytest.approx(0.1)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (16, 10)
+    assert stats.num_preemptions == 3
+    in_flight = InFlight(max_batch=2, num_blocks=100, block_size=32)
+    assert in_flight.load(stats).num_draft_tokens == 16
+
+
 def test_free_blocks_of_the_past_do_not_count():
     """Statistics stop when the engine goes idle: the last one describes what ran then."""
     stats = IterationStats()
@@ -152,7 +180,7 @@ def test_free_blocks_of_the_past_do_not_count():
 
 def test_progress_is_tokens_or_iterations():
     """A long prefill gives no token for long; a long queue neither."""
-    watch = ProgressWatch(probe_interval_seconds=10, stall_timeout_seconds=60, now=0)
+    watch = ProgressWatch(probe_interval_seconds=10, stall_timeout_seconds=60, max_failed_requests=3, now=0)
     assert watch.judge(9, is_busy=False, num_records=0) is Verdict.WELL
     assert watch.judge(10, is_busy=False, num_records=0) is Verdict.PROBE
     watch.on_work(100)
@@ -283,10 +311,10 @@ async def test_a_drain_survives_empty_queues_and_gives_up_after_repeated_failure
         return answer
 
     delivered: list[int] = []
-    given_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-    drain = DrainThread("drain", fetch, list, delivered.extend, given_up.set_result, failure_pause_seconds=0)
+    lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    drain = DrainThread("drain", fetch, list, delivered.extend, lost.set_result, failure_pause_seconds=0)
     drain.start()
-    error = await asyncio.wait_for(given_up, TIMEOUT_SECONDS)
+    error = await asyncio.wait_for(lost, TIMEOUT_SECONDS)
     assert str(error) == "gone"
     assert delivered == [1, 2, 3]
     await drain.stop()

@@ -99,7 +99,7 @@ def test_penalties_leave_the_prompt_out_where_the_version_can():
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=-0.5)
     assert "prompt_ignore_length" not in sampling_arguments(request(sampling), INFO)
     library = load_tensorrt_llm()
-    mapper = SamplingMapper(library, Newer, frozenset({"prompt_ignore_length"}), "off")
+    mapper = SamplingMapper(library, Newer, True, "off")
     params = mapper.params_of(request(sampling, output_token_ids=[9]), INFO)
     assert params.prompt_ignore_length == 3
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
