@@ -11,7 +11,7 @@ from typing import Final, TypeVar, cast
 
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import MAX_ADAPTERS
-from kvloom.tenancy.limits_state import limits_state_to_proto
+from kvloom.tenancy.limits_state import fill_limits_state, limits_state_to_proto
 from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, SubmitAttempt
@@ -27,9 +27,12 @@ from router.core.events import (
     PromptVerdict,
     ShardDescription,
     ShardLoad,
+    Tier,
+    class_of,
 )
 from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
+from router.core.objectives import Objectives, ObjectivesOutcome
 from router.core.request_end import NO_MOVES, Moves
 
 M = TypeVar("M")
@@ -82,21 +85,23 @@ def logprobs_to_proto(slot: int, entry: object) -> generation_pb2.TokenLogprobs:
 
 
 def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
-    return generation_pb2.SequenceStart(
+    found = generation_pb2.SequenceStart(
         slot=start.slot,
         num_cached_tokens=start.num_cached_tokens,
         shard_id=start.shard_id,
         queue_time_seconds=start.queue_time_seconds,
         prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
-        limits=None if start.limits is None else limits_state_to_proto(start.limits),
         result_cache=start.result_cache,  # pyright: ignore[reportArgumentType]  (as below)
         brownout=start.brownout,
         priority_class=start.priority_class,
     )
+    if start.limits is not None:
+        fill_limits_state(found.limits, start.limits)
+    return found
 
 
 def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
-    return generation_pb2.SequenceFinish(
+    message = generation_pb2.SequenceFinish(  # Python calls with more than 15 keywords are slow.
         slot=finish.slot,
         reason=finish.reason,  # pyright: ignore[reportArgumentType]  (The stubs want the enum's type; ints are fine.)
         num_prompt_tokens=finish.num_prompt_tokens,
@@ -112,8 +117,10 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         num_reasoning_tokens=finish.num_reasoning_tokens,
         result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
         receipt=finish.receipt,
-        moves=None if finish.moves is NO_MOVES else _moves_to_proto(finish.moves),
     )
+    if finish.moves is not NO_MOVES:
+        message.moves.CopyFrom(_moves_to_proto(finish.moves))
+    return message
 
 
 def _moves_to_proto(moves: Moves) -> generation_pb2.RequestMoves:
@@ -174,6 +181,8 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         submit.no_speculation = request.degradation.no_speculation
         # A cap below the least that was asked for is no mistake of the client.
         submit.stop.min_tokens = min(submit.stop.min_tokens, attempt.max_tokens)
+    if request.tier is not Tier.INTERACTIVE or request.priority_class is not None:
+        submit.class_rank = class_of(request).rank
     adapter = request.adapter
     if adapter is not None:
         submit.adapter.name, submit.adapter.checksum = adapter
@@ -204,6 +213,7 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         embedding_size=info.embedding_size,
         engine=info.engine,
         role=info.role,
+        yield_tokens=info.yield_tokens,
     )
 
 
@@ -220,6 +230,7 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         hand_over=load.hand_over,
         withdrawn=load.withdrawn,
         asleep=load.asleep,
+        empty_within_seconds=(_plausible(load.empty_within_seconds) or None) if load.draining else None,
         num_own_running=load.num_own_running,
         num_own_waiting=load.num_own_waiting,
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,
@@ -341,6 +352,38 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
         withdrawn=model.is_withdrawn,
         brownout_step=model.brownout_step,
     )
+
+
+def objectives_from_proto(wanted: router_service_pb2.Objectives) -> Objectives:
+    return Objectives(
+        deadline_seconds=wanted.deadline_ms / 1e3 if wanted.HasField("deadline_ms") else None,
+        ttft_seconds=wanted.ttft_ms / 1e3 if wanted.HasField("ttft_ms") else None,
+        tpot_seconds=wanted.tpot_ms / 1e3 if wanted.HasField("tpot_ms") else None,
+        elapsed_seconds=wanted.elapsed_ms / 1e3,
+        is_admitted=wanted.admitted,
+    )
+
+
+def objectives_outcome_to_proto(outcome: ObjectivesOutcome) -> router_service_pb2.ObjectivesOutcome:
+    wanted = outcome.wanted
+    return router_service_pb2.ObjectivesOutcome(
+        wanted=router_service_pb2.Objectives(
+            deadline_ms=_milliseconds(wanted.deadline_seconds),
+            ttft_ms=_milliseconds(wanted.ttft_seconds),
+            tpot_ms=_milliseconds(wanted.tpot_seconds),
+            elapsed_ms=wanted.elapsed_seconds * 1e3,
+            admitted=wanted.is_admitted,
+        ),
+        predicted_ttft_seconds=outcome.predicted_ttft_seconds,
+        deadline_met=outcome.deadline_met,
+        ttft_met=outcome.ttft_met,
+        tpot_met=outcome.tpot_met,
+        refused="" if outcome.refused is None else outcome.refused.value,
+    )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 def _message(value: object, kind: type[M]) -> M | None:

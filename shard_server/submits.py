@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Final
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
 from kvloom.kv_share import KvShare
@@ -81,6 +82,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
         stop_token_ids |= info.eos_token_ids
     guide = guide_of(submit.sampling) if submit.sampling.HasField("guide") else None
     kv_share = KvShare(submit.kv_share.owner, submit.kv_share.percent) if submit.HasField("kv_share") else None
+    class_rank = submit.class_rank if submit.HasField("class_rank") else INTERACTIVE_RANK
     seed = submit.sampling.seed if submit.sampling.HasField("seed") else secrets.randbits(64)
     return [
         EngineRequest(
@@ -101,6 +103,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             no_speculation=submit.no_speculation,
             prefill_only=submit.prefill_only,
             handoff=submit.handoff or None,
+            class_rank=class_rank,
             origin=origin,
         )
         for choice in submit.choices

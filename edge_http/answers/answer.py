@@ -164,9 +164,10 @@ class Answer(abc.ABC):
     @property
     def limits(self) -> LimitsState | None:
         """What is left of the caller's limits, as the router said first; None: it has none, or nothing is known yet."""
-        for message in (*self.starts.values(), *self.finishes.values()):
-            if message.HasField("limits"):
-                return message.limits
+        for messages in (self.starts, self.finishes):
+            for message in messages.values():
+                if message.HasField("limits"):
+                    return message.limits
         return None
 
     def details(self, *, wanted: bool) -> dict[str, Any] | None:

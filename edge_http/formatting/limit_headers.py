@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 from typing import Final
 
 from kvloom.tenancy.limits_state import LimitsState, RateState
 
-_OPENAI: Final = "x-ratelimit-{what}-{unit}"
-_ANTHROPIC: Final = "anthropic-ratelimit-{unit}-{what}"
 _WHAT: Final = ("limit", "remaining", "reset")
+_OPENAI: Final = {unit: tuple(f"x-ratelimit-{what}-{unit}" for what in _WHAT) for unit in ("requests", "tokens")}
 _ANTHROPIC_TOKENS: Final = ("tokens", "input-tokens", "output-tokens")
 """One limit counts all tokens, so it is also the one of each kind."""
-
-OPENAI_LIMIT_HEADERS: Final = tuple(
-    _OPENAI.format(what=what, unit=unit) for unit in ("requests", "tokens") for what in _WHAT
-)
-ANTHROPIC_LIMIT_HEADERS: Final = tuple(
-    _ANTHROPIC.format(what=what, unit=unit) for unit in ("requests", *_ANTHROPIC_TOKENS) for what in _WHAT
-)
+_ANTHROPIC: Final = {
+    unit: tuple(f"anthropic-ratelimit-{unit}-{what}" for what in _WHAT) for unit in ("requests", *_ANTHROPIC_TOKENS)
+}
+OPENAI_LIMIT_HEADERS: Final = tuple(itertools.chain.from_iterable(_OPENAI.values()))
+ANTHROPIC_LIMIT_HEADERS: Final = tuple(itertools.chain.from_iterable(_ANTHROPIC.values()))
 
 
 def openai_limit_headers(state: LimitsState) -> dict[str, str]:
@@ -27,7 +25,7 @@ def openai_limit_headers(state: LimitsState) -> dict[str, str]:
     headers: dict[str, str] = {}
     for unit, rate in (("requests", state.requests), ("tokens", state.tokens)):
         if rate is not None:
-            headers |= _headers(_OPENAI, unit, rate, duration(rate.reset_seconds))
+            _add(headers, _OPENAI[unit], rate, duration(rate.reset_seconds))
     return headers
 
 
@@ -36,11 +34,11 @@ def anthropic_limit_headers(state: LimitsState, seconds_since_1970: float) -> di
     headers: dict[str, str] = {}
     if state.requests is not None:
         reset = rfc3339(seconds_since_1970 + state.requests.reset_seconds)
-        headers |= _headers(_ANTHROPIC, "requests", state.requests, reset)
+        _add(headers, _ANTHROPIC["requests"], state.requests, reset)
     if state.tokens is not None:
         reset = rfc3339(seconds_since_1970 + state.tokens.reset_seconds)
         for unit in _ANTHROPIC_TOKENS:
-            headers |= _headers(_ANTHROPIC, unit, state.tokens, reset)
+            _add(headers, _ANTHROPIC[unit], state.tokens, reset)
     return headers
 
 
@@ -50,7 +48,8 @@ def duration(seconds: float) -> str:
     if milliseconds < 1000:
         return f"{milliseconds}ms"
     minutes, rest = divmod(milliseconds, 60_000)
-    text = f"{rest / 1e3:.3f}".rstrip("0").rstrip(".") + "s"
+    seconds, rest = divmod(rest, 1000)
+    text = f"{seconds}.{rest:03d}".rstrip("0") + "s" if rest else f"{seconds}s"
     return f"{minutes}m{text}" if minutes else text
 
 
@@ -59,6 +58,6 @@ def rfc3339(seconds_since_1970: float) -> str:
     return datetime.datetime.fromtimestamp(math.ceil(seconds_since_1970), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _headers(template: str, unit: str, rate: RateState, reset: str) -> dict[str, str]:
-    values = (str(rate.limit), str(rate.remaining), reset)
-    return {template.format(what=what, unit=unit): value for what, value in zip(_WHAT, values, strict=True)}
+def _add(headers: dict[str, str], names: tuple[str, ...], rate: RateState, reset: str) -> None:
+    limit, remaining, at = names
+    headers[limit], headers[remaining], headers[at] = str(rate.limit), str(rate.remaining), reset

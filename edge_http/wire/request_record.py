@@ -3,9 +3,7 @@ ended, and for the headers that every response has."""
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
 from typing import Final, Protocol
 
 import structlog
@@ -18,7 +16,7 @@ from edge_http.wire.request_callers import RequestCallers
 from kvloom.errors import KvloomError
 from kvloom.process.access_log import AccessLog
 from kvloom.process.request_context import RequestContext, current_request, request_fields
-from kvloom.tenancy.limits_state import LimitsState, limits_state_from_proto
+from kvloom.tenancy.limits_state import limits_state_from_proto
 from kvloom.v1 import error_reason_pb2 as pb
 
 log = structlog.get_logger()
@@ -64,6 +62,11 @@ class RequestRecord:
         self.error_type = ""
         """The reason of the error that the client was sent; "" if there was none."""
 
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the request's head arrived."""
+        return time.monotonic() - self._started_at
+
     def log_fields(self) -> dict[str, str]:
         request = self._request
         tenant = self._callers.caller_of(request)
@@ -76,15 +79,25 @@ class RequestRecord:
             PROCESSING_MS: str(int((time.monotonic() - self._started_at) * 1e3)),
         }
         if self._callers.have_tenants and self.answer is not None:
-            headers.update(limits_headers(self.answer, self._limit_format()))
+            self._add_limits(headers, self.answer)
         if self._cors is not None:
             headers.update(self._cors.response_headers(self._request))
         return headers
 
-    def _limit_format(self) -> Callable[[LimitsState], dict[str, str]]:
+    def _add_limits(self, headers: dict[str, str], answer: AnswerFigures) -> None:
+        """What tells a caller of its limits, as its API writes it; nothing if it has none."""
+        error, message = answer.error, answer.limits
+        state = None if error is None else error.limits
+        if state is None:
+            if answer.limited_by:
+                headers[LIMITED_BY] = answer.limited_by
+            if message is None:
+                return
+            state = limits_state_from_proto(message)
         if is_anthropic(self._request):
-            return functools.partial(anthropic_limit_headers, seconds_since_1970=time.time())
-        return openai_limit_headers
+            headers.update(anthropic_limit_headers(state, time.time()))
+        else:
+            headers.update(openai_limit_headers(state))
 
     def log_end(self, access_log: AccessLog, route: str, status: int, num_body_bytes: int | None) -> None:
         """Write the line of the access log, if it is wanted. `num_body_bytes` is None for a stream, of which the events
@@ -116,23 +129,18 @@ class RequestRecord:
         log.info("http request", **self.log_fields(), **fields)
 
 
-def limits_headers(answer: AnswerFigures, write: Callable[[LimitsState], dict[str, str]]) -> dict[str, str]:
-    """The headers that tell a caller of its limits, as its API writes them; they are empty if it has none."""
-    error = answer.error
-    if error is not None and error.limits is not None:
-        return write(error.limits)
-    headers = {} if answer.limits is None else write(limits_state_from_proto(answer.limits))
-    if answer.limited_by:
-        headers[LIMITED_BY] = answer.limited_by
-    return headers
-
-
 def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:
     """Note which answer this task's request got, for its log lines."""
     record = current_request()
     if isinstance(record, RequestRecord):
         record.response_id, record.model, record.answer = response_id, model, answer
         answer.request_context = record
+
+
+def seconds_since_arrival() -> float:
+    """Since the head of this task's request arrived; 0 where the task has none."""
+    record = current_request()
+    return record.elapsed_seconds if isinstance(record, RequestRecord) else 0.0
 
 
 def log_refused_connection(access_log: AccessLog, status: int, error: KvloomError) -> None:

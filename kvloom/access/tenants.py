@@ -1,5 +1,5 @@
 """The tenants of a fabric as an edge or a router uses them: who holds a key, and whether what is known is fresh enough
-to say so. A lookup is a SHA-256 and a few dictionary reads; nothing waits."""
+to say so. A lookup is a SHA-256 and a dictionary read; nothing waits."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ log = structlog.get_logger()
 
 MAX_USES: Final = 10_000
 """Keys whose use is noted at a time: as many as `control` takes in one report."""
+MAX_KEPT: Final = 16_384
+"""Holders of keys that are kept. When there are more, all are forgotten."""
 IDENTITY_PREFIXES: Final = ("oidc:", "cert:")
 """What the ids of identities that have no key begin with."""
 
@@ -39,6 +41,10 @@ class Tenants:
         """When the table was last known to be that of `control`."""
         self._on_change: list[Callable[[], None]] = []
         self._used: dict[str, float] = {}
+        self._kept: dict[bytes, Principal] = {}
+        """Holders of keys, by the SHA-256 of these, as the table in its state `_kept_state` has them: a revoked key is
+        gone with the change that says so."""
+        self._kept_state: object = None
 
     # -- the table ----------------------------------------------------------------------------------------------------
 
@@ -69,7 +75,8 @@ class Tenants:
 
     def check_fresh(self) -> None:
         """Raises KvloomError (AUTH_UNAVAILABLE) while there is no table, or only one that is too old."""
-        if self.table.is_empty or not (self.connected or self.age_seconds <= self._max_stale_seconds):
+        is_fresh = self.connected or self.age_seconds <= self._max_stale_seconds
+        if not is_fresh or not self.table.table_id:
             raise auth_unavailable()
 
     # -- principals ---------------------------------------------------------------------------------------------------
@@ -81,14 +88,30 @@ class Tenants:
             raise missing_key_error()
         if len(credential) > MAX_KEY_CHARS:
             raise wrong_key_error()
+        digest = hashlib.sha256(credential.encode("utf-8", "surrogateescape")).digest()
+        if self.table.state is not self._kept_state:
+            self._kept.clear()
+            self._kept_state = self.table.state
+        principal = self._kept.get(digest) or self._of_digest(digest)
+        if 0.0 < principal.expires_at <= self._now():
+            raise wrong_key_error()
+        if principal.key_id not in self._used:
+            self._note_use(principal.key_id)
+        return principal
+
+    def _of_digest(self, digest: bytes) -> Principal:
+        """The holder of the key with this SHA-256, who is kept until the table changes. Raises KvloomError
+        (UNAUTHENTICATED)."""
         table = self.table
-        key = table.key_of_digest(hashlib.sha256(credential.encode("utf-8", "surrogateescape")).digest())
+        key = table.key_of_digest(digest)
         if key is None or not table.is_active(key, self._now()):
             raise wrong_key_error()
-        self._note_use(key.id)
         tenant = table.tenant(key.tenant)
         assert tenant is not None
-        return principal_of_key(key, tenant, self.table.organisation(tenant.organisation))
+        if len(self._kept) >= MAX_KEPT:
+            self._kept.clear()
+        principal = self._kept[digest] = principal_of_key(key, tenant, table.organisation(tenant.organisation))
+        return principal
 
     def of_identity(
         self, key_id: str, tenant_id: str, scopes: Sequence[str], expires_at: float = 0.0, user: str = ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -42,6 +44,10 @@ class Price(msgspec.Struct, frozen=True):
 
 
 FREE = Price("", "*")
+_MAX_FOUND: Final = 1024
+"""Models whose price is remembered. When there are more, all are forgotten."""
+_InForce = tuple[Price, float, float]
+"""A price, and from when until when (seconds since 1970) it is surely in force."""
 NANOS = 1_000_000_000
 
 
@@ -58,15 +64,29 @@ class Prices:
         self._by_model: dict[str, list[Price]] = {}
         for price in sorted(prices, key=lambda one: one.effective_from, reverse=True):
             self._by_model.setdefault(price.model, []).append(price)
+        self._found: dict[str, _InForce] = {}
 
     def at(self, model: str, seconds_since_1970: float) -> Price:
         """The price in force for a model, or MODEL:ADAPTER: its own, else that of the adapter's model, else that of
         "*"; FREE if there is none."""
+        found = self._found.get(model)
+        if found is None or not found[1] <= seconds_since_1970 < found[2]:
+            if len(self._found) >= _MAX_FOUND:
+                self._found.clear()
+            found = self._found[model] = self._find(model, seconds_since_1970)
+        return found[0]
+
+    def _find(self, model: str, seconds_since_1970: float) -> _InForce:
+        begins_at, ends_at = -math.inf, math.inf
+        in_force: Price | None = None
         for name in dict.fromkeys((model, model.partition(":")[0], "*")):
             for price in self._by_model.get(name, ()):
-                if price.effective_from <= seconds_since_1970:
-                    return price
-        return FREE
+                if price.effective_from > seconds_since_1970:
+                    ends_at = min(ends_at, price.effective_from)
+                    continue
+                begins_at = max(begins_at, price.effective_from)
+                in_force = in_force or price
+        return in_force or FREE, begins_at, ends_at
 
     def cost(
         self,

@@ -73,6 +73,8 @@ class TenantTable:
     def __init__(self) -> None:
         self.table_id = ""
         self.version = 0
+        self.state: object = object()
+        """Another object after every change, by which others see whether what they have found still holds."""
         self.prices = Prices()
         self._organisations: SlicedDict[str, Organisation] = SlicedDict()
         self._tenants: SlicedDict[str, Tenant] = SlicedDict()
@@ -144,6 +146,7 @@ class TenantTable:
         if response.has_prices:
             self.prices = Prices(price_from_proto(price) for price in response.prices)
         self.table_id, self.version = response.table_id, response.version
+        self.state = object()
 
     def _remove(self, response: pb.FollowResponse) -> None:
         for organisation_id in response.removed_organisations:
@@ -170,6 +173,7 @@ class TenantTable:
         for key in self._keys.values_of(slice_number):
             if key.digest and 0.0 < key.expires_at < before:
                 self._drop(key.id)
+                self.state = object()
 
     def drop_some(self, slice_number: int, max_entries: int) -> bool:
         """Free a part of a table that is not in use any more. Returns whether that slice has more."""

@@ -45,7 +45,7 @@ _PART: Final = "+"
 _CHOICES: Final = "."
 
 
-class Charge(msgspec.Struct, frozen=True, array_like=True):
+class Charge(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a request has used of an account's hard budget."""
 
     account: str
@@ -60,7 +60,7 @@ class Charge(msgspec.Struct, frozen=True, array_like=True):
     """The part of `total` that is the prompt's."""
 
 
-class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False):
+class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False, gc=False):
     """Times are seconds since 1970, durations are seconds, costs are billionths of the currency."""
 
     producer: str

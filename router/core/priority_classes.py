@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from kvloom.class_rank import INTERACTIVE_RANK
+
 MAX_CLASSES: Final = 16
 """How many may be declared."""
 MAX_RANK: Final = 15
@@ -43,7 +45,7 @@ class PriorityClass(msgspec.Struct, frozen=True):
         return self.rank - int(waited_seconds / self.aging_seconds) if self.aging_seconds else self.rank
 
 
-INTERACTIVE: Final = PriorityClass("interactive", 1)
+INTERACTIVE: Final = PriorityClass("interactive", INTERACTIVE_RANK)
 BATCH: Final = PriorityClass("batch", 2)
 SHADOW: Final = PriorityClass("shadow", 3)
 CLASS_OF_TIER: Final[Mapping[int, PriorityClass]] = {one.rank: one for one in (INTERACTIVE, BATCH, SHADOW)}

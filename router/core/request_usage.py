@@ -61,6 +61,7 @@ class UsageMeter:
         num_reasoning_tokens: int,
         now: float,
         charges: tuple[Charge, ...] = (),
+        limits: str = "",
     ) -> RequestUsage:
         """`num_output_tokens` without those that it had already."""
         block_seconds = self._block_seconds
@@ -76,4 +77,5 @@ class UsageMeter:
             block_seconds,
             num_reasoning_tokens,
             charges,
+            limits,
         )

@@ -8,6 +8,7 @@ was what followed: all of it is sent again, from memory or from the spool.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
@@ -24,6 +25,9 @@ from router.metering.spool import Numbered
 log = structlog.get_logger()
 
 POLL_SECONDS: Final = 0.5
+GATHER_SECONDS: Final = 0.25
+"""Records that arrive within this time after an exchange are sent together, since an exchange takes as long for many as
+for few."""
 RETRY_SECONDS: Final = 1.0
 MAX_ENTRY_RECORDS: Final = 256
 MAX_ENTRIES: Final = 8
@@ -77,6 +81,7 @@ class Forwarder:
         """The first that has not been sent."""
         self._sent: deque[_Sent] = deque()
         self._is_end_sent = False
+        self._exchanged_at = -math.inf
         self._is_failing = False
         self._wake = asyncio.Event()
         self.stored = NOTHING_STORED
@@ -111,12 +116,19 @@ class Forwarder:
                     if self._is_failing:
                         await asyncio.Event().wait()  # for the whole time
             except TimeoutError:
-                pass
+                continue
+            if self._num_unsent < MAX_ENTRY_RECORDS:
+                await asyncio.sleep(self._exchanged_at + GATHER_SECONDS - asyncio.get_running_loop().time())
+
+    @property
+    def _num_unsent(self) -> int:
+        return self._last_number + 1 - self._next_number
 
     async def exchange(self) -> None:
         """Learn what is stored, and send what there is. Raises RedisError, and OSError where the spool cannot be
         read."""
         self._wake.clear()
+        self._exchanged_at = asyncio.get_running_loop().time()
         await self._learn()
         await self._send()
 

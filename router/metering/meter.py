@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -85,67 +85,112 @@ class Meter:
     def _record(self, ended: RequestEnded, number: int, outcome: str, ended_well: bool) -> UsageRecord:
         usage = ended.usage
         assert usage is not None, "the core does not meter usage"
+        adapter = "" if usage.adapter is None else usage.adapter.name
         num_resumed = 0 if is_part(usage.answer_id) else usage.num_resumed_tokens
         num_output, moves, tenant = num_resumed + ended.num_output_tokens, ended.moves, ended.tenant
         if usage.tier is Tier.SHADOW:
             tenant = _unbilled_tenant(TIER_SHADOW, tenant.removeprefix(SHADOW_TENANT))
         # What was never sent to a shard has used nothing.
         is_used = bool(ended.num_attempts or ended.is_result_cache_hit or num_output)
-        record = UsageRecord(
+        num_prompt = ended.num_prompt_tokens if is_used else 0
+        ended_at, duration_seconds = self._clock(), round(ended.e2e_latency_seconds, 6)
+        cost = _NO_COST
+        if usage.tier is not Tier.SHADOW:
+            cost = self._cost(
+                f"{ended.model}:{adapter}" if adapter else ended.model,
+                ended_at - duration_seconds,
+                (num_prompt, ended.num_cached_tokens, num_output),
+                usage.answer_id,
+                has_answer=ended_well or num_output > 0,
+                is_batch=usage.tier is Tier.BATCH,
+                is_result_cache_hit=ended.is_result_cache_hit,
+            )
+        return UsageRecord(  # Python calls with more than 15 keywords are slow.
             self.producer,
             number,
             ended.request_id,
             tenant,
-            self._clock(),
+            ended_at,
             ended.model,
-            "" if usage.adapter is None else usage.adapter.name,
+            adapter,
             usage.key_id,
             _TIERS[usage.tier],
             outcome,
             reason_name(ended.error_reason) if ended.error_reason else "",
-            ended.num_prompt_tokens if is_used else 0,
+            num_prompt,
             ended.num_cached_tokens,
             num_output,
             usage.num_reasoning_tokens,
-            num_attempts=ended.num_attempts,
-            block_seconds=round(usage.block_seconds, 6),
-            ttft_seconds=0.0 if ended.ttft_seconds is None else round(ended.ttft_seconds, 6),
-            duration_seconds=round(ended.e2e_latency_seconds, 6),
-            client_request_id=ended.client_request_id,
-            answer_id=usage.answer_id,
-            num_resumed_tokens=num_resumed,
-            is_result_cache_hit=ended.is_result_cache_hit,
+            ended.num_attempts,
+            round(usage.block_seconds, 6),
+            0.0 if ended.ttft_seconds is None else round(ended.ttft_seconds, 6),
+            duration_seconds,
+            ended.is_result_cache_hit,
+            cost.price_id,
+            cost.nanos,
+            ended.client_request_id,
+            usage.answer_id,
+            num_resumed,
             charges=usage.charges,
             num_preemptions=moves.num_preemptions,
             num_migrations=moves.num_migrations,
             num_failovers=moves.num_failovers,
             priority_class=ended.priority_class.name,
+            prompt_cost_nanos=cost.prompt_nanos,
         )
-        return self._priced(record, ended_well)
 
     def _priced(self, record: UsageRecord, ended_well: bool) -> UsageRecord:
-        if not record.is_billed:
-            return msgspec.structs.replace(record, price_id="", cost_nanos=0)
-        has_answer = ended_well or record.num_output_tokens > 0
-        price_id, cost_nanos = self._cost(record, record.num_output_tokens, has_answer=has_answer)
-        prompt_cost_nanos = 0
-        if is_part(record.answer_id):
-            _, prompt_cost_nanos = self._cost(record, 0, has_answer=has_answer)
+        """A record that has changed."""
+        cost = _NO_COST
+        if record.is_billed:
+            cost = self._cost(
+                record.priced_model,
+                record.began_at,
+                (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens),
+                record.answer_id,
+                has_answer=ended_well or record.num_output_tokens > 0,
+                is_batch=record.tier == "batch",
+                is_result_cache_hit=record.is_result_cache_hit,
+            )
         return msgspec.structs.replace(
-            record, price_id=price_id, cost_nanos=cost_nanos, prompt_cost_nanos=prompt_cost_nanos
+            record, price_id=cost.price_id, cost_nanos=cost.nanos, prompt_cost_nanos=cost.prompt_nanos
         )
 
-    def _cost(self, record: UsageRecord, num_output_tokens: int, *, has_answer: bool) -> tuple[str, int]:
-        return self._prices().cost(
-            record.priced_model,
-            record.began_at,
-            record.num_prompt_tokens,
-            record.num_cached_tokens,
-            num_output_tokens,
-            has_answer=has_answer,
-            is_batch=record.tier == "batch",
-            is_result_cache_hit=record.is_result_cache_hit,
+    def _cost(
+        self,
+        priced_model: str,
+        began_at: float,
+        num_tokens: tuple[int, int, int],
+        answer_id: str,
+        *,
+        has_answer: bool,
+        is_batch: bool,
+        is_result_cache_hit: bool,
+    ) -> _Cost:
+        """`num_tokens`: of the prompt, those of it that were cached, and of the output."""
+        price = self._prices().at(priced_model, began_at)
+        if not has_answer:
+            return _Cost(price.id)
+        num_prompt, num_cached, num_output = num_tokens
+        nanos = price.cost_nanos(
+            num_prompt, num_cached, num_output, is_batch=is_batch, is_result_cache_hit=is_result_cache_hit
         )
+        if not is_part(answer_id):
+            return _Cost(price.id, nanos)
+        prompt_nanos = price.cost_nanos(
+            num_prompt, num_cached, 0, is_batch=is_batch, is_result_cache_hit=is_result_cache_hit
+        )
+        return _Cost(price.id, nanos, prompt_nanos)
+
+
+class _Cost(NamedTuple):
+    price_id: str = ""
+    nanos: int = 0
+    prompt_nanos: int = 0
+    """Only of a part of an answer."""
+
+
+_NO_COST: Final = _Cost()
 
 
 def _unbilled_tenant(tier: str, tenant: str) -> str:

@@ -19,6 +19,7 @@ import enum
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.kv_share import KvShare
 
 
@@ -112,6 +113,9 @@ class EngineInfo:
     """What computes, and how fast, in one line for people."""
     embedding_size: int = 0
     """The dimensions of an embedding; 0 without Capability.EMBED."""
+    yield_tokens: int = 0
+    """The largest number of prompt tokens in one step, after which prefill gives way to that of sequences with a lower
+    `EngineRequest.class_rank` (queue_order.py). 0 = the engine does not look at ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -240,6 +244,8 @@ class EngineRequest:
     """The hand-off of an engine that has computed this prompt: its KV is fetched, and the first token, which belongs to
     the hand-off, is emitted again. None: the prompt is computed here. Set only for an engine with
     Capability.KV_HANDOFF."""
+    class_rank: int = INTERACTIVE_RANK
+    """How urgent it is: the lower, the more. Engines without EngineInfo.yield_tokens need not honour it."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 

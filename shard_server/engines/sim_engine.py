@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import Final
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.config import ShardConfig
 from shard_server.engines.adapters.host import AdapterHost
 from shard_server.engines.base import (
@@ -35,7 +36,13 @@ from shard_server.engines.base import (
     StepOutput,
 )
 from shard_server.engines.eviction_order import has_others_outside, preempted_for
-from shard_server.engines.queue_order import admission_rank, count_cached_blocks
+from shard_server.engines.queue_order import (
+    MAX_PATIENCE_SECONDS,
+    admission_rank,
+    class_order,
+    count_cached_blocks,
+    goes_before,
+)
 from shard_server.engines.sim_adapters import SimAdapterReader
 from shard_server.engines.sim_blocks import SimBlockPool
 from shard_server.engines.sim_embedding import EMBEDDING_SIZE, sim_embedding
@@ -103,6 +110,7 @@ class SimEngine:
             eos_token_ids=eos_token_ids,
             capabilities=_SCRIPTED if stamps or opening else _CAPABILITIES - _unavailable(max_loaded_adapters),
             embedding_size=0 if stamps or opening else EMBEDDING_SIZE,
+            yield_tokens=config.max_prefill_tokens_per_step,
             prefill_tokens_per_second=config.sim.prefill_tokens_per_second,
             decode_step_seconds=step_seconds,
         )
@@ -127,6 +135,8 @@ class SimEngine:
         self._cancelled: set[str] = set()
         self._num_submitted = 0
         self._num_preemptions = 0
+        self._has_classes = False
+        """Whether sequences of other classes than interactive ones were there in the last step."""
         self._step_ends_at = 0.0
         self._closed = False
         self._wake = asyncio.Event()
@@ -242,6 +252,7 @@ class SimEngine:
         planned: list[tuple[SimSequence, int]] = []
         budget = self._max_prefill_tokens
         any_decodes = False
+        self._has_classes = any(s.request.class_rank != INTERACTIVE_RANK for s in (*self._running, *self._waiting))
         self._step_number += 1
         position = 0
         while position < len(self._running):  # preemption shortens the list from its end
@@ -254,6 +265,8 @@ class SimEngine:
                     continue
                 if not self._make_room(sequence):
                     break
+            elif self._has_classes:
+                num_tokens = 0
             else:
                 num_tokens = min(num_tokens, budget)
                 budget -= num_tokens
@@ -263,12 +276,29 @@ class SimEngine:
         has_room = budget and len(self._running) < self._info.max_batch
         if self._queue_order == "shortest_prefill" and has_room and len(self._waiting) > 1:
             self._waiting = deque(sorted(self._waiting, key=self._admission_rank))
+        elif self._has_classes:
+            self._waiting = deque(sorted(self._waiting, key=_class_order))
+        if self._has_classes:
+            budget = self._continue_prefill(planned, budget)
         budget = self._admit_waiting(planned, budget)
         num_prefilled = self._max_prefill_tokens - budget
         seconds = num_prefilled / self._prefill_tokens_per_second + (self._step_seconds if any_decodes else 0.0)
         return planned, seconds
 
-    def _admit_waiting(self, planned: list[tuple[SimSequence, int]], budget: int) -> int:
+    def _continue_prefill(self, planned: list[tuple[SimSequence, int]], budget: int) -> int:
+        """Continue prefill that has begun, in the order of classes; waiting sequences of more urgent ones are admitted
+        before it. Returns what is left of the budget."""
+        for sequence in sorted((one for one in self._running if not one.is_decoding), key=_class_order):
+            budget = self._admit_waiting(planned, budget, before=sequence)
+            num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
+            if num_tokens:
+                budget -= num_tokens
+                planned.append((sequence, num_tokens))
+        return budget
+
+    def _admit_waiting(
+        self, planned: list[tuple[SimSequence, int]], budget: int, before: SimSequence | None = None
+    ) -> int:
         """Admit sequences, the first one first, and plan their prefill; returns what is left of the budget. As in the
         torch engine's scheduler, one that waits for blocks outside of the guaranteed shares is overtaken by those that
         keep within theirs."""
@@ -276,6 +306,8 @@ class SimEngine:
         while budget and self._waiting and len(self._running) < self._info.max_batch:
             sequence = self._waiting[0]
             if sequence.request.request_id in self._cancelled:
+                break
+            if before is not None and not _goes_before(sequence, before):
                 break
             if skipped and not self._fits_into_share(sequence):
                 skipped.append(self._waiting.popleft())
@@ -301,8 +333,8 @@ class SimEngine:
         return owner.num_used - (-len(sequence.token_ids) // self._info.block_size) <= owner.guarantee
 
     def _admission_rank(self, sequence: SimSequence) -> float:
-        if sequence.scheduled_at is not None:
-            return float("-inf")  # it was preempted, and resumes before others start
+        if sequence.scheduled_at is not None:  # it was preempted, and resumes before others of its class start
+            return _class_order(sequence) - MAX_PATIENCE_SECONDS if self._has_classes else float("-inf")
         hashes = sequence.known_hashes()
         block_size = self._info.block_size
         sequence.num_expected_blocks = count_cached_blocks(
@@ -311,7 +343,8 @@ class SimEngine:
             sequence.num_expected_blocks,
         )
         num_uncached = len(sequence.token_ids) - sequence.num_expected_blocks * block_size
-        return admission_rank(num_uncached, self._prefill_tokens_per_second, sequence.submitted_at)
+        rank = sequence.request.class_rank
+        return admission_rank(num_uncached, self._prefill_tokens_per_second, sequence.submitted_at, rank)
 
     def _admit(self, sequence: SimSequence) -> bool:
         """Allocate the blocks of a waiting sequence, cached ones if possible; returns False if too few are left."""
@@ -477,3 +510,11 @@ def _unavailable(max_loaded_adapters: int) -> frozenset[Capability]:
 def _fire(timer: asyncio.Future[None]) -> None:
     if not timer.done():
         timer.set_result(None)
+
+
+def _class_order(sequence: SimSequence) -> float:
+    return class_order(sequence.request.class_rank, sequence.submitted_at)
+
+
+def _goes_before(waiting: SimSequence, begun: SimSequence) -> bool:
+    return goes_before(waiting.request.class_rank, waiting.submitted_at, begun.request.class_rank, begun.submitted_at)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.ledger = LoadLedger()
         for shard_id in SHARDS:
-            self.ledger.add_shard(shard_id, "m", 1000)
+            self.ledger.add_shard(shard_id, "m", 1000, yield_tokens=512)
         self.now = 0.0
         self.held: dict[ReservationKey, Reservation] = {}
         self.started: set[ReservationKey] = set()
@@ -31,13 +33,28 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         num_sequences=st.integers(1, 4),
         num_prefill_tokens=st.integers(1, 5000),
         num_cached_tokens=st.integers(0, 5000),
+        class_rank=st.integers(0, 3),
     )
     def reserve(
-        self, key: ReservationKey, shard_id: str, num_sequences: int, num_prefill_tokens: int, num_cached_tokens: int
+        self,
+        key: ReservationKey,
+        shard_id: str,
+        num_sequences: int,
+        num_prefill_tokens: int,
+        num_cached_tokens: int,
+        class_rank: int,
     ) -> None:
         """A second dispatch with the key of a held reservation is refused, because its release would be ambiguous."""
         num_blocks = (num_prefill_tokens + num_cached_tokens) // 16
-        reservation = Reservation(shard_id, num_sequences, num_prefill_tokens, num_cached_tokens, num_blocks, self.now)
+        reservation = Reservation(
+            shard_id,
+            num_sequences,
+            num_prefill_tokens,
+            num_cached_tokens,
+            num_blocks,
+            self.now,
+            class_rank=class_rank,
+        )
         if key in self.held:
             with pytest.raises(KeyError):
                 self.ledger.reserve(key, reservation)
@@ -90,10 +107,27 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
+    def _check_classes(self, shard_id: str) -> None:
+        """What gives way is a part of the queue, the larger the more urgent the request, and nothing for the least
+        urgent one."""
+        view = self.ledger.view(shard_id)
+        parts = [view.yielding(rank, self.now) for rank in range(4)]
+        for (seconds, num_tokens), (next_seconds, next_tokens) in itertools.pairwise(parts):
+            assert seconds >= next_seconds - 1e-9
+            assert num_tokens >= next_tokens
+        assert parts[3] == (0.0, 0)
+        assert parts[0][0] <= view.queue_seconds(self.now) + 1e-9
+        assert parts[0][1] <= view.queued_work.num_tokens
+        mine = [r for r in self.held.values() if r.shard_id == shard_id]
+        for rank in range(4):
+            assert view.num_urgent_sequences(rank) == sum(r.num_sequences for r in mine if r.class_rank < rank)
+
     @invariant()
     def sums_are_exact(self) -> None:
         self.ledger.check_integrity()
         assert self.ledger.keys() == self.held.keys()
+        for shard_id in SHARDS:
+            self._check_classes(shard_id)
         for shard_id in SHARDS:
             view, report = self.ledger.view(shard_id), self.reports[shard_id]
             mine = {key: r for key, r in self.held.items() if r.shard_id == shard_id}

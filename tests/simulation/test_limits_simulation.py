@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.tenancy.usage_record import Charge
 from router.core.lease_messages import LeaseGrant, LeaseWant
 from router.core.relay.lifecycle import Lifecycle
 from router.core.tenancy.budget_lease import BudgetLease
@@ -116,13 +115,13 @@ def takes_one_grant_for_two(patch: Patch) -> None:
 
 def charges_what_has_no_answer(patch: Patch) -> None:
     """A request that was refused, or failed before its first token, is charged for its prompt."""
-    original = RequestCharge.charges
+    original = RequestCharge._used
 
-    def charges(self: RequestCharge, *numbers: int, has_answer: bool) -> tuple[Charge, ...]:
+    def used(self: RequestCharge, *numbers: int, has_answer: bool) -> list[int]:
         del has_answer
         return original(self, *numbers, has_answer=True)
 
-    patch.setattr(RequestCharge, "charges", charges)
+    patch.setattr(RequestCharge, "_used", used)
 
 
 def never_settles(patch: Patch) -> None:

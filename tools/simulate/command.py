@@ -29,9 +29,9 @@ from tools.simulate.runs import (
     RunSpec,
     TraceSource,
 )
-from tools.simulate.statistics import Slo, recorded_row
+from tools.simulate.statistics import BATCH_SLO, Slo, recorded_row
 from tools.simulate.table import print_table
-from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, TraceFormat, guess_format
+from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, OPEN_LOOP_FORMATS, TraceFormat, guess_format
 
 DEFAULT_USERS: Final = 80
 DEFAULT_SHARDS: Final = 8
@@ -121,6 +121,21 @@ _FILE_WIDTH: Final = 200
     show_default=True,
     help="The name of a policy, several names separated by commas, or all. The bound is always shown too.",
 )
+@option(
+    "--batch-share",
+    scope="simulate",
+    type=click.FloatRange(0, 0.95, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Add batch jobs to the trace, with long prompts and answers, so that they are this share of the requests "
+    "(mooncake, azure). Figures are then shown for each class too.",
+)
+@option(
+    "--ignore-classes",
+    scope="simulate",
+    is_flag=True,
+    help="Tell neither routers nor shards which requests are batch.",
+)
 @option("--seed", scope="simulate", type=int, default=0, show_default=True, help="The first seed.")
 @option(
     "--seeds",
@@ -206,6 +221,22 @@ _FILE_WIDTH: Final = 200
     help="The SLO for the mean time per output token, in seconds.",
 )
 @option(
+    "--slo-batch-ttft",
+    scope="simulate",
+    type=click.FloatRange(0, min_open=True),
+    default=BATCH_SLO.ttft_seconds,
+    show_default=True,
+    help="The same for batch requests, with --batch-share.",
+)
+@option(
+    "--slo-batch-tpot",
+    scope="simulate",
+    type=click.FloatRange(0, min_open=True),
+    default=BATCH_SLO.tpot_seconds,
+    show_default=True,
+    help="The same for batch requests, with --batch-share.",
+)
+@option(
     "--capacity",
     "with_capacity",
     scope="simulate",
@@ -235,6 +266,8 @@ def simulate_command(
     users: int | None,
     max_think_seconds: float,
     policy_names: str,
+    batch_share: float,
+    ignore_classes: bool,
     seed: int,
     seeds: int,
     capacity_blocks: int | None,
@@ -247,6 +280,8 @@ def simulate_command(
     block_size: int | None,
     slo_ttft: float,
     slo_tpot: float,
+    slo_batch_ttft: float,
+    slo_batch_tpot: float,
     with_capacity: bool,
     plot_file: Path | None,
     jobs: int | None,
@@ -257,6 +292,10 @@ def simulate_command(
         check_plot_file(plot_file)
     source = _choose_source(trace_file, decision_file, trace_format, block_size, max_think_seconds)
     load = _choose_load(source, rate, users)
+    if batch_share and source.format not in OPEN_LOOP_FORMATS:
+        raise CommandError(f"--batch-share is for {' and '.join(OPEN_LOOP_FORMATS)} traces")
+    if ignore_classes and not batch_share:
+        raise CommandError("--ignore-classes is for --batch-share: without batch requests there is one class")
     replay = None
     if decision_file is not None:
         if block_size is not None:
@@ -283,6 +322,9 @@ def simulate_command(
         peer_fetch_bytes_per_second=peer_fetch_gbps * 1e9,
         speed_factors=_choose_speed_factors(speed_factors, num_shards, replay),
         slo=Slo(slo_ttft, slo_tpot),
+        batch_share=batch_share,
+        batch_slo=Slo(slo_batch_ttft, slo_batch_tpot),
+        has_classes=not ignore_classes,
         with_curves=plot_file is not None,
     )
     in_force = replay.policy if replay and replay.policy in PLACEMENT_POLICIES.names() else None
@@ -301,6 +343,8 @@ def simulate_command(
     else:
         shown_load = f"{load:.0f} users" if source.format == "weka" else f"rate ×{load:g}"
         title = fleet if with_capacity else f"{fleet}, {shown_load}"
+        if batch_share:
+            title += f", {batch_share:.0%} batch" + (", classes ignored" if ignore_classes else "")
         print_table(rows, title, Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False))
     if plot_file is not None:
         curves = {policy: report.curves for policy, report in first_runs.items() if report.curves is not None}

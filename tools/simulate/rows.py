@@ -37,8 +37,14 @@ def measure_capacities(
 
 
 def _combine_reports(policy: str, reports: Sequence[RunReport]) -> dict[str, Any]:
-    """A row, and in its `models` one for each model if there are several."""
+    """A row, in its `models` one for each model if there are several, and in its `classes` one for each class."""
     row = combine(policy, [report.statistics for report in reports])
     names = reports[0].models
     by_model = {name: combine(policy, [report.models[name] for report in reports]) for name in names}
-    return {**row, "models": by_model} if by_model else row
+    if by_model:
+        row["models"] = by_model
+    if reports[0].classes:
+        row["classes"] = {
+            name: combine(policy, [report.classes[name] for report in reports]) for name in reports[0].classes
+        }
+    return row

@@ -15,16 +15,19 @@ from tools.simulate.decisions import read_decision_log
 from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.statistics import (
+    BATCH_SLO,
     Slo,
     Statistics,
     measured_outcomes,
     summarise,
+    summarise_classes,
     summarise_models,
     without_warm_up,
 )
 from tools.simulate.traces import (
     MAX_THINK_SECONDS,
     MeasuredWorkload,
+    MixedWorkload,
     ModelWorkload,
     Trace,
     TraceFormat,
@@ -74,6 +77,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     peer_fetch_bytes_per_second: float = 0.0
     speed_factors: tuple[float, ...] = ()
     slo: Slo = Slo()
+    batch_share: float = 0.0
+    """The share of batch calls that are added to the trace."""
+    batch_slo: Slo = BATCH_SLO
+    has_classes: bool = True
+    """Whether routers and shards are told which calls are batch."""
     with_curves: bool = False
 
 
@@ -97,6 +105,8 @@ class RunReport(msgspec.Struct, frozen=True):
     """Of all models together."""
     models: dict[str, Statistics] = {}
     """Of each model, if there are several."""
+    classes: dict[str, Statistics] = {}
+    """Of each class of requests, if batch calls were added."""
     curves: Curves | None = None
 
 
@@ -110,6 +120,8 @@ def perform_run(spec: RunSpec, report_progress: ProgressCallback) -> RunReport:
     """Raises CommandError for a bad trace."""
     trace = _read_once(spec.trace, report_progress)
     workload: MeasuredWorkload = trace.workload(spec.load, spec.seed, spec.max_requests)
+    if spec.batch_share:
+        workload = MixedWorkload(workload, spec.batch_share, spec.seed)
     if spec.models:
         workload = ModelWorkload(workload, [model.name for model in spec.models], spec.model_shares)
     num_calls = max(workload.num_measured_calls, 1)
@@ -123,10 +135,12 @@ def perform_run(spec: RunSpec, report_progress: ProgressCallback) -> RunReport:
     else:
         result = simulate(workload, options, on_progress)
     num_measured_calls = workload.num_measured_calls
+    slos = {"interactive": spec.slo, "batch": spec.batch_slo} if spec.batch_share else {}
     summary = summarise(result, num_shards=spec.num_shards, num_measured_calls=num_measured_calls, slo=spec.slo)
+    by_class = summarise_classes(result, slos, num_shards=spec.num_shards, num_measured_calls=num_measured_calls)
     by_model = summarise_models(result, spec.models, num_measured_calls=num_measured_calls, slo=spec.slo)
     curves = _curves(result, num_measured_calls) if spec.with_curves else None
-    return RunReport(summary, by_model, curves)
+    return RunReport(summary, by_model, by_class, curves)
 
 
 def perform_capacity(spec: CapacitySpec, report_progress: ProgressCallback) -> CapacityReport:
@@ -188,6 +202,7 @@ def _fleet_options(spec: RunSpec) -> FleetOptions:
         engine_order=spec.engine_order,
         peer_fetch_bytes_per_second=spec.peer_fetch_bytes_per_second,
         speed_factors=spec.speed_factors,
+        has_classes=spec.has_classes,
     )
 
 

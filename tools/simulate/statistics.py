@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -33,6 +33,10 @@ class Slo(msgspec.Struct, frozen=True):
         )
 
 
+BATCH_SLO: Final = Slo(60.0, 0.2)
+"""What batch calls should meet: they may wait for a minute, and their tokens may come half as fast."""
+
+
 class Statistics(msgspec.Struct, frozen=True):
     """Times in seconds, and shares, of the requests after the warm-up unless noted otherwise. Times are those of
     requests that did not fail. They are None if all failed."""
@@ -48,6 +52,10 @@ class Statistics(msgspec.Struct, frozen=True):
     tpot_mean: float | None
     goodput: float
     """The share of requests within the SLO. Failed ones are not."""
+    goodput_per_second: float
+    """Requests within the SLO per second of the time in which the requests arrived."""
+    output_tokens_per_second: float
+    """Output tokens of the requests that ended within that time, per second of it."""
     requests: int
     failed: int
     prefill_imbalance: float
@@ -75,6 +83,8 @@ def summarise(result: SimulationResult, *, num_shards: int, num_measured_calls: 
     ttfts = sorted(outcome.ttft_seconds for outcome in served)
     tpots = [outcome.tpot_seconds for outcome in served if outcome.call.num_output_tokens > 1]
     window = (outcomes[0].arrived_at, outcomes[-1].arrived_at) if outcomes else (0.0, 0.0)
+    seconds = window[1] - window[0]
+    num_tokens = sum(outcome.call.num_output_tokens for outcome in served if outcome.finished_at <= window[1])
     return Statistics(
         hit_rate=hit_rate(everything),
         warm_hit_rate=hit_rate(outcomes),
@@ -84,6 +94,8 @@ def summarise(result: SimulationResult, *, num_shards: int, num_measured_calls: 
         ttft_p99=quantile(ttfts, 0.99),
         tpot_mean=_mean(tpots),
         goodput=sum(map(slo.is_met_by, outcomes)) / max(len(outcomes), 1),
+        goodput_per_second=sum(map(slo.is_met_by, outcomes)) / seconds if seconds else 0.0,
+        output_tokens_per_second=num_tokens / seconds if seconds else 0.0,
         requests=len(outcomes),
         failed=len(outcomes) - len(served),
         prefill_imbalance=prefill_imbalance(served, num_shards),
@@ -116,6 +128,25 @@ def summarise_models(
         found[model.name] = summarise(
             SimulationResult(outcomes, samples, cpu_seconds, result.num_router_events),
             num_shards=model.num_shards,
+            num_measured_calls=len(outcomes),
+            slo=slo,
+        )
+    return found
+
+
+def summarise_classes(
+    result: SimulationResult, slos: Mapping[str, Slo], *, num_shards: int, num_measured_calls: int
+) -> dict[str, Statistics]:
+    """The figures of interactive and of batch calls by themselves, each class in `slos` with its own SLO. CPU time is
+    the same for every request."""
+    measured = measured_outcomes(result.outcomes, num_measured_calls)
+    found: dict[str, Statistics] = {}
+    for name, slo in slos.items():
+        outcomes = [outcome for outcome in measured if outcome.call.is_batch == (name == "batch")]
+        cpu_seconds = result.router_cpu_seconds * len(outcomes) / max(len(result.outcomes), 1)
+        found[name] = summarise(
+            SimulationResult(outcomes, (), cpu_seconds, result.num_router_events),
+            num_shards=num_shards,
             num_measured_calls=len(outcomes),
             slo=slo,
         )

@@ -33,6 +33,8 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
     ("p99", "ttft_p99", _seconds),
     ("TPOT ms", "tpot_mean", _milliseconds),
     ("goodput", "goodput", _percent),
+    ("good/s", "goodput_per_second", "{:.2f}".format),
+    ("tokens/s", "output_tokens_per_second", "{:.0f}".format),
     ("work max/mean", "prefill_imbalance", "{:.2f}".format),
     ("in flight max/mean", "in_flight_imbalance", "{:.2f}".format),
     ("requests", "requests", "{:.0f}".format),
@@ -50,12 +52,17 @@ _OPTIONAL_COLUMNS: Final = (
     "ttft_p90",
 )
 """Columns that are left out, in this order, if the terminal is too narrow. --json has all of them."""
+_CLASS_COLUMNS: Final = ("goodput_per_second", "output_tokens_per_second")
+"""Columns that are shown with the figures of classes only."""
 _UNLIMITED_WIDTH: Final = 10_000
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     columns: list[_Column] = [
-        column for column in _COLUMNS if column[1] != "failed" or any(row["failed"] for row in rows)
+        column
+        for column in _COLUMNS
+        if (column[1] != "failed" or any(row["failed"] for row in rows))
+        and (column[1] not in _CLASS_COLUMNS or any("classes" in row for row in rows))
     ]
     if any("capacity" in row for row in rows):
         columns.insert(0, (f"capacity {rows[0]['load_unit']}", "capacity", "{:.4g}".format))
@@ -75,8 +82,8 @@ def _make_table(rows: Sequence[dict[str, Any]], title: str, columns: Sequence[_C
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(f"{row['policy']} (in force)" if row.get("in_force") else row["policy"], *_cells(row, columns))
-        for name, of_model in row.get("models", {}).items():
-            table.add_row(f"  {name}", *_cells(of_model, columns))
+        for name, of_part in {**row.get("models", {}), **row.get("classes", {})}.items():
+            table.add_row(f"  {name}", *_cells(of_part, columns))
     return table
 
 

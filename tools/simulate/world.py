@@ -18,7 +18,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig, RouterCore
-from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, Tier
+from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, Tier, class_of
 from router.placement_plugins import plugin_policy
 from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
 from tools.simulate.fleet.sequence import ShardSequence
@@ -136,7 +136,7 @@ class _World:
             max_tokens=call.num_output_tokens,
             session_key=call.session_key,
             tenant=call.tenant if self._options.has_tenants else "",
-            tier=Tier.BATCH if call.is_batch else Tier.INTERACTIVE,
+            tier=Tier.BATCH if call.is_batch and self._options.has_classes else Tier.INTERACTIVE,
             block_hashes={self._block_size: tuple(call.block_hashes)},
         )
         self._deliver(link, ev.RequestArrived(request))
@@ -177,6 +177,7 @@ class _World:
                     num_blocks=shard.cache.num_blocks,
                     max_batch=part.profile.max_batch,
                     max_model_len=_UNLIMITED,
+                    yield_tokens=part.profile.chunk_tokens,
                 )
                 self._deliver(link, ev.ShardUp(description))
                 self._deliver(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))
@@ -243,6 +244,7 @@ class _World:
                     hashes=request.block_hashes[self._block_size],
                     num_expected_cached_tokens=action.num_expected_cached_tokens,
                     router_index=link.index,
+                    class_rank=class_of(request).rank,
                 ),
                 self._now,
             )

@@ -39,8 +39,7 @@ class HeldRequests:
     def admit(self, live: LiveRequest, now: float) -> KvloomError | None:
         """Charge the request to its limits, or hold it (`live.is_held`), or refuse it."""
         request = live.request
-        window = max((shard.description.max_model_len for shard in self._fleet.ready(request.model)), default=0)
-        charge = self._limiter.charge_for(request, window, now)
+        charge = self._limiter.charge_for(request, self._fleet.largest_window, now)
         if charge is None or isinstance(charge, KvloomError):
             return charge
         error = self._limiter.admit(charge, now)
@@ -72,6 +71,8 @@ class HeldRequests:
             if charge is not None and live.num_open_choices and now < charge.held_until:
                 break
             self._try_again(live, now, is_last_try=True)
+        if not self._limiter.has_something_to_say(now):
+            return
         wants = self._limiter.take_wants(now)
         if wants:
             self._action_buffer.add(LeasesWanted(wants))
@@ -81,8 +82,10 @@ class HeldRequests:
 
     def next_deadline(self) -> float:
         """The time at which `conclude` has to be called; infinity: not in the present state."""
-        first = next(iter(self._held.values()), None)
-        held_until = math.inf if first is None or first.charge is None else first.charge.held_until
+        if not self._held:
+            return self._limiter.next_deadline()
+        first = next(iter(self._held.values()))
+        held_until = math.inf if first.charge is None else first.charge.held_until
         return min(held_until, self._limiter.next_deadline())
 
     def check_integrity(self) -> None:

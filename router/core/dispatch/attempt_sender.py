@@ -198,6 +198,7 @@ class AttemptSender:
             placed_at=now,
             is_prefill_chunk=True,
             is_arrival=is_first,
+            class_rank=live.priority_class.rank,
         )
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, hashes, now)
@@ -308,6 +309,7 @@ class AttemptSender:
             num_blocks=num_prompt_blocks,
             placed_at=now,
             is_arrival=not live.num_ready_tokens,
+            class_rank=live.priority_class.rank,
         )
         self._ledger.reserve(attempt.key, reservation)
         if live.usage is not None:

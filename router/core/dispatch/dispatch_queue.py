@@ -8,12 +8,15 @@ be cancelled at no cost. An engine's own queue is first come, first served, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final, Protocol
 
-from router.core.dispatch.fair_shares import FairShares, Preemption
+from kvloom.class_rank import INTERACTIVE_RANK
+from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.dispatch.waiting_queues import WaitingQueues
+from router.core.dispatch.ttft_order import ttft_order
+from router.core.dispatch.waiting_queues import WaitingQueues, flow_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger, LoadView
@@ -26,6 +29,9 @@ MAX_REPLACED: Final = 64
 """The most requests of a model that are placed again at a time."""
 MAX_STEAL_CANDIDATES: Final = 4
 """Requests of other queues that are considered when a shard runs out of work."""
+MAX_FILLED_UTILISATION: Final = 0.5
+"""Of a shard that gets less urgent requests while more urgent ones wait for other shards. Beyond it they would slow
+down the decoding of those (docs/scheduling.md)."""
 MIN_TICK_SECONDS: Final = 0.001
 """An estimate that repeatedly returns `now` must not make time stand still."""
 
@@ -97,7 +103,7 @@ class DispatchQueue:
             return
         self._settle(live, shard, candidate, now)
 
-    def must_park(self, live: LiveRequest) -> bool:
+    def must_park(self, live: LiveRequest, now: float) -> bool:
         """Whether a request that is not urgent has to wait although a shard could take it: more urgent ones that could
         run there arrived before, or enough of its class are placed already."""
         model = live.request.model
@@ -105,7 +111,7 @@ class DispatchQueue:
             return False
         parked = _parked(live)
         rank = live.priority_class.rank
-        return not self._parked_may_go(parked, rank) or any(map(self._placer.can_run, self.queues.queue(parked)))
+        return not self._parked_may_go(parked, rank, now) or any(map(self._placer.can_run, self.queues.queue(parked)))
 
     def park(self, live: LiveRequest, now: float) -> None:
         """Leave the request unplaced while more urgent ones wait."""
@@ -138,7 +144,7 @@ class DispatchQueue:
         self.queues.remove(live)
         if queue_id.shard_id:
             self._sender.cancel_prefill_chunk(live, queue_id.shard_id)
-            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
+            self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
 
     def mark_dirty(self, shard_id: str) -> None:
         """The shard has less to do than before."""
@@ -171,6 +177,20 @@ class DispatchQueue:
             return 0.0
         views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
         return min((view.queue_seconds(now) for view in views), default=0.0)
+
+    def held_ahead_seconds(self, live: LiveRequest, candidate: Candidate, ttft_due: float) -> float:
+        """Prefill time of the requests that wait in the router for that shard and go before one that is to have its
+        first token by `ttft_due`: of its own tenant and class those with an earlier one, of others the shorter ones."""
+        flow, own_seconds = flow_of(live), candidate.own_seconds
+        return sum(
+            other.own_seconds
+            for other in self.queues.queue(QueueId(live.request.model, candidate.shard_id))
+            if (
+                other.objectives is not None and other.objectives.ttft_due <= ttft_due
+                if flow_of(other) == flow
+                else other.own_seconds <= own_seconds
+            )
+        )
 
     def next_deadline(self) -> float:
         """When `serve` has to run at the latest; infinity: not before another event."""
@@ -228,7 +248,7 @@ class DispatchQueue:
     def _serve_parked(self, queue_id: QueueId, now: float) -> None:
         """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
         queue precedes one that arrives later."""
-        while queue_id in self.queues and self._parked_may_go(queue_id, self.queues.rank_of(queue_id)):
+        while queue_id in self.queues and self._parked_may_go(queue_id, self.queues.rank_of(queue_id), now):
             live = self._take_for_any(queue_id, now)
             if live is None:
                 break
@@ -240,6 +260,8 @@ class DispatchQueue:
         on."""
         model, queues = queue_id.model, self.queues
         first = next(queues.queue(queue_id))
+        if not first.priority_class.aging_seconds:
+            return
         rank, num_shards = first.priority_class.rank, len(self._fleet.ready(model))
         while queue_id in queues and queues.num_placed(model, rank) < num_shards:
             oldest = min(queues.queue(queue_id), key=lambda live: live.arrived_at)
@@ -254,17 +276,32 @@ class DispatchQueue:
         """The next request that some shard can run now."""
         if self.queues.num_flows(queue_id) > 1:
             self._count_service(queue_id.model, now)
-        return self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room, now=now)
+        urgency = ttft_order(lambda _: 0.0, now) if self.queues.num_with_objectives else None
+        return self.queues.take(queue_id, self._placer.can_run, urgency, self._placer.any_has_room, now)
 
-    def _parked_may_go(self, queue_id: QueueId, rank: int) -> bool:
+    def _parked_may_go(self, queue_id: QueueId, rank: int, now: float) -> bool:
         model, queues = queue_id.model, self.queues
-        if queues.num_waiting(model, rank - 1):
-            return False
         shards = self._fleet.ready(model)
+        if queues.num_waiting(model, rank - 1) and not any(self._may_fill(shard, now) for shard in shards):
+            return False
         num_placed = queues.num_waiting(model) - sum(
             queues.num_in(other) for other in queues.queue_ids if other.is_parked and other.model == model
         )
         return num_placed < len(shards) and any(shard.has_room for shard in shards)
+
+    def _may_fill(self, shard: Shard, now: float) -> bool:
+        """Whether the shard has little prefill and none at present, although more urgent requests wait for others. What
+        fills it gives way at the next step."""
+        model, view = shard.description.model, self._ledger.view(shard.shard_id)
+        return (
+            self._hold is not None
+            and view.yield_tokens > 0
+            and not view.num_queued_prefill_tokens
+            and view.busy.per_second(now) < MAX_FILLED_UTILISATION
+            and shard.has_room
+            and QueueId(model, shard.shard_id) not in self.queues
+            and QueueId(model) not in self.queues
+        )
 
     # -- queues of shards ------------------------------------------------------------------------------------------
 
@@ -274,12 +311,13 @@ class DispatchQueue:
             # The client of a choice that has already run has begun to read, and KV waits elsewhere for a short time.
             self._sender.send(live, shard, candidate, now)
             return
-        is_open = self._is_open(shard, now)
+        is_open = self._is_open(shard, live.priority_class.rank, now)
         is_alone = QueueId(shard.description.model, shard.shard_id) not in self.queues
         if (
             is_open
             and is_alone
-            and next_prefill_chunk(self._prefill_chunks, live, candidate, self._ledger.view(shard.shard_id)) is None
+            and not self._fair_shares.must_defer(shard, live.request.tenant)
+            and self._next_prefill_chunk(live, shard, candidate) is None
         ):
             self._sender.send(live, shard, candidate, now)
             return
@@ -287,12 +325,28 @@ class DispatchQueue:
         if is_open:  # those that wait are compared with the newcomer
             self._serve_shard(shard, now)
 
-    def _is_open(self, shard: Shard, now: float) -> bool:
+    def _is_open(self, shard: Shard, class_rank: int, now: float) -> bool:
+        """Whether the shard gets more of that rank, or of more urgent ones. Prefill that gives way to it at the next
+        step does not count."""
         assert self._hold is not None
         view = self._ledger.view(shard.shard_id)
-        if view.num_queued_prefill_tokens > self._hold.backlog_tokens:
-            return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
-        return shard.has_room
+        if view.num_queued_prefill_tokens <= self._hold.backlog_tokens:
+            return shard.has_room
+        if view.ranked_work:
+            yielding_seconds, num_yielding_tokens = view.yielding(class_rank, now)
+            if view.num_queued_prefill_tokens - num_yielding_tokens <= self._hold.backlog_tokens:
+                return shard.has_room
+            return shard.has_room and view.queue_seconds(now) - yielding_seconds <= self._backlog_seconds(view)
+        return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
+
+    def _opens_for(self, shard: Shard, live: LiveRequest, now: float) -> bool:
+        """Whether a shard that is open for the most urgent request in its queue is for this one too."""
+        return not self._ledger.view(shard.shard_id).ranked_work or self._is_open(shard, live.priority_class.rank, now)
+
+    def _most_urgent_rank(self, queue_id: QueueId) -> int:
+        """Of the requests that wait there; for an empty queue that of interactive requests."""
+        ranks = (live.priority_class.rank for live in self.queues.queue(queue_id))
+        return min(ranks, default=INTERACTIVE_RANK)
 
     def _backlog_seconds(self, view: LoadView) -> float:
         assert self._hold is not None
@@ -305,27 +359,33 @@ class DispatchQueue:
         self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
-        view.held[live.request.request_id] = candidate.own_seconds
+        view.hold(live.request.request_id, candidate.own_seconds, live.priority_class.rank)
         self._note_opening(shard, now)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _note_opening(self, shard: Shard, now: float) -> None:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
         room only for tenants that do not wait for it, is opened by an event."""
-        waiting = self.queues.queue(QueueId(shard.description.model, shard.shard_id))
-        if not shard.has_room or not any(self._placer.has_room(shard, live) for live in waiting):
+        waiting = list(self.queues.queue(QueueId(shard.description.model, shard.shard_id)))
+        may_send = self._turn_on(shard)
+        if not shard.has_room or not any(may_send(live) and self._placer.has_room(shard, live) for live in waiting):
             self._opens_at[shard.shard_id] = math.inf
             return
         view = self._ledger.view(shard.shard_id)
         wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
+        if view.ranked_work:
+            wait_seconds -= view.yielding(min(live.priority_class.rank for live in waiting), now)[0]
         self._opens_at[shard.shard_id] = now + max(wait_seconds, MIN_TICK_SECONDS)
 
     def _serve_shard(self, shard: Shard, now: float) -> None:
         hold = self._hold
         assert hold is not None
         queue_id = QueueId(shard.description.model, shard.shard_id)
-        while self._is_open(shard, now):
-            live = self._take(shard, queue_id, now) or self._steal(shard, now)
+        view = self._ledger.view(shard.shard_id)
+        while self._is_open(shard, self._most_urgent_rank(queue_id) if view.ranked_work else INTERACTIVE_RANK, now):
+            live = self._take(shard, queue_id, now)
+            if live is None and all(map(self._turn_on(shard), self.queues.queue(queue_id))):
+                live = self._steal(shard, now)  # otherwise the shard has to finish prefill first
             if live is None:
                 break
             self._send_some(live, shard, queue_id, now)
@@ -338,7 +398,7 @@ class DispatchQueue:
         """Send the whole request, or a prefill chunk while the rest continues to wait."""
         view = self._ledger.view(shard.shard_id)
         candidate = self._placer.candidate(live, shard, now)
-        num_tokens = next_prefill_chunk(self._prefill_chunks, live, candidate, view)
+        num_tokens = self._next_prefill_chunk(live, shard, candidate)
         if num_tokens is None:
             self._sender.send(live, shard, candidate, now)
             return
@@ -346,8 +406,29 @@ class DispatchQueue:
         self._push(live, queue_id, now)
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
-        view.held[live.request.request_id] = live.own_seconds
+        view.hold(live.request.request_id, live.own_seconds, live.priority_class.rank)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
+
+    def _turn_on(self, shard: Shard) -> Callable[[LiveRequest], bool]:
+        """Whether a request's tenant need not wait until the shard has finished prefill; each tenant is asked about
+        once."""
+        deferred: dict[str, bool] = {}
+
+        def has_turn(live: LiveRequest) -> bool:
+            tenant = live.request.tenant
+            if tenant not in deferred:
+                deferred[tenant] = self._fair_shares.must_defer(shard, tenant)
+            return not deferred[tenant]
+
+        return has_turn
+
+    def _next_prefill_chunk(self, live: LiveRequest, shard: Shard, candidate: Candidate) -> int | None:
+        """The number of prompt tokens to send first; None: the whole request is sent."""
+        view = self._ledger.view(shard.shard_id)
+        max_tokens = self._fair_shares.max_prefill_tokens(shard, live.request.tenant)
+        if max_tokens is not None:
+            max_tokens = max(MIN_COMPETING_TOKENS, max_tokens - view.queued_work.num_tokens)
+        return next_prefill_chunk(self._prefill_chunks, live, candidate, view, max_tokens)
 
     def _take(self, shard: Shard, queue_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts, so that no request waits for ever."""
@@ -356,14 +437,21 @@ class DispatchQueue:
         must_leave_room = self._fair_shares.must_leave_room
         if self.queues.num_flows(queue_id) > 1:
             self._count_service(queue_id.model, now)
+
+        def shortest_first(live: LiveRequest) -> float:
+            return live.own_seconds - hold.aging * (now - live.arrived_at)
+
         live = self.queues.take(
             queue_id,
-            lambda live: live.prefill_chunk is None and not must_leave_room(shard, live),
-            lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
-            now=now,
+            lambda live: (
+                live.prefill_chunk is None and not must_leave_room(shard, live) and self._opens_for(shard, live, now)
+            ),
+            ttft_order(shortest_first, now) if self.queues.num_with_objectives else shortest_first,
+            self._turn_on(shard),
+            now,
         )
         if live is not None:
-            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
+            self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
         return live
 
     def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
@@ -378,7 +466,12 @@ class DispatchQueue:
             key=lambda live: (live.priority_class.rank, live.own_seconds),
         )
         for live in waiting[:MAX_STEAL_CANDIDATES]:
-            can_go = self._placer.fits(live, shard) and self._placer.has_room(shard, live)
+            can_go = (
+                self._placer.fits(live, shard)
+                and self._placer.has_room(shard, live)
+                and self._opens_for(shard, live, now)
+                and not self._fair_shares.must_defer(shard, live.request.tenant)
+            )
             if can_go and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)
                 return live
@@ -389,10 +482,10 @@ class DispatchQueue:
         It does not queue behind itself."""
         assert live.queue_id is not None
         target = self._fleet.shards[live.queue_id.shard_id]
-        held = self._ledger.view(target.shard_id).held
-        own_seconds = held.pop(live.request.request_id)
+        view, request_id, rank = self._ledger.view(target.shard_id), live.request.request_id, live.priority_class.rank
+        own_seconds = view.unhold(request_id)
         picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
-        held[live.request.request_id] = own_seconds
+        view.hold(request_id, own_seconds, rank)
         return picked
 
     def _place_again(self, model: str, now: float) -> None:
@@ -415,7 +508,8 @@ class DispatchQueue:
             live.placed_at = now
             shard, candidate = self._pick_again(live, self._placer.open_shards(live), now)
             if shard.shard_id == live.queue_id.shard_id:
-                self._ledger.view(shard.shard_id).held[live.request.request_id] = candidate.own_seconds
+                view, rank = self._ledger.view(shard.shard_id), live.priority_class.rank
+                view.hold(live.request.request_id, candidate.own_seconds, rank)
                 live.own_seconds = candidate.own_seconds
             else:
                 self.leave(live)

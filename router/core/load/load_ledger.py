@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from router.core.events import ShardLoad
 from router.core.load.speed_model import PrefillWork, SpeedModel
 
@@ -25,6 +26,12 @@ RATE_SECONDS: Final = 60.0
 """Time constant of the moving averages of arrivals and of work."""
 SHARING_SMOOTHING: Final = 0.2
 """Weight of a new report in the moving average of how much KV sequences share."""
+
+
+MIN_OBSERVATIONS: Final = 8
+"""Steps with first tokens from which a shard's speed counts as known."""
+TRUST_SECONDS: Final = 30.0
+"""How long it does so after the last first token, while the shard prefills nothing."""
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -42,6 +49,7 @@ class Reservation(msgspec.Struct, frozen=True):
     """Whether this is a chunk of a prompt whose request is still to come."""
     is_arrival: bool = True
     """Whether this is the first for its request on that shard."""
+    class_rank: int = INTERACTIVE_RANK
 
     @property
     def work(self) -> PrefillWork:
@@ -81,6 +89,8 @@ class LoadView:
         "foreign_running",
         "foreign_waiting",
         "held",
+        "held_ranks",
+        "is_mixed",
         "model",
         "num_blocks",
         "own_blocks",
@@ -89,16 +99,21 @@ class LoadView:
         "own_waiting",
         "queued",
         "queued_work",
+        "ranked_sequences",
+        "ranked_work",
         "report",
         "residence_seconds",
         "running",
         "sharing",
         "speed",
         "started_at",
+        "yield_tokens",
     )
 
-    def __init__(self, model: str, num_blocks: int, fleet_speed: SpeedModel) -> None:
+    def __init__(self, model: str, num_blocks: int, fleet_speed: SpeedModel, yield_tokens: int = 0) -> None:
         self.model = model
+        self.yield_tokens = yield_tokens
+        """After how many tokens prefill gives way to that of more urgent classes; 0: it never does."""
         self.num_blocks = num_blocks
         self.report = ShardLoad(num_available_blocks=num_blocks)
         self.fleet_speed = fleet_speed
@@ -106,12 +121,21 @@ class LoadView:
         self.queued: dict[ReservationKey, Reservation] = {}
         """Own attempts without a first token, in the order of placement."""
         self.queued_work = PrefillWork()
+        self.ranked_work: dict[int, PrefillWork] = {}
+        """The part of it of each class rank other than that of interactive requests; ranks without work are absent."""
+        self.ranked_sequences: dict[int, int] = {}
+        """Own sequences of each such rank, waiting or running."""
+        self.is_mixed = False
+        """Whether prefill of several ranks was queued at a time since the queue was last empty. It may have been
+        interrupted then, so that its duration says nothing about the speed."""
         self.bound_arrivals = Rate()
         """Own attempts placed there, each weighted by its share of cached tokens: those that had to come here."""
         self.busy = Rate()
         """Their prefill time: the share of its time that the shard is busy with them."""
         self.held: dict[str, float] = {}
         """request_id → own prefill time of requests that wait in the router for this shard."""
+        self.held_ranks: dict[str, int] = {}
+        """request_id → class rank of those whose rank is not that of interactive requests."""
         self.running: dict[ReservationKey, float] = {}
         """Own attempts with a first token → when it came."""
         self.residence_seconds = 0.0
@@ -183,6 +207,13 @@ class LoadView:
             used = self.num_blocks - self.report.num_available_blocks
             self.sharing += SHARING_SMOOTHING * (max(0, used) / num_blocks - self.sharing)
 
+    def has_shown_speed(self, now: float) -> bool:
+        """Whether its predictions rest on enough of its own first tokens, and a recent one: a shard to which nothing is
+        sent because it was slow once must not be taken for slow for ever."""
+        if self.speed.num_observations < MIN_OBSERVATIONS:
+            return False
+        return bool(self.queued) or now - self.started_at <= TRUST_SECONDS
+
     def queue_seconds(self, now: float) -> float:
         """Time until the prefill queued there is done, less what must have been done since the last first token (never
         more than the first in the queue needs, since its first token has not come)."""
@@ -197,6 +228,76 @@ class LoadView:
             seconds -= min(max(elapsed, 0.0), self.speed.seconds(first.work, num_context_tokens))
         return max(seconds, 0.0)
 
+    def yielding(self, class_rank: int, now: float) -> tuple[float, int]:
+        """What of `queue_seconds` and of the queued tokens a request of that rank does not wait for: prefill of less
+        urgent ones, beyond the step that is under way. Other routers' prefill is of unknown classes and never counts.
+        """
+        if not (self.ranked_work and self.yield_tokens):
+            return 0.0, 0
+        work = PrefillWork()
+        for rank, part in self.ranked_work.items():
+            if rank > class_rank:
+                work += part
+        if class_rank < INTERACTIVE_RANK:
+            work += self._unranked_work()
+        if not work.num_requests:
+            return 0.0, 0
+        num_context_tokens = self.num_context_tokens
+        seconds = self.speed.seconds(work, num_context_tokens)
+        first = next(iter(self.queued.values()))
+        if first.class_rank > class_rank:  # as in `queue_seconds`
+            elapsed = now - max(self.started_at, first.placed_at)
+            seconds -= min(max(elapsed, 0.0), self.speed.seconds(first.work, num_context_tokens))
+        num_tokens = work.num_tokens - min(work.num_tokens, self.yield_tokens)
+        return max(seconds - self.speed.seconds_per_token * self.yield_tokens, 0.0), num_tokens
+
+    def num_urgent_sequences(self, class_rank: int) -> int:
+        """Own sequences of classes more urgent than that rank."""
+        num_ranked = sum(self.ranked_sequences.values())
+        num_urgent = sum(count for rank, count in self.ranked_sequences.items() if rank < class_rank)
+        return num_urgent + (self.own_running + self.own_waiting - num_ranked if class_rank > INTERACTIVE_RANK else 0)
+
+    def hold(self, request_id: str, own_seconds: float, class_rank: int) -> None:
+        """A request waits in the router for this shard, or its prefill time is another one by now."""
+        self.held[request_id] = own_seconds
+        if class_rank != INTERACTIVE_RANK:
+            self.held_ranks[request_id] = class_rank
+
+    def unhold(self, request_id: str) -> float:
+        """It waits no longer. Returns its prefill time."""
+        self.held_ranks.pop(request_id, None)
+        return self.held.pop(request_id)
+
+    def note_queued(self, reservation: Reservation) -> None:
+        """An attempt was sent, and there are several classes; its work is in `queued_work`."""
+        rank = reservation.class_rank
+        if rank != INTERACTIVE_RANK:
+            self.ranked_work[rank] = self.ranked_work.get(rank, PrefillWork()) + reservation.work
+            self.count_ranked(rank, reservation.num_sequences)
+        self.is_mixed |= len(self.ranked_work) + (self._unranked_work().num_requests > 0) > 1
+
+    def note_dequeued(self, reservation: Reservation) -> None:
+        """An attempt of another class than interactive has its first token, or has ended without one."""
+        rank = reservation.class_rank
+        self.ranked_work[rank] -= reservation.work
+        if not self.ranked_work[rank].num_requests:
+            del self.ranked_work[rank]
+
+    def count_ranked(self, class_rank: int, num_sequences: int) -> None:
+        """Sequences of that rank have come; if the number is negative, they have gone."""
+        count = self.ranked_sequences.get(class_rank, 0) + num_sequences
+        if count:
+            self.ranked_sequences[class_rank] = count
+        else:
+            del self.ranked_sequences[class_rank]
+
+    def _unranked_work(self) -> PrefillWork:
+        """The queued work of interactive requests."""
+        work = self.queued_work
+        for part in self.ranked_work.values():
+            work -= part
+        return work
+
 
 class LoadLedger:
     """The reservations and views of all shards. A reservation is made by a dispatch and released exactly once; a
@@ -208,12 +309,13 @@ class LoadLedger:
         self._fleet_speeds: dict[str, SpeedModel] = {}
         """By model. A model's is forgotten with its last shard: names come and go without end."""
 
-    def add_shard(self, shard_id: str, model: str, num_blocks: int) -> None:
+    def add_shard(self, shard_id: str, model: str, num_blocks: int, yield_tokens: int = 0) -> None:
+        """`yield_tokens`: see ShardDescription."""
         assert shard_id not in self._views
         fleet_speed = self._fleet_speeds.get(model)
         if fleet_speed is None:
             fleet_speed = self._fleet_speeds[model] = SpeedModel()
-        self._views[shard_id] = LoadView(model, num_blocks, fleet_speed)
+        self._views[shard_id] = LoadView(model, num_blocks, fleet_speed, yield_tokens)
 
     def remove_shard(self, shard_id: str) -> None:
         """All reservations of the shard must have been released."""
@@ -248,6 +350,8 @@ class LoadLedger:
         view.queued[key] = reservation
         work = reservation.work
         view.queued_work += work
+        if view.ranked_work or reservation.class_rank != INTERACTIVE_RANK:
+            view.note_queued(reservation)
         if reservation.is_arrival:
             share = reservation.num_cached_tokens / reservation.num_context_tokens
             view.bound_arrivals.add(share, reservation.placed_at)
@@ -267,6 +371,8 @@ class LoadLedger:
             reservation = view.queued.pop(key, None)
             if reservation is None:
                 continue
+            if reservation.class_rank != INTERACTIVE_RANK:
+                view.note_dequeued(reservation)
             work += reservation.work
             began_at = min(began_at, reservation.placed_at + queue_time_seconds)
             view.running[key] = now
@@ -276,18 +382,24 @@ class LoadLedger:
         if not work.num_requests:
             return
         view.queued_work -= work
-        if not view.foreign_queued_tokens:
+        if not (view.foreign_queued_tokens or view.is_mixed):
             seconds = now - max(view.started_at, began_at)
             view.speed.observe(work, num_context_tokens, seconds)
             view.fleet_speed.observe(work, num_context_tokens, seconds)
         view.started_at = now
+        if not view.queued:
+            view.is_mixed = False
 
     def release(self, key: ReservationKey, now: float) -> None:
         reservation = self._reservations.pop(key)
         view = self._views[reservation.shard_id]
         view.own_blocks -= reservation.num_blocks
+        if reservation.class_rank != INTERACTIVE_RANK:
+            view.count_ranked(reservation.class_rank, -reservation.num_sequences)
         if view.queued.pop(key, None) is not None:
             view.queued_work -= reservation.work
+            if reservation.class_rank != INTERACTIVE_RANK:
+                view.note_dequeued(reservation)
             view.own_waiting -= reservation.num_sequences
         else:
             seconds = now - view.running.pop(key)
@@ -324,4 +436,14 @@ class LoadLedger:
             assert view.queued_work.num_requests == len(view.queued)
             assert view.queued_work.num_tokens == sum(r.num_prefill_tokens for r in view.queued.values())
             assert view.queued_work.num_pairs == sum(r.work.num_pairs for r in view.queued.values())
+            ranks = {r.class_rank for r in view.queued.values()}
+            assert view.ranked_work.keys() == ranks - {INTERACTIVE_RANK}
+            for rank, work in view.ranked_work.items():
+                own = [r.work for r in view.queued.values() if r.class_rank == rank]
+                assert (work.num_requests, work.num_tokens) == (len(own), sum(one.num_tokens for one in own))
+            assert view.is_mixed or len(ranks) < 2
+            assert sum(view.ranked_sequences.values()) == sum(
+                r.num_sequences for r in reserved.values() if r.class_rank != INTERACTIVE_RANK
+            )
+            assert view.held_ranks.keys() <= view.held.keys()
             assert min(view.num_waiting, view.num_running, view.num_queued_prefill_tokens) >= 0

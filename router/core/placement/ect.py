@@ -24,6 +24,10 @@ class EctWeights:
     """The more requests wait there, the busier a shard is likely to be while this prefill runs."""
     delay_of_running: float = 0.05
     """Decoding sequences share their steps with this prefill."""
+    delay_of_urgent: float = 2.0
+    """Sequences of more urgent classes decode slower while this prefill runs beside them, and so do those that follow
+    them to what is cached there. The weight is high because less urgent requests may wait: they gather on few shards,
+    and leave the others undisturbed."""
     delay_of_coming: float = 0.5
     """Requests that will come for the prefixes cached there, while the shard is busy, wait for this prefill too. M/G/1:
     work delays all arrivals up to the end of the busy period, 1 / (1 - utilisation) times the queued work. Requests
@@ -68,10 +72,16 @@ class Ect(Policy):
         # Every computed block evicts one that would take about as long to compute again.
         num_lost_blocks = c.num_evicted_blocks * c.reuse_probability
         return (
-            c.queue_seconds + c.held_ahead_seconds,
+            c.queue_seconds - c.yielding_seconds + c.held_ahead_seconds,
             own,
             w.lost_capacity * own,
-            own * (c.num_held_behind + w.delay_of_waiting * num_waiting + w.delay_of_running * c.num_running),
+            own
+            * (
+                c.num_held_behind
+                + w.delay_of_waiting * num_waiting
+                + w.delay_of_running * c.num_running
+                + w.delay_of_urgent * c.num_urgent
+            ),
             own * w.delay_of_coming * num_coming,
             own * w.eviction * num_lost_blocks / c.num_new_blocks if num_lost_blocks else 0.0,
             w.memory_wait * c.memory_wait_seconds,

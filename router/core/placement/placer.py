@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.errors import KvloomError
 from kvloom.models.adapters import Adapter
 from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
-from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_ledger import LoadLedger, LoadView
+from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
@@ -36,6 +39,16 @@ class _Scores(NamedTuple):
     """Whether these were all shards that could take the request."""
 
 
+class LeastTtft(NamedTuple):
+    """The earliest first token of a request that any shard would give, in seconds from now."""
+
+    seconds: float
+    idle_seconds: float
+    """The same if nothing else ran there."""
+    has_room: bool
+    """Whether a shard could take it now. If none can, the wait for a place comes on top of `seconds`."""
+
+
 class Placer:
     def __init__(
         self,
@@ -55,6 +68,8 @@ class Placer:
         self._seed = seed
         self._must_leave_room = must_leave_room
         self._num_placed = 0
+        self._has_classes = False
+        """Whether there has been a request of another class than interactive."""
         self._last_scores: _Scores | None = None
         """The scores of the last pick."""
 
@@ -149,6 +164,27 @@ class Placer:
         """One shard as the request sees it."""
         return self._candidates([shard], live, now)[0]
 
+    def least_ttft(
+        self, live: LiveRequest, held_ahead_seconds: Callable[[Candidate], float], now: float
+    ) -> LeastTtft | None:
+        """`held_ahead_seconds`: how long those that wait here for a shard and go before the request will take there.
+        None: it is not known, because a shard that could run the request has not shown its speed lately."""
+        shards = self.eligible(live)
+        views = [self._ledger.view(shard.shard_id) for shard in shards]
+        if not views or not all(view.has_shown_speed(now) for view in views):
+            return None
+        candidates = self._candidates(shards, live, now)
+        waits = [one.queue_seconds + held_ahead_seconds(one) + one.adapter_wait_seconds for one in candidates]
+        idle_seconds = min(
+            view.speed.request_seconds(one.num_prefill_tokens, one.num_overlap_tokens, 0) + one.adapter_wait_seconds
+            for view, one in zip(views, candidates, strict=True)
+        )
+        return LeastTtft(
+            min(wait + one.own_seconds for wait, one in zip(waits, candidates, strict=True)),
+            idle_seconds,
+            any(self.has_room(shard, live) for shard in shards),
+        )
+
     def note_placed(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, block_hashes: Sequence[int], now: float
     ) -> None:
@@ -200,8 +236,23 @@ class Placer:
         hashes = self.hashes(live, shards[0].description.block_size)
         candidates = self._candidates(shards, live, now)
         terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
-        best = candidates[self._cheapest(list(map(sum, terms)), candidates, live)]
+        costs: Sequence[float] = list(map(sum, terms))
+        if live.objectives is not None and len(candidates) > 1:
+            costs = self._where_in_time(costs, candidates, live.objectives, now)
+        best = candidates[self._cheapest(costs, candidates, live)]
         return _Scores(live, now, candidates, terms, best, is_whole)
+
+    def _where_in_time(
+        self, costs: Sequence[float], candidates: Sequence[Candidate], objectives: LiveObjectives, now: float
+    ) -> Sequence[float]:
+        """The costs, infinite for the candidates that are expected to miss more objectives than others do."""
+        num_missed = [
+            (now + one.predicted_ttft_seconds > objectives.ttft_due)
+            + (self._ledger.view(one.shard_id).report.decode_step_seconds > objectives.tpot_seconds)
+            for one in candidates
+        ]
+        least = min(num_missed)
+        return [cost if missed == least else math.inf for cost, missed in zip(costs, num_missed, strict=True)]
 
     def _pick_of(self, scores: _Scores, live: LiveRequest, picked_shard_id: str) -> Pick:
         candidates = scores.candidates
@@ -247,6 +298,11 @@ class Placer:
                 else candidate
                 for shard, candidate in zip(shards, candidates, strict=True)
             ]
+        rank = live.priority_class.rank
+        if self._has_classes or rank != INTERACTIVE_RANK:
+            self._has_classes = True
+            for shard, candidate in zip(shards, candidates, strict=True):
+                _see_classes(candidate, self._ledger.view(shard.shard_id), rank, now)
         adapter = live.request.adapter
         if adapter is not None:
             for shard, candidate in zip(shards, candidates, strict=True):
@@ -339,6 +395,20 @@ class Placer:
 def _adapter_wait_seconds(shard: Shard, adapter: Adapter, now: float) -> float:
     """0 for an adapter that is gone: the request is about to leave the shard."""
     return shard.adapters.wait_seconds(adapter, now) if shard.adapters.has(adapter) else 0.0
+
+
+def _see_classes(candidate: Candidate, view: LoadView, class_rank: int, now: float) -> None:
+    """What a request of that rank waits for on a shard, and what waits for it, if there are several classes."""
+    candidate.yielding_seconds = view.yielding(class_rank, now)[0]
+    candidate.num_urgent = view.num_urgent_sequences(class_rank)
+    if view.held:
+        ranks = view.held_ranks
+        of_rank: dict[int, list[float]] = {}
+        for request_id, seconds in view.held.items():
+            of_rank.setdefault(ranks.get(request_id, INTERACTIVE_RANK), []).append(seconds)
+        candidate.held_seconds = of_rank.pop(class_rank, ())
+        candidate.held_urgent_seconds = sum(sum(held) for rank, held in of_rank.items() if rank < class_rank)
+        candidate.num_held_less_urgent = sum(len(held) for rank, held in of_rank.items() if rank > class_rank)
 
 
 def _arrival(live: LiveRequest, candidate: Candidate, block_hashes: Sequence[int]) -> Arrival:

@@ -51,25 +51,41 @@ class Candidate(msgspec.Struct):
     """Own prefill time of each request that waits in the router for this shard."""
     adapter_wait_seconds: float = 0.0
     """Time until the request's adapter is loaded; 0 for a request without one."""
+    yielding_seconds: float = 0.0
+    """The part of `queue_seconds` that it does not wait for: prefill of less urgent classes, which gives way to it."""
+    held_urgent_seconds: float = 0.0
+    """Own prefill time of the requests of more urgent classes that wait in the router for this shard. Those of its own
+    class are in `held_seconds`."""
+    num_held_less_urgent: int = 0
+    """The number of requests of less urgent classes that wait in the router for this shard."""
+    num_urgent: int = 0
+    """Sequences of more urgent classes there, waiting or running."""
 
     @property
     def predicted_ttft_seconds(self) -> float:
-        return self.queue_seconds + self.held_ahead_seconds + self.own_seconds + self.adapter_wait_seconds
+        return (
+            self.queue_seconds
+            - self.yielding_seconds
+            + self.held_ahead_seconds
+            + self.own_seconds
+            + self.adapter_wait_seconds
+        )
 
     @property
     def held_ahead_seconds(self) -> float:
-        """Prefill time of the requests waiting in the router that go before this one: the shorter ones."""
+        """Prefill time of the requests waiting in the router that go before this one: those of more urgent classes, and
+        the shorter ones of its own."""
         if not self.held_seconds:
-            return 0.0
+            return self.held_urgent_seconds
         own = self.own_seconds
-        return sum(seconds for seconds in self.held_seconds if seconds <= own)
+        return sum(seconds for seconds in self.held_seconds if seconds <= own) + self.held_urgent_seconds
 
     @property
     def num_held_behind(self) -> int:
         if not self.held_seconds:
-            return 0
+            return self.num_held_less_urgent
         own = self.own_seconds
-        return sum(seconds > own for seconds in self.held_seconds)
+        return sum(seconds > own for seconds in self.held_seconds) + self.num_held_less_urgent
 
     @property
     def num_new_blocks(self) -> int:

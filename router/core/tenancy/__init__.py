@@ -3,14 +3,20 @@
 Rates and slots belong to all routers together, and so do budgets: a router spends what it has leased of them. Nothing
 here waits for a lease; a request that needs one is held by `admission/held_requests.py` until it arrives.
 
-verdict.py          what a limit says to a request
-rate_lease.py       this router's part of a limit per minute
-slot_lease.py       this router's part of the requests that may run at the same time
-budget_lease.py     this router's part of a hard budget
-expected_output.py  how long the answers of a key usually are
-answer_cost.py      what an answer uses of a budget, as a function of its length
-accounts.py         the leases of the keys, tenants and organisations that are in use
-request_charge.py   what one request has taken from its accounts
-limit_refusals.py   the errors of requests above a limit
-limiter.py          Limiter, the entry point: admits, refuses, holds and settles
+verdict.py            what a limit says to a request
+rate_lease.py         this router's part of a limit per minute
+slot_lease.py         this router's part of the requests that may run at the same time
+budget_lease.py       this router's part of a hard budget
+demand.py             how much of a limit is used in a second, of late
+expected_output.py    how long the answers of a key usually are
+answer_cost.py        what an answer uses of a budget, as a function of its length
+accounts.py           the leases of the keys, tenants and organisations that are in use
+limit_plan.py         the limits of one key, flat
+limit_plans.py        the plans of the keys in use
+request_charge.py     what one request has taken from its accounts
+limit_refusals.py     the errors of requests above a limit
+lease_watch.py        which leases have to be asked for, renewed or given back
+short_path.py         the usual case: everything that a request needs has been leased
+undecided_budgets.py  budgets in shadow mode, which decide when `control` has answered
+limiter.py            Limiter, the entry point: admits, refuses, holds and settles
 """

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.table import TenantTable
-from router.core.events import Request
+from kvloom.tenancy.table import Key, Organisation, Tenant
 from router.core.lease_messages import LeaseKind, LeaseName
 from router.core.tenancy.budget_lease import BudgetLease
 from router.core.tenancy.rate_lease import RateLease
@@ -81,11 +80,15 @@ class Account:
                 yield lease
         yield from self.budgets.values()
 
-    def drop_idle(self, now: float) -> bool:
-        """Forget budgets that are not in use. Returns whether the account need not be remembered either."""
-        for name, lease in list(self.budgets.items()):
-            if lease.is_idle(now):
-                del self.budgets[name]
+    def drop_idle_budgets(self, now: float) -> bool:
+        """Forget budgets that are not in use. Returns whether there were any."""
+        idle = [name for name, lease in self.budgets.items() if lease.is_idle(now)]
+        for name in idle:
+            del self.budgets[name]
+        return bool(idle)
+
+    def is_idle(self, now: float) -> bool:
+        """Whether it need not be remembered."""
         return not self.num_charges and all(lease.is_idle(now) for lease in self.leases)
 
     def _set_leases(self) -> None:
@@ -121,21 +124,10 @@ class AccountBook:
     def get(self, name: str) -> Account | None:
         return self._accounts.get(name)
 
-    def of(self, request: Request, table: TenantTable) -> list[Account]:
-        """Those of the request that have limits: the key, the tenant, the organisation."""
-        found: list[Account] = []
-        key = table.key(request.key_id)
-        if key is not None and not key.limits.are_none:
-            found.append(self._account(f"key:{key.id}", key.limits))
-        tenant = table.tenant(request.tenant)
-        if tenant is None:
-            return found
-        if not tenant.limits.are_none:
-            found.append(self._account(f"tenant:{tenant.id}", tenant.limits))
-        organisation = table.organisation(tenant.organisation)
-        if organisation is not None and not organisation.limits.are_none:
-            found.append(self._account(f"org:{organisation.id}", organisation.limits))
-        return found
+    def of(self, key: Key | None, tenant: Tenant | None, organisation: Organisation | None) -> list[Account]:
+        """Of entries of the table that have limits."""
+        entries = (("key", key), ("tenant", tenant), ("org", organisation))
+        return [self._account(f"{kind}:{entry.id}", entry.limits) for kind, entry in entries if entry is not None]
 
     def drop(self, account: Account) -> None:
         del self._accounts[account.name]

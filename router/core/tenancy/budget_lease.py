@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
+from router.core.tenancy.demand import Demand
 from router.core.tenancy.rate_lease import ANSWER_SECONDS, FRESH_SECONDS, RETRY_SECONDS
 from router.core.tenancy.verdict import READY, WANTED, Verdict, refused
 
@@ -15,8 +16,11 @@ IDLE_SECONDS: Final = 2.0
 """What was not reserved for so long is returned, for other routers."""
 MAX_SPARE_SHARE: Final = 16
 """At most so small a share of what is left is leased beyond what waiting requests need."""
-NUM_SPARE_REQUESTS: Final = 16
-"""As many requests like the last one are meant to find a lease."""
+NUM_SPARE_REQUESTS: Final = 64
+"""As many requests like the last one are meant to find a lease, and more if more come in a second."""
+MAX_SPARE_FACTOR: Final = 4
+"""With more than so many times what is expected, half of that is returned: demand has fallen, or answers were shorter
+than they might have been."""
 
 
 class BudgetLease:
@@ -27,8 +31,10 @@ class BudgetLease:
 
     __slots__ = (
         "_ask_at",
+        "_demand",
         "_failed_at",
         "_last_need",
+        "_look_below",
         "_numbers",
         "_told_at",
         "_unanswered",
@@ -60,11 +66,13 @@ class BudgetLease:
         self._failed_at = -math.inf
         self._used_at = -math.inf
         self._last_need = 0
+        self._demand = Demand()
+        self._look_below: float = 0
 
     @property
     def is_low(self) -> bool:
         """Whether it is time to look whether more is to be leased."""
-        return self.free < self._last_need
+        return self.free < self._look_below
 
     def verdict(self, need: int, now: float) -> Verdict:
         if self.free >= need:
@@ -81,8 +89,10 @@ class BudgetLease:
         return now - self._failed_at < RETRY_SECONDS
 
     def take(self, need: int, now: float) -> int:
+        """There must be so much."""
         self.free -= need
         self.reserved += need
+        self._demand.num_taken += need
         self._last_need, self._used_at = need, now
         return need
 
@@ -97,15 +107,25 @@ class BudgetLease:
         if self._unanswered is not None:
             self._ask_at = now + ANSWER_SECONDS
             return self._unanswered
+        expected = max(self._demand.expected(now), NUM_SPARE_REQUESTS * self._last_need)
+        spare = min(expected, max(0, self.num_left) // MAX_SPARE_SHARE)
         wanted = returned = 0
         if self.waiting > self.free:
-            wanted = self.waiting - self.free + self._spare()
-        elif self.free < self._last_need and self.num_left > 0 and self._is_due(now):
-            wanted = self._spare()
-        elif self.free and not self.waiting and now - self._used_at >= IDLE_SECONDS:
-            returned, self.free = self.free, 0
+            wanted = self.waiting - self.free + spare
+        elif self.waiting:
+            pass
+        elif now - self._used_at >= IDLE_SECONDS:
+            returned = self.free
+        elif 2 * self.free < spare:
+            wanted = spare - self.free if now - self._told_at >= FRESH_SECONDS else 0
+        elif self.free > MAX_SPARE_FACTOR * expected and now - self._told_at >= IDLE_SECONDS:
+            returned = self.free - MAX_SPARE_FACTOR // 2 * expected
+        # Until the answer arrives, or it was asked long enough ago, there is no use in another look before the next
+        # sweep.
+        self._look_below = spare / 2 if 2 * self.free >= spare else 0
         if not (wanted or returned):
             return None
+        self.free -= returned
         self._ask_at = now + ANSWER_SECONDS
         held, number = self.free + self.reserved, next(self._numbers)
         self._unanswered = LeaseWant(self.name, self.limit, wanted, returned, held=held, asked_at=now, number=number)
@@ -132,10 +152,3 @@ class BudgetLease:
     def is_idle(self, now: float) -> bool:
         used = self.free or self.reserved or self.waiting
         return not used and self._unanswered is None and now - self._used_at >= IDLE_SECONDS
-
-    def _is_due(self, now: float) -> bool:
-        """Whether the next request is likely to come soon, and `control` was not asked just now."""
-        return now - self._used_at < IDLE_SECONDS and now - self._told_at >= FRESH_SECONDS
-
-    def _spare(self) -> int:
-        return min(NUM_SPARE_REQUESTS * self._last_need, max(0, self.num_left) // MAX_SPARE_SHARE)

@@ -13,6 +13,7 @@ import math
 from typing import Final
 
 from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
+from router.core.tenancy.demand import Demand
 from router.core.tenancy.verdict import READY, WANTED, Verdict, refused
 
 LEASE_SECONDS: Final = 2.0
@@ -23,8 +24,6 @@ RETRY_SECONDS: Final = 1.0
 """When Redis is asked again after it could not be."""
 FRESH_SECONDS: Final = 0.25
 """A request that Redis would have refused so recently is refused without asking again."""
-SPARE_SECONDS: Final = 1.0
-"""A lease is meant to cover the demand of this time."""
 MAX_SPARE_SHARE: Final = 8
 """At most an eighth of the limit is leased beyond what waiting requests need."""
 
@@ -35,15 +34,13 @@ class RateLease:
     __slots__ = (
         "_ask_at",
         "_demand",
-        "_demand_at",
         "_level",
         "_level_at",
         "_local_level",
         "_local_share",
-        "_num_taken",
+        "_look_below",
         "_returned",
         "_told_debt",
-        "_wanted_spare",
         "expires_at",
         "limit",
         "local_at",
@@ -72,23 +69,23 @@ class RateLease:
         """When it may be asked for again."""
         self._told_debt = 0
         """The debt in the want that has no answer yet."""
-        self._num_taken = 0
-        self._demand = 0.0
-        """Units a second, of late."""
-        self._demand_at = -math.inf
-        self._wanted_spare: float = math.inf
-        """What the lease was meant to have beyond what waits, when that was last looked at."""
+        self._demand = Demand()
+        self._look_below: float = math.inf
 
     @property
     def is_low(self) -> bool:
         """Whether it is time to look whether more is to be leased."""
-        return self.units < self._wanted_spare or self.local_at is not None
+        return self.units < self._look_below or self.local_at is not None
 
     @property
     def per_second(self) -> float:
         return self.limit / 60.0
 
     # -- requests -------------------------------------------------------------------------------------------------
+
+    def has(self, need: int, now: float) -> bool:
+        """Whether so much is leased: nothing else has to be looked at. If not, `verdict` says more."""
+        return need <= self.units and need <= self.limit and now < self.expires_at and self.local_at is None
 
     def verdict(self, need: int, now: float) -> Verdict:
         need = min(need, self.limit)
@@ -105,6 +102,12 @@ class RateLease:
             return refused(missing / self.per_second)
         return WANTED
 
+    def take_leased(self, need: int) -> bool:
+        """Take what `has` has found. Returns whether it is time to look whether more is to be leased."""
+        self.units -= need
+        self._demand.num_taken += need
+        return self.units < self._look_below
+
     def is_short(self, need: int, now: float) -> bool:
         """Whether there is too little for a request that does not wait for a lease, as far as it is known here."""
         need = min(need, self.limit)
@@ -115,7 +118,7 @@ class RateLease:
     def take(self, need: int) -> int:
         """Returns what was taken, for `give_back`. More than a minute's limit is never asked of it."""
         need = min(need, self.limit)
-        self._num_taken += need
+        self._demand.num_taken += need
         if self.local_at is not None:
             self._local_level -= need
         else:
@@ -136,11 +139,15 @@ class RateLease:
         if now < self._ask_at:
             return None
         self._expire(now)
-        self._wanted_spare = spare = self._spare(now)
+        spare = min(self._demand.expected(now), self.limit // MAX_SPARE_SHARE)
+        is_low = 2 * self.units < spare
+        # Until the answer arrives, or it was asked long enough ago, there is no use in another look before the next
+        # sweep.
+        self._look_below = 0.0 if is_low else spare / 2
         wanted = 0
         if self.local_at is not None:
             wanted = max(1, self.waiting)
-        elif self.units < self.waiting or (2 * self.units < spare and now - self._level_at >= FRESH_SECONDS):
+        elif self.units < self.waiting or (is_low and now - self._level_at >= FRESH_SECONDS):
             wanted = max(self.waiting, spare) - max(self.units, 0)
         debt = max(0, -self.units)
         if not (wanted or self._returned or debt):
@@ -189,7 +196,13 @@ class RateLease:
         if self.local_at is not None:
             self._fill_local(now)
             return max(0, int(self._local_level))
-        return max(0, min(self.limit, int(self._known_level(now) + self.units)))
+        left = self._level + self.units
+        if self._level_at != -math.inf:
+            left += self.limit * (now - self._level_at) / 60.0
+            if left > self.limit + self.units:
+                left = self.limit + self.units
+        left = int(left)
+        return 0 if left < 0 else left if left < self.limit else self.limit
 
     def reset_seconds(self, now: float) -> float:
         """The time until all of the limit is there again."""
@@ -212,19 +225,11 @@ class RateLease:
     def _known_level(self, now: float) -> float:
         if self._level_at == -math.inf:
             return self._level
-        return min(self.limit, self._level + self.per_second * (now - self._level_at))
+        level = self._level + self.limit * (now - self._level_at) / 60.0
+        return level if level < self.limit else self.limit
 
     def _fill_local(self, now: float) -> None:
         assert self.local_at is not None
         added = self._local_share / 60.0 * (now - self.local_at)
         self._local_level = min(self._local_share, self._local_level + added)
         self.local_at = now
-
-    def _spare(self, now: float) -> int:
-        seconds = now - self._demand_at
-        if seconds >= SPARE_SECONDS:
-            self._demand = self._num_taken / seconds if seconds < math.inf else 0.0
-            self._num_taken, self._demand_at = 0, now
-        # A burst doubles its lease with each answer, so that few of its requests wait for one.
-        expected = max(math.ceil(self._demand * SPARE_SECONDS), self._num_taken)
-        return min(expected, self.limit // MAX_SPARE_SHARE)

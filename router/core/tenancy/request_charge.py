@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvloom.tenancy.limits import Limits
 from kvloom.tenancy.prices import Price
 from kvloom.tenancy.usage_record import Charge, is_part
-from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
 from router.core.events import Request, Tier
 from router.core.lease_messages import LeaseKind
-from router.core.tenancy.accounts import Account
+from router.core.tenancy.accounts import Account, Lease
 from router.core.tenancy.answer_cost import AnswerCost
-from router.core.tenancy.budget_lease import BudgetLease
+from router.core.tenancy.limit_plan import BudgetLimit, LimitPlan, RateLimit, limit_text
 from router.core.tenancy.rate_lease import RateLease
 from router.core.tenancy.slot_lease import SlotLease
 
 
 class RateNeed(NamedTuple):
-    lease: RateLease | SlotLease
+    limit: RateLimit
     units: int
     is_forced: bool
     """It is taken even if there is not enough: the account's limits are only counted, or the answer has been admitted
     elsewhere."""
-    limits: Limits
-
-    @property
-    def kind(self) -> LeaseKind:
-        return self.lease.name.kind
-
-
-class BudgetNeed(NamedTuple):
-    lease: BudgetLease
-    cost: AnswerCost
-    limits: Limits
-
-    @property
-    def kind(self) -> LeaseKind:
-        return self.lease.name.kind
 
 
 class RequestCharge:
     """Of one live request that has limits."""
 
     __slots__ = (
-        "accounts",
         "budgets",
         "capped_by",
+        "costs",
+        "forgiven",
         "held_until",
         "is_admitted",
         "is_continued",
@@ -56,36 +40,45 @@ class RequestCharge:
         "max_tokens",
         "min_tokens",
         "most_tokens",
+        "num_expected_tokens",
+        "num_prompt_tokens",
         "num_resumed_tokens",
+        "plan",
         "price",
-        "rates",
         "request",
+        "requests",
         "reserved",
         "settled",
-        "taken",
+        "slots",
+        "tokens",
         "waiting",
     )
 
-    def __init__(self, request: Request, accounts: list[Account], price: Price) -> None:
+    def __init__(self, request: Request, plan: LimitPlan, price: Price) -> None:
         self.request = request
-        self.accounts = accounts
+        self.plan = plan
         self.price = price
         """That at its arrival."""
-        self.rates: list[RateNeed] = []
-        self.budgets: list[BudgetNeed] = []
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         num_given = request.num_earlier_tokens
         self.is_continued = num_given > 0
         """Whether the answer was begun elsewhere, where it has been charged."""
-        self.num_resumed_tokens = 0 if is_part(request.answer_id) else num_given
+        self.num_resumed_tokens = num_given if num_given and not is_part(request.answer_id) else 0
         """Output tokens that the answer already has, as its usage record will count them. They are reserved once more:
         that record will stand for the whole answer, and until then nobody knows what became of the first
         reservation."""
+        self.forgiven: Sequence[Account] = ()
+        """Accounts that believe that it was begun elsewhere, and charge neither the request nor its prompt again."""
+        self.num_expected_tokens = 0
+        """New output tokens that it takes from limits of tokens until it is known how many there are."""
         self.most_tokens = 0
         """Of the whole answer, all choices together."""
         self.min_tokens = 0
         """Fewer are not worth beginning."""
         self.max_tokens: int | None = None
         """How many tokens a choice may have; None: no limit cuts it short."""
+        self.costs: Sequence[AnswerCost] = ()
+        """What it costs in units of budgets: see LimitPlan."""
         self.capped_by = ""
         """The limit that does."""
         self.is_exhausted = False
@@ -94,47 +87,43 @@ class RequestCharge:
         """Its answer comes from the result cache, and has that price."""
         self.is_admitted = False
         self.held_until = 0.0
-        self.taken: list[tuple[RateNeed, int]] = []
-        self.reserved: list[tuple[BudgetNeed, int]] = []
+        self.slots: Sequence[SlotLease] = ()
+        """Of which it has one, once it is admitted."""
+        self.requests: Sequence[RateLease] = ()
+        """From which it has taken one."""
+        self.tokens: list[int] = []
+        """What it has taken of the plan's limits of tokens."""
+        self.reserved: list[int] = []
+        """What it has reserved of the plan's budgets."""
         self.settled: tuple[Charge, ...] = ()
         """Once it has ended: what it has used of budgets."""
-        self.waiting: list[tuple[RateLease | SlotLease | BudgetLease, int]] = []
+        self.waiting: list[tuple[Lease, int]] = []
         """What is to be leased for it while it is held."""
+
+    # -- what it needs --------------------------------------------------------------------------------------------
 
     def num_output_tokens(self, limit: int) -> int:
         """Of the whole answer, if every choice has so many tokens, or as many as it has already."""
-        return self.num_resumed_tokens + sum(
-            max(0, limit - len(choice.output_token_ids)) for choice in self.request.choices
-        )
+        num_tokens = self.num_resumed_tokens
+        for choice in self.request.choices:
+            num_tokens += max(0, limit - len(choice.output_token_ids))
+        return num_tokens
 
-    def charges(
-        self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int, *, has_answer: bool
-    ) -> tuple[Charge, ...]:
-        """What it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer, and
-        `num_reasoning_tokens` a part of them."""
-        if not self.is_admitted:
-            return self.settled
-        num_prompt_tokens = len(self.request.prompt_token_ids)
-        reserved_of = {id(need): reserved for need, reserved in self.reserved}
-        found: list[Charge] = []
-        for need in self.budgets:
-            used, of_prompt, name = 0, 0, need.lease.name
-            if has_answer and need.kind is LeaseKind.DAY_TOKENS:
-                used = need.limits.weighted_tokens(
-                    num_prompt_tokens, num_cached_tokens, num_output_tokens, num_reasoning_tokens
-                )
-                of_prompt = need.limits.weighted_tokens(num_prompt_tokens, num_cached_tokens, 0, 0)
-            elif has_answer:
-                is_batch, is_hit = self.request.tier is Tier.BATCH, self.is_result_cache_hit
-                cost = functools.partial(self.price.cost_nanos, is_batch=is_batch, is_result_cache_hit=is_hit)
-                used = cost(num_prompt_tokens, num_cached_tokens, num_output_tokens)
-                of_prompt = cost(num_prompt_tokens, num_cached_tokens, 0)
-            unit = BUDGET_UNIT_TOKENS if need.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
-            # In shadow mode an answer may use more than the budget has for it, which is then nobody's lease.
-            own = min(used, reserved_of.get(id(need), 0))
-            of_prompt = of_prompt if is_part(self.request.answer_id) else 0
-            found.append(Charge(name.account, unit, name.period, own, used, of_prompt))
-        return tuple(found)
+    def rate_needs(self) -> list[RateNeed]:
+        needs: list[RateNeed] = []
+        for limit in self.plan.rates:
+            is_forgiven = limit.account in self.forgiven
+            units = 1
+            if limit.kind is LeaseKind.TOKENS:
+                units = self.num_expected_tokens + (0 if is_forgiven else self.num_prompt_tokens)
+            if not (is_forgiven and limit.kind is LeaseKind.REQUESTS):
+                needs.append(RateNeed(limit, units, is_forgiven or limit.is_shadow))
+        return needs
+
+    def cost_of(self, limit: BudgetLimit) -> AnswerCost:
+        return self.costs[limit.cost]
+
+    # -- what it has ----------------------------------------------------------------------------------------------
 
     @property
     def is_held(self) -> bool:
@@ -145,8 +134,107 @@ class RequestCharge:
             lease.waiting -= units
         self.waiting = []
 
+    def in_use(self) -> Iterator[tuple[Lease, int]]:
+        """What it has of slots and budgets."""
+        for lease in self.slots:
+            yield lease, 1
+        for limit, reserved in zip(self.plan.budgets, self.reserved, strict=False):
+            yield limit.lease, reserved
+
     def describe(self) -> str:
         """Which limits applied, for explanations."""
-        names = [f"{need.lease.name.account} {need.kind.value}" for need in (*self.rates, *self.budgets)]
-        text = ", ".join(dict.fromkeys(names))
+        text = self.plan.description
+        if self.forgiven:
+            names = (limit_text(one) for one in (*(need.limit for need in self.rate_needs()), *self.plan.budgets))
+            text = ", ".join(names)
         return f"{text}; cut short by {self.capped_by}" if self.capped_by else text
+
+    # -- its end --------------------------------------------------------------------------------------------------
+
+    def charges(
+        self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int, *, has_answer: bool
+    ) -> tuple[Charge, ...]:
+        """What it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer, and
+        `num_reasoning_tokens` a part of them."""
+        if not self.is_admitted:
+            return self.settled
+        used = self._used(num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer)
+        return self._charges(used, num_cached_tokens, has_answer=has_answer)
+
+    def settle(
+        self,
+        num_cached_tokens: int,
+        num_output_tokens: int,
+        num_reasoning_tokens: int,
+        *,
+        has_answer: bool,
+        is_free: bool,
+    ) -> None:
+        """It has ended like this (see `charges`): give back what it has not used. `is_free`: it counts neither as a
+        request nor by its tokens."""
+        used = self._used(num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer)
+        self.settled = self._charges(used, num_cached_tokens, has_answer=has_answer)
+        self.is_admitted = False
+        for account in self.plan.accounts:
+            account.num_charges -= 1
+        for lease in self.slots:
+            lease.give_back(1)
+        if is_free:
+            for lease in self.requests:
+                lease.give_back(1)
+        if self.tokens:
+            if is_free or not has_answer or self.is_continued:
+                used = self._used_tokens(num_cached_tokens, num_output_tokens, num_reasoning_tokens, is_free=is_free)
+            for (lease, weights), taken in zip(self.plan.token_leases, self.tokens, strict=True):
+                if taken:
+                    lease.give_back(taken - used[weights])
+        for (lease, _), reserved, charge in zip(self.plan.budget_leases, self.reserved, self.settled, strict=True):
+            lease.settle(reserved, charge.own)
+
+    def _charges(self, used: Sequence[int], num_cached_tokens: int, *, has_answer: bool) -> tuple[Charge, ...]:
+        plan = self.plan
+        if not plan.budgets:
+            return ()
+        of_prompt: Sequence[int] | None = None
+        if has_answer and is_part(self.request.answer_id):
+            of_prompt = self._used(num_cached_tokens, 0, 0, has_answer=True)
+        found: list[Charge] = []
+        budgets = zip(plan.budget_leases, plan.budget_names, self.reserved, strict=True)
+        for (_, cost), (account, unit, period), reserved in budgets:
+            total = used[cost]
+            # In shadow mode an answer may use more than the budget has for it, which is then nobody's lease.
+            own = total if total < reserved else reserved
+            found.append(Charge(account, unit, period, own, total, 0 if of_prompt is None else of_prompt[cost]))
+        return tuple(found)
+
+    def _used_tokens(self, num_cached: int, num_output: int, num_reasoning: int, *, is_free: bool) -> list[int]:
+        """Of limits per minute, by the position of weights. An answer that was begun elsewhere is charged for what is
+        new."""
+        if is_free:
+            return [0] * len(self.plan.weights)
+        num_prompt = 0 if self.is_continued else self.num_prompt_tokens
+        num_cached = min(num_cached, num_prompt)
+        num_new = num_output - self.num_resumed_tokens
+        num_reasoning = max(0, num_reasoning - self.num_resumed_tokens)  # it usually comes first
+        return [one.weighted_tokens(num_prompt, num_cached, num_new, num_reasoning) for one in self.plan.weights]
+
+    def _used(
+        self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int, *, has_answer: bool
+    ) -> list[int]:
+        """Units of budgets, by the position of costs."""
+        plan = self.plan
+        if not has_answer:
+            return [0] * (len(plan.weights) + plan.has_money)
+        num_prompt = self.num_prompt_tokens
+        used = [
+            one.weighted_tokens(num_prompt, num_cached_tokens, num_output_tokens, num_reasoning_tokens)
+            for one in plan.weights
+        ]
+        if plan.has_money:
+            is_batch, is_hit = self.request.tier is Tier.BATCH, self.is_result_cache_hit
+            used.append(
+                self.price.cost_nanos(
+                    num_prompt, num_cached_tokens, num_output_tokens, is_batch=is_batch, is_result_cache_hit=is_hit
+                )
+            )
+        return used

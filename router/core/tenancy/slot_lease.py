@@ -15,12 +15,25 @@ ADVICE_SECONDS: Final = 1.0
 """When to retry, if all slots are in use: nobody knows when one will be free."""
 SPARE_PART: Final = 4
 """A quarter more than what is in use is leased, so that not every request waits for a slot."""
+MAX_SPARE_SHARE: Final = 8
+"""At most an eighth of the slots that no router has is leased so."""
 SPARE_SECONDS: Final = 1.0
-"""How long free slots are kept."""
+"""How long other free slots are kept."""
 
 
 class SlotLease:
-    __slots__ = ("_ask_at", "_local_share", "_num_left", "_told_at", "held", "limit", "name", "used", "waiting")
+    __slots__ = (
+        "_ask_at",
+        "_local_share",
+        "_look_below",
+        "_num_left",
+        "_told_at",
+        "held",
+        "limit",
+        "name",
+        "used",
+        "waiting",
+    )
 
     def __init__(self, name: LeaseName, limit: int) -> None:
         self.name = name
@@ -35,11 +48,17 @@ class SlotLease:
         self._num_left = limit
         self._told_at = -math.inf
         self._ask_at = -math.inf
+        self._look_below = 0.0
 
     @property
     def is_low(self) -> bool:
-        """Whether it is time to look whether more is to be leased."""
-        return self.used >= self.held or self.is_local
+        """Whether it is time to look whether more are to be leased."""
+        return self.held - self.used < self._look_below or self._local_share is not None
+
+    @property
+    def has_one(self) -> bool:
+        """Whether one is leased and free: nothing else has to be looked at. If not, `verdict` says more."""
+        return self.used < self.held and self.used < self.limit and self._local_share is None
 
     def verdict(self, need: int, now: float) -> Verdict:
         if self._local_share is not None:
@@ -67,18 +86,22 @@ class SlotLease:
         if now < self._ask_at:
             return None
         is_local = self._local_share is not None
-        missing = max(0, self.used + self.waiting - self.held)
-        is_due = now - self._told_at >= RENEW_SECONDS and self.held > 0
-        has_spare = self.held > self.used + self.waiting and now - self._told_at >= SPARE_SECONDS
-        if not (missing or is_due or has_spare or (is_local and self.used)):
+        needed = self.used + self.waiting
+        spare = min(self.used // SPARE_PART, max(0, self._num_left) // MAX_SPARE_SHARE)
+        is_missing = needed > self.held
+        is_low = 2 * (self.held - needed) < spare
+        self._look_below = 0.0 if is_low else spare / 2
+        silent_seconds = now - self._told_at
+        is_due = silent_seconds >= RENEW_SECONDS and self.held > 0
+        has_excess = self.held > needed + spare and silent_seconds >= SPARE_SECONDS
+        wants_spare = is_low and silent_seconds >= FRESH_SECONDS
+        if not (is_missing or is_due or has_excess or wants_spare or (is_local and self.used)):
             return None
         self._ask_at = now + ANSWER_SECONDS
         if not is_local:
-            self.held = min(self.held, self.used + self.waiting)
+            self.held = min(self.held, needed + spare)
         held = max(self.held, self.used)
-        wanted = max(0, self.used + self.waiting - held)
-        if wanted:
-            wanted += self.used // SPARE_PART
+        wanted = max(0, needed + spare - held) if is_missing or wants_spare else 0
         return LeaseWant(self.name, self.limit, wanted, held=held, asked_at=now)
 
     def on_grant(self, grant: LeaseGrant, now: float) -> None:

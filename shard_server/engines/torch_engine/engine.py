@@ -408,6 +408,7 @@ class TorchEngine:
             variant=runner.variant,
             description=_description(runner, speed),
             embedding_size=runner.hidden_size,
+            yield_tokens=config.max_prefill_tokens_per_step,
         )
         self._on_load_progress(f"engine: {self._info.description}")
         return_freed_memory()

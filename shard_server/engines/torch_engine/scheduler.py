@@ -6,6 +6,11 @@ blocks. That holds for any order of admission. Nor does any sequence starve: pre
 that have not run yet, and the first in the queue is never skipped for lack of blocks; for the others, the queue order
 bounds how long one can be overtaken (queue_order.py).
 
+With sequences of several classes (EngineRequest.class_rank), prefill of the most urgent ones comes first in a step, and
+a waiting sequence is admitted before less urgent prefill continues. Decoding sequences are never held up. A class goes
+before another one for a bounded time only (queue_order.py), so that none starves; and since only the order of admission
+and of prefill changes, it cannot livelock either.
+
 With guaranteed shares of blocks (eviction_order.py) both still hold. A sequence may evict what others' shares protect
 only as the last resort: if waiting would not help, since all other sequences keep within their shares. The first in the
 queue is overtaken only while it waits for blocks outside of the shares, and only by sequences that keep within theirs:
@@ -17,9 +22,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Final, Literal
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from shard_server.engines.base import LoadShare
 from shard_server.engines.eviction_order import has_others_outside, preempted_for
-from shard_server.engines.queue_order import admission_rank, count_cached_blocks
+from shard_server.engines.queue_order import (
+    MAX_PATIENCE_SECONDS,
+    admission_rank,
+    class_order,
+    count_cached_blocks,
+    goes_before,
+)
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
 
@@ -68,6 +80,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_ranked = 0
+        """Sequences, waiting or running, of another class rank than that of interactive requests."""
         self._num_prompt_logits_left = 0
         """How many more prompt tokens of this step may have logits."""
 
@@ -95,6 +109,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+        self._num_ranked += sequence.request.class_rank != INTERACTIVE_RANK
 
     def schedule(self, prefill_tokens_per_second: float = 0.0) -> list[Chunk]:
         """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only if there is
@@ -109,6 +124,8 @@ class Scheduler:
             index += 1
             num_tokens = sequence.num_uncomputed_tokens
             if num_tokens > 1:
+                if self._num_ranked:
+                    continue
                 num_tokens = self._chunk_size(sequence, budget)
                 budget -= num_tokens
                 if not num_tokens:
@@ -118,6 +135,10 @@ class Scheduler:
             batch.append((sequence, num_tokens))
         if self.queue_order == "shortest_prefill" and prefill_tokens_per_second:
             self._sort_waiting(budget, prefill_tokens_per_second)
+        elif self._num_ranked:
+            self.waiting = deque(sorted(self.waiting, key=_class_order))
+        if self._num_ranked:
+            budget = self._continue_prefill(batch, budget)
         self._admit(batch, budget)
         assert batch or not self.has_work, "there is work, but none of it can be scheduled"
         return batch
@@ -158,6 +179,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, running or waiting, and free its blocks."""
+        self._num_ranked -= sequence.request.class_rank != INTERACTIVE_RANK
         if sequence.is_running:
             self.running.remove(sequence)
             self._free(sequence)
@@ -169,6 +191,8 @@ class Scheduler:
         """Raise AssertionError unless blocks and sequences account for one another."""
         assert all(sequence.is_running for sequence in self.running), "a running sequence holds no blocks"
         assert not any(sequence.is_running for sequence in self.waiting), "a waiting sequence holds blocks"
+        ranks = [sequence.request.class_rank for sequence in (*self.running, *self.waiting)]
+        assert self._num_ranked == sum(rank != INTERACTIVE_RANK for rank in ranks), "ranks are counted wrongly"
         self.pool.check_integrity(sequence.block_table for sequence in self.running)
 
     def _sort_waiting(self, budget: int, prefill_tokens_per_second: float) -> None:
@@ -177,8 +201,8 @@ class Scheduler:
             return
 
         def rank(sequence: Sequence) -> float:
-            if sequence.queue_time_seconds is not None:
-                return float("-inf")  # it has run before, and its client has seen the beginning of the answer
+            if sequence.queue_time_seconds is not None:  # its client has seen the beginning of the answer
+                return _class_order(sequence) - MAX_PATIENCE_SECONDS if self._num_ranked else float("-inf")
             keys = sequence.block_keys
             sequence.num_expected_blocks = count_cached_blocks(
                 lambda position: self.pool.is_cached(keys[position].block_hash),
@@ -186,15 +210,32 @@ class Scheduler:
                 sequence.num_expected_blocks,
             )
             num_uncached = sequence.num_tokens - sequence.num_expected_blocks * self.pool.block_size
-            return admission_rank(num_uncached, prefill_tokens_per_second, sequence.submit_time)
+            rank = sequence.request.class_rank
+            return admission_rank(num_uncached, prefill_tokens_per_second, sequence.submit_time, rank)
 
         self.waiting = deque(sorted(self.waiting, key=rank))
 
-    def _admit(self, batch: list[Chunk], budget: int) -> None:
+    def _continue_prefill(self, batch: list[Chunk], budget: int) -> int:
+        """Continue prefill that has begun, in the order of classes; waiting sequences of more urgent ones are admitted
+        before it. Returns what is left of the budget."""
+        begun = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
+        for sequence in sorted(begun, key=_class_order):
+            budget = self._admit(batch, budget, before=sequence)
+            num_tokens = self._chunk_size(sequence, budget)
+            if num_tokens:
+                budget -= num_tokens
+                batch.append((sequence, num_tokens))
+        return budget
+
+    def _admit(self, batch: list[Chunk], budget: int, before: Sequence | None = None) -> int:
+        """Admit waiting sequences as long as there is a budget, of which the rest is returned; with `before` only those
+        that prefill of this sequence gives way to."""
         skipped: list[Sequence] = []
         is_first_blocked = False
         while self.waiting and budget and len(self.running) < self.max_batch:
             sequence = self.waiting[0]
+            if before is not None and not _goes_before(sequence, before):
+                break
             if (is_first_blocked and not self._fits_into_share(sequence)) or self._awaits_shared_prefix(sequence):
                 skipped.append(self.waiting.popleft())
                 continue
@@ -211,6 +252,7 @@ class Scheduler:
             budget -= num_tokens
             batch.append((sequence, num_tokens))
         self.waiting.extendleft(reversed(skipped))
+        return budget
 
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
         """How many of a sequence's uncomputed tokens fit into the step."""
@@ -245,7 +287,8 @@ class Scheduler:
 
     def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill is about to compute the prefix that this sequence needs next. Waiting for it avoids
-        computing the prefix twice and costs no time, since that prefill comes first in the budget anyway."""
+        computing the prefix twice and costs no time, since that prefill comes first in the budget anyway, unless it is
+        of a less urgent class."""
         if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
             sequence.shares_with = self._find_shared_prefill(sequence)
         return sequence.shares_with is not None
@@ -253,7 +296,7 @@ class Scheduler:
     def _find_shared_prefill(self, sequence: Sequence) -> tuple[Sequence, int] | None:
         limit = sequence.num_reusable_blocks * self.pool.block_size
         for other in self.running:
-            if other.num_uncomputed_tokens > 1:
+            if other.num_uncomputed_tokens > 1 and other.request.class_rank <= sequence.request.class_rank:
                 num_common = min(sequence.num_common_tokens(other), limit)
                 if _is_computing(other, num_common) and self._num_matched_tokens(sequence) < num_common:
                     return other, num_common
@@ -296,6 +339,14 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
+
+
+def _class_order(sequence: Sequence) -> float:
+    return class_order(sequence.request.class_rank, sequence.submit_time)
+
+
+def _goes_before(waiting: Sequence, begun: Sequence) -> bool:
+    return goes_before(waiting.request.class_rank, waiting.submit_time, begun.request.class_rank, begun.submit_time)
 
 
 def _is_computing(sequence: Sequence, num_tokens: int) -> bool:

@@ -11,6 +11,7 @@ from kvloom.access.cache_salts import CacheSalts
 from kvloom.access.caller_access import check_models, check_scope, may_use
 from kvloom.access.client_certificates import names_of
 from kvloom.access.identities import Identities
+from kvloom.access.tenants import Tenants
 from kvloom.config import CallersConfig, CertificateConfig, ConfigError, ControlConfig, KvloomConfig
 from kvloom.errors import KvloomError
 from kvloom.tenancy.principal import Principal
@@ -47,6 +48,23 @@ def test_only_active_keys_are_accepted(tmp_path: Path) -> None:
     assert reason_of(identities, MAPS_KEY) == 0
     change(identities, Organisation("acme", disabled=True))
     assert reason_of(identities, MAPS_KEY) == R.ERROR_REASON_UNAUTHENTICATED
+
+
+def test_a_key_that_was_used_stops_working_when_it_ends(tmp_path: Path) -> None:
+    """Holders of keys are kept between requests, but neither beyond the end of their keys nor beyond a revocation."""
+    now = 100.0
+    tenants = Tenants(60.0, now=lambda: now)
+    known = identities_of(tmp_path, [*two_organisations(), key_of("kvl-short", "acme/search", expires_at=101.0)])
+    tenants.use(known.tenants.table, now)
+    tenants.set_connected(True)
+    assert tenants.of_credential("kvl-short") is tenants.of_credential("kvl-short")
+    now = 101.0
+    with pytest.raises(KvloomError):
+        tenants.of_credential("kvl-short")
+    principal = tenants.of_credential(SEARCH_KEY)
+    change(known, removed_keys=[principal.key_id])
+    with pytest.raises(KvloomError):
+        tenants.of_credential(SEARCH_KEY)
 
 
 def test_nobody_is_served_without_a_table(tmp_path: Path) -> None:

@@ -155,3 +155,20 @@ async def test_an_opening_precedes_the_words(model_dir: Path) -> None:
     assert len(token_ids) == 20
     assert token_ids[-1] == expected_token_id([1, 2, 3], 7, 19)
     tokenizer.close()
+
+
+async def test_batch_prefill_yields_to_an_interactive_request() -> None:
+    """As in the torch engine: fabrics of simulated shards are for trying what real ones do."""
+    engine = sim(0.0, 100_000.0, max_prefill_tokens_per_step=100)
+    engine.submit(EngineRequest("batch", [5] * 2000, Sampling(), 1, class_rank=2))
+    starts: list[str] = []
+    is_first = True
+    async for output in engine.steps():
+        starts += [start.request_id for start in output.starts]
+        if is_first:
+            engine.submit(EngineRequest("interactive", [6] * 250, Sampling(), 1))
+            is_first = False
+        if len(starts) == 2:
+            break
+    assert starts == ["interactive", "batch"]
+    await engine.close()

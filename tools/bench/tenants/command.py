@@ -19,6 +19,7 @@ from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN
 from tools.bench.data_plane.run import BenchPlan, Layout, figures_of, warm_ups
 from tools.bench.data_plane.workloads import Workload
 from tools.bench.tenants.paired import differences, estimate
+from tools.bench.tenants.router_path import measure_router_path, router_path_table
 from tools.bench.tenants.variants import ABOUT, OFF, Variant, variants
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
@@ -66,9 +67,17 @@ _Runs = dict[str, dict[str, list[dict[str, Any]]]]
     scope="bench-tenants",
     help="Share of the streams and requests.",
 )
+@option(
+    "--in-process",
+    is_flag=True,
+    scope="bench-tenants",
+    help="Only the router's path, repeated in this process without sockets.",
+)
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_tenants(num_rounds: int, max_seconds: float, scale: float, data_dir: Path | None, as_json: bool) -> None:
+def bench_tenants(
+    num_rounds: int, max_seconds: float, scale: float, in_process: bool, data_dir: Path | None, as_json: bool
+) -> None:
     """Measure what tenants cost a request and a token: two fabrics with simulated engines, one without tenants, and one
     with keys that have no limit, five limits, and fifteen limits in three accounts. Each is measured in every round, in
     turns, and compared with its neighbours of the same round."""
@@ -76,6 +85,10 @@ def bench_tenants(num_rounds: int, max_seconds: float, scale: float, data_dir: P
     def report_progress(message: str) -> None:
         click.echo(message, err=True)
 
+    if in_process:
+        found = asyncio.run(measure_router_path(num_rounds, max_seconds))
+        click.echo(json.dumps(found) if as_json else router_path_table(found))
+        return
     home = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
     found = resolve_model(BUILTIN_MODEL_NAME, home / "models", report_progress)
     workloads = {field: workload.scaled(scale) for field, workload in _FIELDS.items()}

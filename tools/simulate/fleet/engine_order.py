@@ -1,12 +1,14 @@
-"""The order in which an engine prefills its sequences."""
+"""The order in which an engine prefills its sequences. The most urgent class goes first, as in the engines
+(shard_server/engines/queue_order.py), also before prefills of less urgent ones that have begun."""
 
 from __future__ import annotations
 
 import bisect
 import operator
-from collections import deque
 from typing import Final, Protocol
 
+from kvloom.class_rank import INTERACTIVE_RANK
+from shard_server.engines.queue_order import CLASS_PATIENCE_SECONDS, class_order, goes_before
 from tools.simulate.fleet.kv_cache import KvCache
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
@@ -50,31 +52,34 @@ class EngineOrder(Protocol):
 
 
 class FirstComeFirstServed:
+    """Within a class."""
+
     newcomers_may_pass = False
 
     def __init__(self) -> None:
-        self._waiting: deque[ShardSequence] = deque()
+        self._waiting: list[ShardSequence] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def push(self, sequence: ShardSequence) -> None:
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=_class_order)
 
     def first(self) -> ShardSequence | None:
         return self._waiting[0] if self._waiting else None
 
     def pop_first(self) -> None:
-        self._waiting.popleft()
+        del self._waiting[0]
 
     def remove(self, sequence: ShardSequence) -> None:
         self._waiting.remove(sequence)
 
-    def goes_before(self, waiting: ShardSequence, begun: ShardSequence) -> bool:  # noqa: ARG002
-        return False
+    def goes_before(self, waiting: ShardSequence, begun: ShardSequence) -> bool:
+        return goes_before(waiting.class_rank, waiting.submitted_at, begun.class_rank, begun.submitted_at)
 
     def sort_begun(self, begun: list[ShardSequence]) -> None:
-        pass
+        if len({sequence.class_rank for sequence in begun}) > 1:
+            begun.sort(key=_class_order)
 
 
 class ShortestPrefillFirst:
@@ -130,8 +135,13 @@ class ShortestPrefillFirst:
 
     def _key(self, sequence: ShardSequence, num_done_tokens: int) -> float:
         seconds = prefill_seconds(self._profile, num_done_tokens, sequence.num_prompt_tokens - num_done_tokens)
-        return seconds + AGING * sequence.submitted_at
+        num_less_urgent = sequence.class_rank - INTERACTIVE_RANK
+        return seconds + AGING * (sequence.submitted_at + num_less_urgent * CLASS_PATIENCE_SECONDS)
 
     def _num_reusable_tokens(self, sequence: ShardSequence) -> int:
         num_reusable_blocks = (sequence.num_prompt_tokens - 1) // self._block_size
         return self._cache.count_cached(sequence.hashes, num_reusable_blocks) * self._block_size
+
+
+def _class_order(sequence: ShardSequence) -> float:
+    return class_order(sequence.class_rank, sequence.submitted_at)

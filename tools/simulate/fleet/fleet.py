@@ -64,6 +64,8 @@ class FleetOptions:
     """None means a core with `policy`, without a safety service, that rejects nothing and has no timeouts."""
     has_tenants: bool = True
     """Whether the router is told the tenants of calls."""
+    has_classes: bool = True
+    """Whether the router is told which calls are batch, and so each shard which ones are urgent."""
     on_action: Callable[[Action, float], None] | None = None
     """Called with every action of every router and its time."""
 

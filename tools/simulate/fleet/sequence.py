@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvloom.class_rank import INTERACTIVE_RANK
 from tools.simulate.fleet.kv_cache import Lease
 
 
@@ -12,6 +13,7 @@ class ShardSequence:
 
     __slots__ = (
         "admitted_at",
+        "class_rank",
         "end_step",
         "hashes",
         "is_cancelled",
@@ -38,10 +40,12 @@ class ShardSequence:
         num_expected_cached_tokens: int = 0,
         router_index: int = 0,
         submitted_at: float = 0.0,
+        class_rank: int = INTERACTIVE_RANK,
     ) -> None:
         self.slot = slot
         """The slot on the stream between the router and this shard."""
         self.router_index = router_index
+        self.class_rank = class_rank
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = num_output_tokens
         self.num_expected_tokens = max(1, num_prompt_tokens - num_expected_cached_tokens)

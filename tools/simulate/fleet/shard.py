@@ -105,8 +105,8 @@ class SimShard:
         """Add a sequence that fits. It is considered from the next step on."""
         sequence.submitted_at = now
         self._sequences[sequence.router_index, sequence.slot] = sequence
-        is_first_in_line = self._waiting.newcomers_may_pass or not len(self._waiting)
         self._waiting.push(sequence)
+        is_first_in_line = self._waiting.newcomers_may_pass or self._waiting.first() is sequence
         counts = self._counts[sequence.router_index]
         counts.num_waiting += 1
         # Like the engines, count for waiting sequences what the router expects to be computed.

@@ -21,7 +21,7 @@ from tools.simulate.runs import (
     perform_run,
 )
 from tools.simulate.study.page import check_page, render, write_table
-from tools.simulate.study.plan import Job, StudyPlan
+from tools.simulate.study.plan import CLASSES, Job, StudyPlan
 from tools.simulate.study.results import StudyResults
 
 _FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -50,7 +50,7 @@ def perform_job(job: Job, report_progress: ProgressCallback) -> RunReport | Capa
     type=_FILE,
     help="Write the tables between its markers.  [default: print them]",
 )
-@option("--only", scope="routing", metavar="NAME,...", help="These tables.  [default: all]")
+@option("--only", scope="routing", metavar="NAME,...", help="These tables.  [default: all but classes]")
 @option("--jobs", scope="routing", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
 def study_command(
     mooncake: Path, weka: Path, results_dir: Path, page: Path | None, only: str | None, jobs: int | None
@@ -83,9 +83,10 @@ def _choose(plan: StudyPlan, only: str | None) -> list[str]:
     if only is None:
         return plan.names
     chosen = [part.strip() for part in only.split(",")]
+    existing = [*plan.names, CLASSES]
     for name in chosen:
-        if name not in plan.names:
-            raise CommandError(f"--only {name}: no such table; there are {', '.join(plan.names)}")
+        if name not in existing:
+            raise CommandError(f"--only {name}: no such table; there are {', '.join(existing)}")
     return chosen
 
 
@@ -97,4 +98,5 @@ def _perform(jobs: Sequence[Job], results: StudyResults, num_processes: int) -> 
 def _name(job: Job) -> str:
     if isinstance(job, CapacitySpec):
         return f"{job.run.policy}, capacity"
-    return f"{job.policy}, load {job.load:.4g}, {job.num_shards} shards, seed {job.seed}"
+    unknown = "" if job.has_classes else ", no classes"
+    return f"{job.policy}{unknown}, load {job.load:.4g}, {job.num_shards} shards, seed {job.seed}"

@@ -23,6 +23,8 @@ def render(table: StudyTable, results: StudyResults) -> str:
     """The results must have all jobs of the table."""
     if table.kind == "figures":
         return _render_figures(table, results)
+    if table.kind == "classes":
+        return _render_classes(table, results)
     return _render_capacities(table, results) if table.kind == "capacity" else _render_contest(table, results)
 
 
@@ -83,6 +85,21 @@ def _render_contest(table: StudyTable, results: StudyResults) -> str:
             difference = f"{100 * (ours['ttft_mean'] / min(ttfts) - 1):+.1f}%"
         goodput = ours["goodput"] - max(found[rival]["goodput"] for rival in RIVALS)
         lines.append(_line([row.label, *cells, difference, f"{100 * goodput:+.1f} points"]))
+    return "\n".join(lines)
+
+
+def _render_classes(table: StudyTable, results: StudyResults) -> str:
+    columns = ["TTFT p50 s", "p99", "TPOT ms", "goodput", "good/s"]
+    lines = _head(["rate", "policy", *columns, "batch: TTFT p50 s", "p99", "TPOT ms", "goodput", "good/s", "tokens/s"])
+    for row in table.rows:
+        for policy in table.policies:
+            cells: list[str] = []
+            for name in ("interactive", "batch"):
+                found = [results.find_run(table.job(row, policy, seed)) for seed in table.seeds]
+                one = combine(policy, [report.classes[name] for report in found if report is not None])
+                cells += [f"{one[field]:.{digits}f}" for field, digits in (("ttft_p50", 2), ("ttft_p99", 1))]
+                cells += [f"{1e3 * one['tpot_mean']:.0f}", f"{one['goodput']:.1%}", f"{one['goodput_per_second']:.2f}"]
+            lines.append(_line([row.label, policy, *cells, f"{one['output_tokens_per_second']:.0f}"]))
     return "\n".join(lines)
 
 

@@ -23,10 +23,27 @@ NUM_SHARDS: Final = 8
 MOONCAKE_RATE: Final = 3.25
 WEKA_USERS: Final = (80, 110)
 
+CLASSES: Final = "classes"
+"""The table of docs/scheduling.md."""
+CLASS_RATES: Final = (1.0, 1.5, 2.0)
+CLASS_CALLS: Final = 2000
+CLASS_SEEDS: Final = (1,)
+"""Not the seed with which the rule was chosen."""
+BATCH_SHARE: Final = 0.3
+NO_CLASSES: Final = ", no classes"
+"""Behind the name of a policy: neither routers nor shards are told which requests are batch."""
+CLASS_POLICIES: Final = (
+    DEFAULT_POLICY,
+    f"{DEFAULT_POLICY}{NO_CLASSES}",
+    *RIVALS,
+    "sglang",
+    f"round_robin{NO_CLASSES}",
+)
+
 Job = RunSpec | CapacitySpec
-TableKind = Literal["figures", "contest", "capacity"]
+TableKind = Literal["figures", "contest", "capacity", "classes"]
 """`figures` has one workload and a row for each policy. `contest` has a row for each setting and compares the default
-policy with its rivals. `capacity` has the highest load of each of these."""
+policy with its rivals. `capacity` has the highest load of each of these. `classes` has the figures of each class."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +60,8 @@ class StudyTable:
     policies: Sequence[str]
 
     def job(self, row: Row, policy: str, seed: int) -> RunSpec:
-        return replace(row.run, policy=policy, seed=seed)
+        has_classes = not policy.endswith(NO_CLASSES)
+        return replace(row.run, policy=policy.removesuffix(NO_CLASSES), seed=seed, has_classes=has_classes)
 
     def capacity_job(self, row: Row, policy: str) -> CapacitySpec:
         return CapacitySpec(run=replace(row.run, policy=policy), seeds=CONTEST_SEEDS)
@@ -55,6 +73,8 @@ class StudyTable:
 
     @property
     def seeds(self) -> Sequence[int]:
+        if self.kind == "classes":
+            return CLASS_SEEDS
         return SEEDS if self.kind == "figures" else CONTEST_SEEDS
 
 
@@ -79,6 +99,10 @@ class StudyPlan:
             return StudyTable("figures", [Row("Mooncake", self._mooncake)], all_policies)
         if name.startswith("weka_"):
             return StudyTable("figures", [Row("WEKA", self._weka(int(name.removeprefix("weka_"))))], all_policies)
+        if name == CLASSES:
+            mixed = replace(self._mooncake, batch_share=BATCH_SHARE, max_requests=CLASS_CALLS)
+            rates = [Row(f"×{rate:g}", replace(mixed, load=rate)) for rate in CLASS_RATES]
+            return StudyTable("classes", rates, CLASS_POLICIES)
         if name == "capacity":
             rows = [Row("Mooncake, rate ×", self._mooncake), Row("WEKA, users", self._short_weka)]
             return StudyTable("capacity", rows, (*CONTEST, BOUND))

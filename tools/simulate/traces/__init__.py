@@ -5,6 +5,7 @@ reading.py      reads lines and records, and reports errors in them
 open_loop.py    recorded arrivals at any rate
 closed_loop.py  users who play sessions
 models.py       which model each call is for
+mixed.py        batch jobs between the calls
 mooncake.py     the format of Mooncake's traces
 azure.py        the format of Azure's traces
 weka.py         the format of WEKA's traces
@@ -18,6 +19,7 @@ from typing import Final
 from tools.failures import CommandError
 from tools.simulate.traces.azure import BLOCK_SIZE as AZURE_BLOCK_SIZE
 from tools.simulate.traces.azure import read_azure
+from tools.simulate.traces.mixed import MixedWorkload
 from tools.simulate.traces.models import ModelWorkload
 from tools.simulate.traces.mooncake import read_mooncake
 from tools.simulate.traces.reading import ReadFraction
@@ -27,8 +29,10 @@ from tools.simulate.traces.weka import MAX_THINK_SECONDS, read_weka
 __all__ = [
     "FORMATS",
     "MAX_THINK_SECONDS",
+    "OPEN_LOOP_FORMATS",
     "HashRuns",
     "MeasuredWorkload",
+    "MixedWorkload",
     "ModelWorkload",
     "Trace",
     "TraceFormat",
@@ -37,6 +41,8 @@ __all__ = [
 ]
 
 FORMATS: Final[tuple[TraceFormat, ...]] = ("mooncake", "weka", "azure")
+OPEN_LOOP_FORMATS: Final[tuple[TraceFormat, ...]] = ("mooncake", "azure")
+"""Those with arrival times."""
 
 
 def guess_format(path: Path) -> TraceFormat:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tools.bench.tenants.paired import differences, estimate
+from tools.bench.tenants.router_path import measure_router_path, router_path_table
+from tools.bench.tenants.variants import ABOUT
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,11 @@ def test_what_slows_a_whole_round_down_is_no_difference() -> None:
     noise = [0.0, 300.0, 20.0, 150.0, 0.0, 80.0]
     found = differences([100 + one for one in noise], [160 + one for one in noise])
     assert (found.median, found.low, found.high) == (60.0, 60.0, 60.0)
+
+
+async def test_the_router_can_be_measured_alone() -> None:
+    """The quick figure: every variant serves, and says how often it has to ask for leases."""
+    report = await measure_router_path(num_rounds=1, max_seconds=1.0)
+    assert list(report["variants"]) == list(ABOUT)
+    assert report["variants"]["15 limits"]["questions_per_1000_requests"].keys() <= {"redis", "control"}
+    assert all(name in router_path_table(report) for name in ABOUT)

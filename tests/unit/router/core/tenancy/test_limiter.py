@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.tenancy.limits import Limits
+from kvloom.tenancy.limits import Limits, limits_to_proto
 from kvloom.tenancy.prices import Price
+from kvloom.v1.control_service_pb2 import FollowResponse, KeyEntry, OrganisationEntry, TenantEntry
 from router.core.actions import Action, LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, SlotsCancelled, Tick
 from router.core.lease_messages import LeaseKind, LimitCount
+from router.core.tenancy.budget_lease import MAX_SPARE_FACTOR, NUM_SPARE_REQUESTS
 from tests.fakes.core_rig import has, only, sent
 from tests.fakes.limited_rig import LimitedRig, error_of, tenant_table
 
@@ -335,6 +337,62 @@ def test_unused_leases_are_given_back():
     assert all(not slots.leased for slots in world.rates.slots.values())
     [budget] = world.budgets.budgets.values()
     assert budget.leased["r1"] == 20 * (10 + 4 + 500)  # what was used: 4 of 5 prompt tokens were cached
+
+
+def test_a_change_of_limits_holds_for_the_next_request():
+    """What is worked out once for a key must not outlive the entries that it was worked out from."""
+    table = tenant_table(key=Limits(max_output_tokens=8), tenant=Limits(max_output_tokens=9))
+    world = LimitedRig(table)
+    assert only(world.submit("a"), SubmitAttempt).max_tokens == 8
+    table.apply(FollowResponse(keys=[KeyEntry(id="k1", digest=b"1" * 32, tenant="acme/web")]))
+    assert only(world.submit("b"), SubmitAttempt).max_tokens == 9
+    limits = limits_to_proto(Limits(max_output_tokens=3))
+    table.apply(FollowResponse(organisations=[OrganisationEntry(id="acme", limits=limits)]))
+    assert only(world.submit("c"), SubmitAttempt).max_tokens == 3
+    table.apply(FollowResponse(tenants=[TenantEntry(id="acme/web")], organisations=[OrganisationEntry(id="acme")]))
+    assert only(world.submit("d"), SubmitAttempt).max_tokens == 10
+
+
+def test_the_owners_of_limits_are_asked_by_time_and_not_by_request():
+    """A question to control takes a transaction, and it has all routers to answer."""
+    limits = Limits(
+        requests_per_minute=10**6,
+        tokens_per_minute=10**8,
+        max_concurrent_requests=1000,
+        tokens_per_day=10**9,
+        monthly_budget_nanos=10**12,
+    )
+    world = LimitedRig(tenant_table(key=limits, organisation=limits, prices=[PRICE]))
+    running: list[list[Action]] = []
+    num_questions = num_held = 0
+    for i in range(1000):  # for five seconds
+        world.rig.now += 0.005
+        actions = world.submit(f"r{i}")
+        num_held += any(
+            count.outcome == "held" for one in actions if isinstance(one, LimitsCounted) for count in one.counts
+        )
+        running.append(actions)
+        if len(running) > 20:
+            actions = actions + world.answer(running.pop(0), 3)
+        num_questions += sum(isinstance(action, LeasesWanted) for action in actions)
+    assert num_questions < 60
+    assert num_held < 20
+
+
+def test_a_budget_is_returned_when_less_of_it_is_needed():
+    """What one router holds of a budget, no other may spend."""
+    world = LimitedRig(tenant_table(key=Limits(monthly_budget_nanos=10**9), prices=[PRICE]))
+    held: list[int] = []
+    for seconds_between in (0.002, 0.5):
+        for i in range(1000 if seconds_between < 0.1 else 40):
+            world.rig.now += seconds_between
+            world.answer(world.submit(f"{seconds_between} {i}", max_tokens=10), 10)
+            world.note(world.rig.handle(Tick()))
+        [account] = world.limiter.accounts
+        held.append(sum(lease.free for lease in account.budgets.values()))
+    most_per_request = 5 * 10 + 10 * 100
+    assert held[0] > 200 * most_per_request
+    assert held[1] <= MAX_SPARE_FACTOR * NUM_SPARE_REQUESTS * most_per_request
 
 
 def test_what_another_model_has_begun_is_not_charged_again():
