@@ -37,6 +37,11 @@ def draw_seed() -> int:
     return secrets.randbits(64)
 
 
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether it always takes the likeliest token, so that no random number matters."""
+    return sampling.HasField("temperature") and sampling.temperature == 0
+
+
 def with_chosen_logprobs(sampling: SamplingParams) -> SamplingParams:
     """A copy that also asks for the log-probabilities of the chosen tokens, and of no others."""
     copy = SamplingParams()

@@ -128,6 +128,7 @@ def _moves_to_proto(moves: Moves) -> generation_pb2.RequestMoves:
         num_preemptions=moves.num_preemptions,
         num_migrations=moves.num_migrations,
         num_failovers=moves.num_failovers,
+        continuation=generation_pb2.CONTINUATION_EXACT if moves.is_exact else generation_pb2.CONTINUATION_RESAMPLED,
     )
 
 

@@ -17,6 +17,7 @@ from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
     AnswerCompleted,
+    AnswerResampled,
     BrownoutStepChanged,
     CancelOnShard,
     CheckPrompt,
@@ -32,7 +33,6 @@ from router.core.actions import (
     SequencesPreempted,
     ShardHealthChanged,
     SubmitAttempt,
-    VariantChanged,
     WantKvSnapshot,
 )
 from router.core.events import (
@@ -143,7 +143,7 @@ class Observer(Protocol):
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None: ...
 
-    def variant_changed(self, change: VariantChanged) -> None: ...
+    def answer_resampled(self, change: AnswerResampled) -> None: ...
 
     def brownout_step_changed(self, change: BrownoutStepChanged) -> None: ...
 
@@ -220,7 +220,7 @@ class CoreDriver:
             ShardHealthChanged: observer.shard_health_changed,
             RequestsMoved: observer.requests_moved,
             SequencesPreempted: observer.sequences_preempted,
-            VariantChanged: observer.variant_changed,
+            AnswerResampled: observer.answer_resampled,
             BrownoutStepChanged: observer.brownout_step_changed,
             RequestDegraded: observer.request_degraded,
             AnswerCompleted: self._on_completed,

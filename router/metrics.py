@@ -162,9 +162,10 @@ class RouterMetrics:
             ("cause", "priority_class"),
             registry,
         )
-        self._variant_changes = Counter(
+        self._answers_inexact = Counter(
             "kvloom_router_answers_inexact",
-            "Answers that continued on a shard of another variant, so that their tokens may differ. Unit: answers.",
+            "Answers that continued on a shard of another variant, or whose engine does not repeat its results, so "
+            "that their tokens may differ. Unit: answers.",
             registry=registry,
         )
         self._degraded = Counter(
@@ -264,8 +265,8 @@ class RouterMetrics:
     def sequences_preempted(self, preempted: SequencesPreempted) -> None:
         self._preempted.inc(len(preempted.slots))
 
-    def variant_changed(self) -> None:
-        self._variant_changes.inc()
+    def answer_resampled(self) -> None:
+        self._answers_inexact.inc()
 
     def request_degraded(self, degraded: RequestDegraded) -> None:
         for effect in degraded.effects:

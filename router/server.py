@@ -52,6 +52,7 @@ from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
 from router.core.actions import (
+    AnswerResampled,
     BrownoutStepChanged,
     PlacementDecided,
     RequestDegraded,
@@ -59,7 +60,6 @@ from router.core.actions import (
     RequestsMoved,
     SequencesPreempted,
     ShardHealthChanged,
-    VariantChanged,
 )
 from router.core.core import RouterCore
 from router.core.events import SHADOW_CLIENT_ID, DrainEnded, DrainStarted
@@ -562,10 +562,10 @@ class RouterServer:
         )
         self._metrics.sequences_preempted(preempted)
 
-    def variant_changed(self, change: VariantChanged) -> None:
+    def answer_resampled(self, change: AnswerResampled) -> None:
         named = {key: value for key, value in msgspec.structs.asdict(change).items() if value}
-        log.warning("answer continues on another variant", **named)
-        self._metrics.variant_changed()
+        log.warning("answer continues, perhaps with other tokens than without the move", **named)
+        self._metrics.answer_resampled()
 
     def brownout_step_changed(self, change: BrownoutStepChanged) -> None:
         report = log.warning if change.step > change.previous_step else log.info

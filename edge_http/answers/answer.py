@@ -23,7 +23,13 @@ from kvloom.errors import KvloomError
 from kvloom.process.request_context import RequestContext
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
-from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
+from kvloom.v1.generation_pb2 import (
+    CONTINUATION_EXACT,
+    CONTINUATION_RESAMPLED,
+    SequenceFinish,
+    SequenceStart,
+    TokenLogprobs,
+)
 
 log = structlog.get_logger()
 
@@ -182,6 +188,8 @@ class Answer(abc.ABC):
         if wanted:
             if moves := self.moves:
                 found["moves"] = moves
+                if failover := self.failover:
+                    found["failover"] = failover
             start = self.starts.get(0)
             found.update(self.bill_details())
             found["shard_id"] = start.shard_id if start else ""
@@ -204,6 +212,15 @@ class Answer(abc.ABC):
                     if count:  # each finish has what had happened to its request until then
                         found[word] = max(found.get(word, 0), count)
         return found
+
+    @property
+    def failover(self) -> str:
+        """How it continued on another shard: "exact", with the tokens that it would have had, or "resampled"; "" if it
+        did not have to, or its router does not say."""
+        told = {finish.moves.continuation for finish in self.finishes.values() if finish.HasField("moves")}
+        if CONTINUATION_RESAMPLED in told:
+            return "resampled"
+        return "exact" if CONTINUATION_EXACT in told else ""
 
     def bill_details(self) -> dict[str, str]:
         """What it costs, once it has ended, and what is left of the caller's budget; nothing without tenants."""

@@ -296,7 +296,7 @@ async def _whole_body(
     if edge.has_result_cache:
         more |= cache_use(start.result_cache for start in collected.starts.values())
     if moves := collected.moves:
-        more |= moved(moves)
+        more |= moved(moves, collected.failover)
     headers = {**job.headers, **degradation(collected.first_start), **more}
     if collected.bill is not None:
         headers.update((_BILL_HEADERS[name], value) for name, value in collected.bill_details().items())

@@ -16,6 +16,7 @@ from edge_http.wire.headers import (
     DETAILS,
     DROPPED_REASON,
     EXPLAIN,
+    FAILOVER,
     FAIRNESS_ID,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
@@ -160,6 +161,10 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     REASON: {
         "description": "How a router ended the request, such as `rejected-queue-full`; of an answer, `preempted`.",
         "schema": {"type": "string"},
+    },
+    FAILOVER: {
+        "description": "Whether an answer that continued on another shard has the tokens that it would have had.",
+        "schema": {"type": "string", "enum": ["exact", "resampled"]},
     },
     DROPPED_REASON: {
         "description": "The same of a request that was never sent to a shard.",

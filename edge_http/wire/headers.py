@@ -38,6 +38,9 @@ FAIRNESS_ID: Final = "x-llm-d-inference-fairness-id"
 REASON: Final = "x-kvloom-reason"
 """How a router ended the request, and why, e.g. "rejected-queue-full"; of an answer, what had happened to it on its
 way, e.g. "preempted" (docs/scheduling.md)."""
+FAILOVER: Final = "x-kvloom-failover"
+"""Of an answer that continued on another shard: "exact" if its tokens are those that there would have been without,
+"resampled" if they may be others."""
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 """The same of a request that no shard has seen, as clients of llm-d name it."""
 RETRY_AFTER: Final = "Retry-After"
@@ -188,9 +191,11 @@ def reason(error: KvloomError) -> dict[str, str]:
     return {REASON: value, DROPPED_REASON: value} if error.end in _DROPPED else {REASON: value}
 
 
-def moved(words: Iterable[str]) -> dict[str, str]:
-    """Return the response header that tells that an answer had to continue on another shard, and why."""
-    return {REASON: ", ".join(words).replace("_", "-")}
+def moved(words: Iterable[str], failover: str) -> dict[str, str]:
+    """Return the response headers that tell that an answer had to continue on another shard, why, and how (FAILOVER; ""
+    where its router does not say)."""
+    headers = {REASON: ", ".join(words).replace("_", "-")}
+    return {**headers, FAILOVER: failover} if failover else headers
 
 
 def cache_use(uses: Iterable[int]) -> dict[str, str]:

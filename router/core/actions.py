@@ -177,7 +177,7 @@ class AnswerCompleted(msgspec.Struct, frozen=True):
     """The last shard; "" for an answer from the result cache."""
     is_result_cache_hit: bool
     is_exact: bool
-    """Whether it did not continue on a shard of another variant."""
+    """Whether its tokens are those of an answer that was neither moved nor cut short."""
     is_screened: bool
     """Whether it was screened as a whole, as far as the policy wants it."""
 
@@ -218,9 +218,10 @@ class SequencesPreempted(msgspec.Struct, frozen=True):
     slots: Sequence[int]
 
 
-class VariantChanged(msgspec.Struct, frozen=True):
-    """An answer continues on a shard of another variant, since none of the same had room: its tokens may differ from
-    those of an uninterrupted answer."""
+class AnswerResampled(msgspec.Struct, frozen=True):
+    """An answer continues on a shard that does not repeat what the one before would have computed: it is of another
+    variant, since none of the same had room, or its engine repeats nothing. Its tokens may differ from those of an
+    uninterrupted answer."""
 
     request_id: str
     from_shard_id: str
@@ -267,7 +268,7 @@ Action = (
     | ShardHealthChanged
     | RequestsMoved
     | SequencesPreempted
-    | VariantChanged
+    | AnswerResampled
     | BrownoutStepChanged
     | RequestDegraded
 )

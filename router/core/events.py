@@ -49,7 +49,8 @@ class ChoiceSpec(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request that was checked, tokenized and given a seed. The core never reads `sampling` and `stop`."""
+    """A request that was checked, tokenized and given a seed. The core never reads `stop`, and `sampling` only
+    where an answer continues on another shard."""
 
     request_id: str
     client_id: str

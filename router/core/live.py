@@ -344,7 +344,7 @@ class LiveRequest:
         self.cached: Sequence[CachedChoice] = ()
         """Its whole answer, if the result cache has it."""
         self.is_exact = True
-        """Whether shards of one variant have computed all of it."""
+        """Whether its tokens are those of an answer that was neither moved nor cut short."""
         objectives = request.objectives
         self.objectives = None if objectives is None else _live_objectives(objectives, request, now)
         """What its caller expects of its speed; None: nothing."""

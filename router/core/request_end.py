@@ -41,6 +41,8 @@ class Moves(msgspec.Struct, frozen=True):
     """Its shard, or its engine, had failed."""
     num_notice_migrations: int = 0
     """Those of the migrations for which the shard had notice that it ends."""
+    is_exact: bool = True
+    """Whether its tokens are those that there would have been without the moves."""
 
     @property
     def words(self) -> list[str]:
@@ -64,6 +66,9 @@ class Moves(msgspec.Struct, frozen=True):
 
     def with_failover(self) -> Moves:
         return msgspec.structs.replace(self, num_failovers=self.num_failovers + 1)
+
+    def resampled(self) -> Moves:
+        return msgspec.structs.replace(self, is_exact=False)
 
 
 NO_MOVES: Final = Moves()

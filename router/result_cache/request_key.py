@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from kvloom.sampling import is_greedy
 from kvloom.text.token_ids import pack_token_ids
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
 from router.core.events import Request
@@ -49,7 +50,7 @@ def _parts(scope: str, fingerprint: ModelFingerprint, policy_revision: str, requ
 
 def _sampling(sampling: SamplingParams) -> SamplingParams:
     """Greedy decoding uses no random numbers, so its seed, which is mostly a drawn one, says nothing."""
-    if not (sampling.HasField("temperature") and sampling.temperature == 0):
+    if not is_greedy(sampling):
         return sampling
     greedy = SamplingParams()
     greedy.CopyFrom(sampling)

@@ -54,6 +54,7 @@ class CoreRig:
             "num_blocks": 100,
             "max_batch": 4,
             "max_model_len": 100,
+            "capabilities": frozenset({"seeded_resume"}),
         }
         self.handle(ShardUp(ShardDescription(**(description | changes))))
         self.handle(KvSnapshotArrived(shard_id, 0, []))

@@ -87,7 +87,7 @@ async def test_an_answer_says_that_it_had_to_move(world: EdgeWorld) -> None:
         for index in range(2):
             request.start(index=index)
             request.tokens("Hi", index=index)
-            moves = RequestMoves(num_preemptions=index + 1, num_failovers=index)
+            moves = RequestMoves(num_preemptions=index + 1, num_failovers=index, continuation=1 + index)  # pyright: ignore
             request.finish(STOP, index=index, moves=moves)
 
     world.link.script = play
@@ -97,7 +97,8 @@ async def test_an_answer_says_that_it_had_to_move(world: EdgeWorld) -> None:
         async with world.http.post(f"{world.url}/v1/chat/completions", json=body, headers=given) as response:
             text = await response.text()
         assert response.headers.get("x-kvloom-reason") == (None if stream else "preempted, failed-over")
-        assert '"moves":{"preempted":2,"failed_over":1}' in text
+        assert response.headers.get("x-kvloom-failover") == (None if stream else "resampled")
+        assert '"moves":{"preempted":2,"failed_over":1},"failover":"resampled"' in text
 
 
 @pytest.mark.parametrize("stream", [False, True])

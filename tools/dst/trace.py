@@ -9,6 +9,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import (
     Action,
+    AnswerResampled,
     CancelOnShard,
     CheckPrompt,
     RequestEnded,
@@ -18,7 +19,6 @@ from router.core.actions import (
     SequencesPreempted,
     ShardHealthChanged,
     SubmitAttempt,
-    VariantChanged,
     WantKvSnapshot,
 )
 from router.core.events import (
@@ -128,7 +128,7 @@ def _action(action: Action) -> str:
             return f"moved {action.num_requests} requests off {action.shard_id}"
         case SequencesPreempted():
             return f"preempted slots {list(action.slots)} of {action.tenant} on {action.shard_id}"
-        case VariantChanged():
+        case AnswerResampled():
             return (
                 f"{action.request_id} continues on {action.shard_id}, {action.variant} instead of {action.from_variant}"
             )

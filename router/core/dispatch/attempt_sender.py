@@ -8,16 +8,17 @@ from typing import Final
 import msgspec
 import xxhash
 
-from kvloom.v1.generation_pb2 import Pooling
+from kvloom.sampling import is_greedy
+from kvloom.v1.generation_pb2 import Pooling, SamplingParams
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, VariantChanged
+from router.core.actions import AnswerResampled, CancelOnShard, PlacementDecided, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.dispatch.prefill_legs import DisaggregationSettings, PrefillLegs
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, Request, ShardDescription
-from router.core.fleet.fleet import Fleet, Shard
+from router.core.fleet.fleet import BATCH_INVARIANT, SEEDED_RESUME, Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest, Split
 from router.core.load.load_ledger import LoadLedger, Reservation
 from router.core.placement.placer import Placer
@@ -81,10 +82,11 @@ class AttemptSender:
         live.num_attempts += 1
         live.is_displaced = False
         variant = shard.description.variant
-        if live.variant and live.variant != variant and live.continues_answer:
+        if live.last_shard_id and live.continues_answer and not _continues_exactly(live, shard):
             live.is_exact = False
+            live.moves = live.moves.resampled()
             self._action_buffer.add(
-                VariantChanged(
+                AnswerResampled(
                     request.request_id,
                     live.last_shard_id,
                     live.variant,
@@ -329,3 +331,14 @@ class AttemptSender:
         return ChoiceSpec(
             slot, choice.index, tuple(choice.output_token_ids), choice.num_resumed_chars + choice.num_chars
         )
+
+
+def _continues_exactly(live: LiveRequest, shard: Shard) -> bool:
+    """Whether the shard's tokens will be those that the last shard would have computed."""
+    description = shard.description
+    if live.variant != description.variant:
+        return False
+    if SEEDED_RESUME in description.capabilities:
+        return True
+    sampling = live.request.sampling
+    return BATCH_INVARIANT in description.capabilities and isinstance(sampling, SamplingParams) and is_greedy(sampling)

@@ -21,6 +21,9 @@ from router.core.live import Attempt, Choice
 EMBED = "embed"
 GENERATE = "generate"
 """Capabilities that decide which requests a shard can run; see ShardInfo.capabilities in shard_service.proto."""
+SEEDED_RESUME = "seeded_resume"
+BATCH_INVARIANT = "batch_invariant"
+"""Capabilities that decide whether an answer continues on a shard with the tokens that it would have had elsewhere."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 """See ShardInfo.role in shard_service.proto."""
 OUTSTANDING_PER_BATCH = 2

@@ -11,6 +11,7 @@ from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
     AnswerCompleted,
+    AnswerResampled,
     BrownoutStepChanged,
     FleetChanged,
     PlacementDecided,
@@ -20,7 +21,6 @@ from router.core.actions import (
     SendStep,
     SequencesPreempted,
     ShardHealthChanged,
-    VariantChanged,
 )
 from router.core.events import (
     ClientGone,
@@ -84,7 +84,7 @@ class Silent:
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None: ...
 
-    def variant_changed(self, change: VariantChanged) -> None: ...
+    def answer_resampled(self, change: AnswerResampled) -> None: ...
 
     def brownout_step_changed(self, change: BrownoutStepChanged) -> None: ...
 

@@ -9,6 +9,7 @@ from typing import Final
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import (
     Action,
+    AnswerResampled,
     CancelOnShard,
     LeasesWanted,
     LimitsCounted,
@@ -16,7 +17,6 @@ from router.core.actions import (
     RequestEnded,
     ShardHealthChanged,
     SubmitAttempt,
-    VariantChanged,
 )
 from router.core.events import ChoiceSpec, Event, StepArrived
 from router.core.relay.lifecycle import MAX_MOVES
@@ -76,7 +76,7 @@ class Fence(Checker):
                 shard.open.get(slot) for slot in action.slots
             )  # a probe that is cancelled
         # Leases are asked for as time passes.
-        return isinstance(action, SubmitAttempt | PlacementDecided | VariantChanged | LeasesWanted | LimitsCounted)
+        return isinstance(action, SubmitAttempt | PlacementDecided | AnswerResampled | LeasesWanted | LimitsCounted)
 
     def _is_overdue(self, action: Action) -> bool:
         """Whether a request ended because of its deadline or of a long outage (see OutagePatience)."""
@@ -237,7 +237,7 @@ class VariantsKept(Checker):
                 self.fail(f"{name} left variant {earlier} for {variant}, which {other.description.shard_id} has")
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
-        reported = [action.request_id for action in actions if isinstance(action, VariantChanged)]
+        reported = [action.request_id for action in actions if isinstance(action, AnswerResampled)]
         if sorted(reported) != sorted(self._changed):
             self.fail(f"changes of variant are reported for {reported}, and happened to {self._changed}")
         self._changed = []

@@ -12,6 +12,7 @@ from router.answer_keeper import AnswerKeeper
 from router.core.actions import (
     Action,
     AnswerCompleted,
+    AnswerResampled,
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
@@ -25,7 +26,6 @@ from router.core.actions import (
     SequencesPreempted,
     ShardHealthChanged,
     SubmitAttempt,
-    VariantChanged,
     WantKvSnapshot,
 )
 from router.core.core import RouterCore
@@ -289,7 +289,7 @@ class RouterNode:
                 | ShardHealthChanged()
                 | RequestsMoved()
                 | SequencesPreempted()
-                | VariantChanged()
+                | AnswerResampled()
                 | LimitsCounted()
             ):
                 pass

@@ -24,6 +24,7 @@ from router.core.events import (
     ShardLoad,
     ShardUp,
 )
+from router.core.fleet.fleet import SEEDED_RESUME
 from router.core.frames import Finish
 from tools.dst import script
 from tools.dst.environment import Environment
@@ -240,6 +241,7 @@ class SimShard:
             shape.num_blocks,
             shape.max_batch,
             shape.max_model_len,
+            capabilities=frozenset({SEEDED_RESUME}),
             variant=shape.variant,
         )
         snapshot = KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from router.core.actions import SubmitAttempt, VariantChanged
+from kvloom.v1.generation_pb2 import CONTINUATION_EXACT, CONTINUATION_RESAMPLED, SamplingParams
+from router.convert import finish_to_proto
+from router.core.actions import AnswerResampled, SubmitAttempt
 from router.core.events import ShardDown
-from tests.fakes.core_rig import CoreRig, has, only, submitted
+from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 
 def rig_of(**variants: str) -> CoreRig:
@@ -35,7 +39,7 @@ def test_an_answer_continues_where_its_bits_are_the_same(number: int):
         rig.add_shard(f"s{index}", variant=variant)
     actions = rig.fail("s0", slot)
     assert only(actions, SubmitAttempt).shard_id == f"s{number + 1}"
-    assert not has(actions, VariantChanged)
+    assert not has(actions, AnswerResampled)
 
 
 def test_if_no_shard_has_the_same_bits_another_continues_and_it_is_reported():
@@ -45,7 +49,7 @@ def test_if_no_shard_has_the_same_bits_another_continues_and_it_is_reported():
     rig.add_shard("s1", variant="b")
     actions = rig.handle(ShardDown("s0"))
     assert only(actions, SubmitAttempt).shard_id == "s1"
-    assert only(actions, VariantChanged) == VariantChanged("r", "s0", "a", "s1", "b")
+    assert only(actions, AnswerResampled) == AnswerResampled("r", "s0", "a", "s1", "b")
 
 
 def test_without_delivered_tokens_any_shard_is_as_good():
@@ -55,15 +59,54 @@ def test_without_delivered_tokens_any_shard_is_as_good():
     rig.add_shard("s1", variant="b")
     actions = rig.fail("s0", slots[0])
     assert only(actions, SubmitAttempt).shard_id == "s1"
-    assert not has(actions, VariantChanged)
+    assert not has(actions, AnswerResampled)
 
 
-def test_shards_that_promise_no_bits_are_not_reported():
-    """They never did: TensorRT-LLM's kernels depend on the batch."""
-    rig = rig_of(s0="")
-    slot = start_on_s0(rig)
-    rig.add_shard("s1", variant="b")
-    assert not has(rig.fail("s0", slot), VariantChanged)
+def continuation(rig: CoreRig, capabilities: set[str], **request: Any) -> tuple[bool, int]:
+    """Whether an answer that continues on a shard like its first is reported, and what its client hears."""
+    for shard_id in ("s0", "s1"):
+        rig.add_shard(shard_id, capabilities=frozenset(capabilities))
+    first, [slot] = submitted(rig.submit(**request))
+    rig.start(first, slot)
+    actions = rig.fail(first, slot)
+    second, [slot] = submitted(actions)
+    (finish,) = sent(rig.finish(second, slot)).finishes
+    return has(actions, AnswerResampled), finish_to_proto(finish).moves.continuation
+
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.5, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "sampling", "is_exact"),
+    [
+        ({"seeded_resume"}, SAMPLED, True),
+        (set(), SAMPLED, False),
+        (set(), GREEDY, False),
+        ({"batch_invariant"}, SAMPLED, False),
+        ({"batch_invariant"}, SamplingParams(), False),
+        ({"batch_invariant"}, GREEDY, True),
+    ],
+)
+def test_a_client_learns_whether_its_answer_continued_exactly(
+    capabilities: set[str], sampling: SamplingParams, is_exact: bool
+):
+    """TensorRT-LLM's sampler draws from one generator, and its kernels depend on the batch: it repeats nothing, and an
+    answer that was resampled must not pass for an exact one."""
+    is_reported, told = continuation(CoreRig(), capabilities, sampling=sampling)
+    assert (is_reported, told) == (not is_exact, CONTINUATION_EXACT if is_exact else CONTINUATION_RESAMPLED)
+
+
+def test_what_begins_anew_is_exact_whatever_the_engine():
+    """Nothing had been computed, so nothing is mixed."""
+    rig = CoreRig()
+    for shard_id in ("s0", "s1"):
+        rig.add_shard(shard_id, capabilities=frozenset())
+    first, [slot] = submitted(rig.submit(sampling=SAMPLED))
+    second, [slot] = submitted(rig.fail(first, slot))
+    (finish,) = sent(rig.finish(second, slot)).finishes
+    assert finish_to_proto(finish).moves.continuation == CONTINUATION_EXACT
 
 
 def test_clients_learn_which_variants_a_model_has():
