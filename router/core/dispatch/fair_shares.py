@@ -111,6 +111,12 @@ class FairShares:
             return True
         return num_mine > 0 and self._must_leave_blocks(shard, live)
 
+    @property
+    def has_floors(self) -> bool:
+        """Whether a class has a part of the shards to itself. When one of its requests is sent there, that part is no
+        longer kept free, and another may have room beside it."""
+        return self._classes is not None and self._classes.has_floors
+
     def begin_serving(self, now: float) -> None:
         """Until `end_serving`, requests are only sent."""
         self._full = set()
