@@ -444,6 +444,9 @@ class FairnessConfig(Section):
     free while tenants compete."""
     contention_seconds: PositiveFloat = 30.0
     """How long tenants, or classes, are taken to compete after one had to wait."""
+    competing_prefill_seconds: Annotated[float, Meta(ge=0)] = 0.05
+    """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
+    several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
     prompt_token_weight: PositiveFloat = 1.0
     """What a prompt token that has to be computed counts as service of its tenant. The tenant with the least service is
     next in a queue (docs/scheduling.md)."""
@@ -789,6 +792,12 @@ class ShardConfig(Section):
     launcher: list[str] = []
     """The command with which `kvloom up` starts each shard, before the shard's own command line, for engines of several
     processes: e.g. ["mpirun", "-n", "2", "trtllm-llmapi-launch"]. Empty: there is none."""
+    spot_notice_file: str = ""
+    """A file that something else writes when the machine is about to be taken away, such as an agent that asks the
+    cloud. Its text is the number of seconds that are left; anything else means `spot_notice_seconds`. The shard's
+    answers end or move to other shards by then, and its process ends for good (docs/scheduling.md)."""
+    spot_notice_seconds: PositiveFloat = 30.0
+    """How long the machine stays after a notice that does not say it, such as SIGUSR2."""
     sim: SimConfig = msgspec.field(default_factory=SimConfig)
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     tensorrt_llm: TensorRtLlmConfig = msgspec.field(default_factory=TensorRtLlmConfig)

@@ -51,6 +51,7 @@ class ErrorReason(enum.IntEnum):
     AUTH_UNAVAILABLE = 49
     INTERNAL = 50
     CONTROL_UNAVAILABLE = 51
+    DEADLINE_IMPOSSIBLE = 52
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorReason | None:

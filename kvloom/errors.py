@@ -68,6 +68,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_NO_SHARD_READY: ErrorKind("UNAVAILABLE", 503, "overloaded_error", "no_shard_ready"),
     _R.ERROR_REASON_QUEUE_TIMEOUT: ErrorKind("DEADLINE_EXCEEDED", 408, "overloaded_error", "queue_timeout"),
     _R.ERROR_REASON_DEADLINE_EXCEEDED: ErrorKind("DEADLINE_EXCEEDED", 504, "api_error", "deadline_exceeded"),
+    _R.ERROR_REASON_DEADLINE_IMPOSSIBLE: ErrorKind("DEADLINE_EXCEEDED", 504, "api_error", "deadline_impossible"),
     _R.ERROR_REASON_DRAINING: ErrorKind("UNAVAILABLE", 503, "overloaded_error", "draining"),
     _R.ERROR_REASON_OVERLOADED: ErrorKind("RESOURCE_EXHAUSTED", 503, "overloaded_error", "overloaded"),
     _R.ERROR_REASON_BUDGET_EXHAUSTED: ErrorKind("RESOURCE_EXHAUSTED", 429, "insufficient_quota", "insufficient_quota"),

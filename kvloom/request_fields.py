@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-_NESTED_IN: Final = ("sampling.", "stop.", "conversation.")
+_NESTED_IN: Final = ("sampling.", "stop.", "conversation.", "objectives.")
 
 
 def flat_field(field: str) -> str:

@@ -32,6 +32,7 @@ from router.core.events import (
 )
 from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
+from router.core.objectives import Objectives, ObjectivesOutcome
 from router.core.request_end import NO_MOVES, Moves
 
 M = TypeVar("M")
@@ -100,7 +101,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
 
 
 def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
-    return generation_pb2.SequenceFinish(
+    message = generation_pb2.SequenceFinish(  # Python calls with more than 15 keywords are slow.
         slot=finish.slot,
         reason=finish.reason,  # pyright: ignore[reportArgumentType]  (The stubs want the enum's type; ints are fine.)
         num_prompt_tokens=finish.num_prompt_tokens,
@@ -116,8 +117,10 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         num_reasoning_tokens=finish.num_reasoning_tokens,
         result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
         receipt=finish.receipt,
-        moves=None if finish.moves is NO_MOVES else _moves_to_proto(finish.moves),
     )
+    if finish.moves is not NO_MOVES:
+        message.moves.CopyFrom(_moves_to_proto(finish.moves))
+    return message
 
 
 def _moves_to_proto(moves: Moves) -> generation_pb2.RequestMoves:
@@ -227,6 +230,7 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         hand_over=load.hand_over,
         withdrawn=load.withdrawn,
         asleep=load.asleep,
+        empty_within_seconds=(_plausible(load.empty_within_seconds) or None) if load.draining else None,
         num_own_running=load.num_own_running,
         num_own_waiting=load.num_own_waiting,
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,
@@ -348,6 +352,38 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
         withdrawn=model.is_withdrawn,
         brownout_step=model.brownout_step,
     )
+
+
+def objectives_from_proto(wanted: router_service_pb2.Objectives) -> Objectives:
+    return Objectives(
+        deadline_seconds=wanted.deadline_ms / 1e3 if wanted.HasField("deadline_ms") else None,
+        ttft_seconds=wanted.ttft_ms / 1e3 if wanted.HasField("ttft_ms") else None,
+        tpot_seconds=wanted.tpot_ms / 1e3 if wanted.HasField("tpot_ms") else None,
+        elapsed_seconds=wanted.elapsed_ms / 1e3,
+        is_admitted=wanted.admitted,
+    )
+
+
+def objectives_outcome_to_proto(outcome: ObjectivesOutcome) -> router_service_pb2.ObjectivesOutcome:
+    wanted = outcome.wanted
+    return router_service_pb2.ObjectivesOutcome(
+        wanted=router_service_pb2.Objectives(
+            deadline_ms=_milliseconds(wanted.deadline_seconds),
+            ttft_ms=_milliseconds(wanted.ttft_seconds),
+            tpot_ms=_milliseconds(wanted.tpot_seconds),
+            elapsed_ms=wanted.elapsed_seconds * 1e3,
+            admitted=wanted.is_admitted,
+        ),
+        predicted_ttft_seconds=outcome.predicted_ttft_seconds,
+        deadline_met=outcome.deadline_met,
+        ttft_met=outcome.ttft_met,
+        tpot_met=outcome.tpot_met,
+        refused="" if outcome.refused is None else outcome.refused.value,
+    )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 def _message(value: object, kind: type[M]) -> M | None:

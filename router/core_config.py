@@ -73,6 +73,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
             preempt_after_seconds=router.fairness.preempt_after_seconds,
             reserved_share=router.fairness.reserved_share,
             contention_seconds=router.fairness.contention_seconds,
+            competing_prefill_seconds=router.fairness.competing_prefill_seconds,
         )
         if router.fairness.enabled
         else None,

@@ -24,6 +24,7 @@ from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.models.adapters import Adapter, full_name, unknown_name
 from kvloom.models.model_routes import NO_ROUTES, ChosenRoute, ModelRoutes
 from kvloom.models.served_model import ServedModel, adapters_by_model
+from kvloom.objectives import check_objectives
 from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
@@ -43,6 +44,7 @@ from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
+from kvloom.v1.router_service_pb2 import Objectives as WantedObjectives
 from router import convert
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.conversation_intake import (
@@ -54,6 +56,7 @@ from router.conversation_intake import (
     wanted_tools,
 )
 from router.core.events import ChoiceSpec, Request, Tier
+from router.core.objectives import Objectives
 from router.core.priority_classes import CLASS_OF_TIER, SHADOW, PriorityClass
 from router.model_choice import choose_model
 from router.parsed_output import ParsedOutput
@@ -164,12 +167,16 @@ class Intake:
         _check_choices(submit)
         choices = convert.choices_from_proto(list(submit.choices))
         request = self._request(submit, _prompt_of(submit), choices, client_id, scope)
+        if submit.HasField("objectives"):
+            request = with_objectives(request, submit.objectives)
         return _embedding(request, submit.pooling) if submit.HasField("pooling") else request
 
     def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
         """Returns a request that was made in this process. Raises KvloomError."""
         check_num_choices(len(choices), "choices")
         request = self._request(wanted, wanted.prompt_token_ids, choices, client_id)
+        if wanted.objectives is not None:
+            request = with_objectives(request, wanted.objectives)
         return request if wanted.pooling is None else _embedding(request, wanted.pooling)
 
     def _request(
@@ -331,6 +338,8 @@ class Intake:
             request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)
         if self._keeps_answers:
             request = self._kept(request, wanted, model)
+        if wanted.HasField("objectives"):
+            request = with_objectives(request, wanted.objectives)
         if is_embedding:
             request = _embedding(request, wanted.pooling)
         if model.adapter is not None:
@@ -491,6 +500,22 @@ class Intake:
 
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
+
+
+def with_objectives(request: Request, wanted: WantedObjectives) -> Request:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    check_objectives(wanted)
+    return msgspec.structs.replace(request, objectives=convert.objectives_from_proto(wanted))
+
+
+def within_deadline(request: Request, seconds: float) -> Request:
+    """The request, whose caller waits for so long and no longer."""
+    objectives = request.objectives or Objectives()
+    deadline_seconds = objectives.elapsed_seconds + max(seconds, 0.0)
+    if objectives.deadline_seconds is not None:
+        deadline_seconds = min(deadline_seconds, objectives.deadline_seconds)
+    objectives = msgspec.structs.replace(objectives, deadline_seconds=deadline_seconds)
+    return msgspec.structs.replace(request, objectives=objectives)
 
 
 def seed_of(request: Request) -> int:

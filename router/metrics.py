@@ -21,6 +21,7 @@ from router.caller_scope import shown_id
 from router.core.actions import RequestDegraded, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
+from router.core.objectives import ObjectivesOutcome
 from router.core.request_end import NO_MOVES, end_of
 from router.usage_records import Credit
 
@@ -116,7 +117,9 @@ class RouterMetrics:
         )
         self._moved = Counter(
             "kvloom_router_requests_moved",
-            "Requests taken off a shard that was suspected or handed over its work. Unit: requests.",
+            "Requests taken off a shard that was suspected, handed over its work or had notice that it ends. Unit: "
+            "requests.",
+            ("reason",),
             registry=registry,
         )
         self._preempted = Counter(
@@ -143,6 +146,20 @@ class RouterMetrics:
             "Requests that ended and were rejected or evicted, with the error, or had been preempted, migrated or "
             "failed over at least once. Unit: requests.",
             ("priority_class", "disruption", "error_type"),
+            registry,
+        )
+        self._objectives = CounterFamily(
+            "kvloom_router_objectives",
+            "Objectives of requests that ended, by what they limit (deadline, ttft, tpot) and whether they were met or "
+            "missed. Unit: objectives.",
+            ("kind", "priority_class", "outcome"),
+            registry,
+        )
+        self._impossible = CounterFamily(
+            "kvloom_router_objectives_impossible",
+            "Requests that were refused on arrival because their objectives could not be met: because of the load, or "
+            "because of the speed of even an idle shard. Unit: requests.",
+            ("cause", "priority_class"),
             registry,
         )
         self._variant_changes = Counter(
@@ -206,6 +223,8 @@ class RouterMetrics:
             if ended.num_output_tokens > 1:
                 decode_seconds = ended.e2e_latency_seconds - ended.ttft_seconds
                 series.tpot.observe(decode_seconds / (ended.num_output_tokens - 1))
+        if ended.objectives is not None:
+            self._count_objectives(ended.objectives)
         logger = log
         if ended.moves is not NO_MOVES:
             self._failed_over.inc(ended.moves.num_failovers)
@@ -213,6 +232,14 @@ class RouterMetrics:
                 self._disrupted.labels(ended.priority_class.name, disruption, "").total += 1
             logger = log.bind(**msgspec.structs.asdict(ended.moves))
         _log_end(logger, ended, outcome, error_type, end)
+
+    def _count_objectives(self, ended: ObjectivesOutcome) -> None:
+        if ended.refused is not None:
+            self._impossible.labels(ended.refused.value, ended.priority_class).total += 1
+        outcomes = {"deadline": ended.deadline_met, "ttft": ended.ttft_met, "tpot": ended.tpot_met}
+        for kind, is_met in outcomes.items():
+            if is_met is not None:
+                self._objectives.labels(kind, ended.priority_class, "met" if is_met else "missed").total += 1
 
     def tokens_credited(self, credit: Credit) -> None:
         self._tokens_credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
@@ -232,7 +259,7 @@ class RouterMetrics:
             self._trips.labels(change.symptom).inc()
 
     def requests_moved(self, moved: RequestsMoved) -> None:
-        self._moved.inc(moved.num_requests)
+        self._moved.labels(moved.reason.value).inc(moved.num_requests)
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None:
         self._preempted.inc(len(preempted.slots))

@@ -180,7 +180,7 @@ class RouterServer:
         self._decisions = DecisionLog(
             config.router.decision_log.max_remembered,
             self._new_decision_journal(),
-            remembers_evicted=config.router.decision_log.sample_share > 0,
+            remembers_unplaced=config.router.decision_log.sample_share > 0,
         )
         self._usage_records = UsageRecords()
         self._metering: Metering | None = None
@@ -548,7 +548,9 @@ class RouterServer:
         self._metrics.shard_health_changed(change)
 
     def requests_moved(self, moved: RequestsMoved) -> None:
-        log.info("requests moved", from_shard_id=moved.shard_id, num_requests=moved.num_requests)
+        log.info(
+            "requests moved", from_shard_id=moved.shard_id, num_requests=moved.num_requests, reason=moved.reason.value
+        )
         self._metrics.requests_moved(moved)
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None:

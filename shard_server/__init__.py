@@ -2,6 +2,7 @@
 
 __main__.py            `python -m shard_server`: parses the arguments and serves
 server.py              starts, drains and stops the parts of the process in order
+spot_notice.py         notice that the machine is about to be taken away: a file, or a signal
 shard_servicer.py      the gRPC service: the router's stream, GetInfo and Drain
 connection.py          one router's stream: its slots and the frames that wait to be written
 step_frames.py         how a step frame is filled, and how waiting frames are merged

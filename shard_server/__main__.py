@@ -22,6 +22,7 @@ from kvloom.trust.fabric_trust import load_trust
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer
+from shard_server.spot_notice import SpotNotices
 
 
 async def serve(
@@ -38,6 +39,8 @@ async def serve(
     trust = load_trust(config, ("shard",), name)
     stop = service.stop_event()
     metrics = open_metrics(config, trust, "shard", name, metrics_port, shares_port=shares_metrics_port)
+    notices = SpotNotices(config.shard.spot_notice_file, config.shard.spot_notice_seconds)
+    notices.listen()
     engine, tokenizer, card = await asyncio.to_thread(_load, config)
     server = ShardServer(
         config,
@@ -48,6 +51,8 @@ async def serve(
         trust=trust,
         card=card,
         make_engine=lambda: create_engine(config, tokenizer),
+        notices=notices,
+        on_leave=service.announce_end,
     )
     try:
         address = await server.start(port)

@@ -69,7 +69,7 @@ class EngineMultiplexer:
         self._kv = KvMirror()
         self._connections: list[RouterConnection] = []
         self._origins = itertools.count(1)
-        self._load = LoadReporter(engine.info)
+        self._load = LoadReporter(engine.info, clock)
         self._live = LiveSequences(engine, metrics, clock, access_log)
         self.adapters = ServedAdapters(metrics, self._tell_adapters)
         max_sequences = engine.info.max_batch + max_waiting
@@ -138,13 +138,19 @@ class EngineMultiplexer:
         """The routers that are connected."""
         return [connection.router_id for connection in self._connections]
 
-    def set_draining(self, draining: bool, *, hand_over: bool = False) -> None:
-        """While draining, new sequences are rejected; with `hand_over`, routers move running ones to other shards.
+    def set_draining(
+        self, draining: bool, *, hand_over: bool = False, empty_within_seconds: float | None = None
+    ) -> None:
+        """While draining, new sequences are rejected; with `hand_over`, routers move running ones to other shards, and
+        with `empty_within_seconds` those that will not have ended by then.
 
         Routers are notified at once.
         """
-        if (draining, hand_over) != (self._load.draining, self._load.hand_over):
-            self._load.draining, self._load.hand_over = draining, hand_over
+        empty_at = None if empty_within_seconds is None else self._clock() + empty_within_seconds
+        wanted = (draining, hand_over, empty_at)
+        load = self._load
+        if wanted != (load.draining, load.hand_over, load.empty_at):
+            load.draining, load.hand_over, load.empty_at = wanted
             self._report_load()
 
     def set_withdrawn(self, withdrawn: bool) -> None:

@@ -8,7 +8,9 @@ step can last long, and other routers must not consider the shard idle in the me
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from kvloom.v1.shard_service_pb2 import LoadReport
@@ -18,18 +20,23 @@ LOAD_REPORT_SECONDS: Final = 0.05
 """Short against the 0.5 s at which a stale view of other routers' work begins to cost, and long enough that the reports
 of hundreds of shards are a few per cent of a router's time."""
 
+MIN_LEFT_SECONDS: Final = 0.001
+"""What is reported of a time that is over: 0 would mean that there is none."""
 _NO_SHARE: Final = LoadShare()
 
 
 class LoadReporter:
-    """Keeps the newest load. The shard server sets `draining`, `hand_over`, `withdrawn` and `asleep`, which are part
-    of every report."""
+    """Keeps the newest load. The shard server sets `draining`, `hand_over`, `withdrawn`, `asleep` and `empty_at`, which
+    are part of every report."""
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, clock: Callable[[], float] = time.monotonic) -> None:
         self.draining = False
         self.hand_over = False
         self.withdrawn = False
         self.asleep = False
+        self.empty_at: float | None = None
+        """When it has to be empty while it drains, by the clock; None: it need not be."""
+        self._clock = clock
         self._reported_at = float("-inf")
         self._reported_idle = True
         self.restart(info)
@@ -93,7 +100,7 @@ class LoadReporter:
             if submitter == origin:
                 num_own_in_flight += 1
                 num_own_in_flight_tokens += num_tokens
-        return LoadReport(
+        report = LoadReport(
             num_running=load.num_running,
             num_waiting=load.num_waiting + len(self._in_flight),
             num_queued_prefill_tokens=load.num_queued_prefill_tokens + num_in_flight_tokens,
@@ -112,6 +119,9 @@ class LoadReporter:
             num_own_queued_prefill_tokens=own.num_queued_prefill_tokens + num_own_in_flight_tokens,
             num_own_decode_context_tokens=own.num_decode_context_tokens,
         )
+        if self.empty_at is not None:
+            report.empty_within_seconds = max(MIN_LEFT_SECONDS, self.empty_at - self._clock())
+        return report
 
     def _on_due(self, is_idle: bool, now: float) -> None:
         self._reported_idle = is_idle

@@ -38,13 +38,20 @@ from shard_server.connection import MAX_PENDING_FRAMES
 from shard_server.engine_multiplexer import EngineMultiplexer
 from shard_server.engines.base import Capability, Engine, EngineError, EngineInfo
 from shard_server.metrics import ShardMetrics
-from shard_server.shard_servicer import ShardServicer
+from shard_server.shard_servicer import DrainOrder, ShardServicer
+from shard_server.spot_notice import SpotNotices
 
 log = structlog.get_logger()
 
 SERVICE_NAMES: Final = ("kvloom.v1.ShardService", CARD_SERVICE_NAME)
 FLUSH_SECONDS: Final = 2.0
 """How long the last frames may take to be written."""
+END_MARGIN_SHARE: Final = 0.1
+"""Share of a notice that a shard keeps to return what is left, and to end, ..."""
+MAX_END_MARGIN_SECONDS: Final = 1.0
+"""... but at most this."""
+_RECHECK_SECONDS: Final = 0.25
+"""How often a stopping shard looks whether it has to end earlier, since another notice came."""
 
 
 class ShardServer:
@@ -63,10 +70,18 @@ class ShardServer:
         trust: FabricTrust = NO_SECRET,
         card: PackedCard | None = None,
         make_engine: Callable[[], Engine] | None = None,
+        notices: SpotNotices | None = None,
+        on_leave: Callable[[], None] | None = None,
     ) -> None:
         """`advertised_address` is the host:port that is registered for routers; "" registers the listening address.
         `card` is that of the model; without it, routers need the model's files. `make_engine`
-        makes another engine like `engine`, in a thread; without it, the shard cannot sleep."""
+        makes another engine like `engine`, in a thread; without it, the shard cannot sleep. `on_leave` is called when
+        the shard begins to end for good, by a notice or a Drain call; without it, it does not end by itself."""
+        self._notices = notices
+        self._on_leave = on_leave
+        self._leaves = asyncio.Event()
+        self._ends_at: float | None = None
+        """When a shard that stops returns what still runs, by the loop's clock; None: it does not stop."""
         self._card = card
         self._config = config
         self._engine = engine
@@ -180,35 +195,50 @@ class ShardServer:
             raise service.StartError(str(error)) from error
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Run until `stop` is set, then drain and stop. Raises EngineError when the engine dies."""
+        """Run until `stop` is set or notice is given, then drain and stop. Raises EngineError when the engine dies."""
         stopped = asyncio.create_task(stop.wait(), name="stop")
-        tasks: list[asyncio.Task[Any]] = [stopped, self._engine_task]
+        leaving = asyncio.create_task(self._leaves.wait(), name="leave")
+        tasks: list[asyncio.Task[Any]] = [stopped, leaving, self._engine_task]
+        noticed = None
+        if self._notices is not None:
+            noticed = asyncio.create_task(self._notices.wait(), name="notice")
+            tasks.append(noticed)
         announcing = None
         if self._announcer is not None:
             announcing = asyncio.create_task(self._announcer.run(), name="announcer")
             tasks.append(announcing)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done():
+            if noticed is not None and noticed.done():
+                await self._take_notice(noticed.result(), exits=True)
+            if stopped.done() or self._leaves.is_set():
                 await self._drain()
         finally:
-            stopped.cancel()
+            for task in (stopped, leaving, noticed):
+                if task is not None:
+                    task.cancel()
             if announcing is not None:
                 announcing.cancel()
             await self._stop()
         self._raise_failure(announcing)
 
     async def _drain(self) -> None:
-        """Let the live sequences finish within the configured time."""
+        """Let the live sequences finish or move within the time of the notice, or else finish within the configured
+        time."""
         self._stopping = True
-        await self._set_draining(True)
-        timeout_seconds = self._config.shard.drain_timeout_seconds
+        loop = asyncio.get_running_loop()
+        if self._ends_at is None:
+            await self._set_draining(True)
+            self._ends_at = loop.time() + self._config.shard.drain_timeout_seconds
         idle = asyncio.create_task(self._multiplexer.wait_idle(), name="drain")
-        await asyncio.wait({idle, self._engine_task}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not idle.done():
-            log.warning(
-                "drain timed out; live sequences are returned to their routers", timeout_seconds=timeout_seconds
+        while not (idle.done() or self._engine_task.done()) and loop.time() < self._ends_at:
+            await asyncio.wait(
+                {idle, self._engine_task},
+                timeout=min(self._ends_at - loop.time(), _RECHECK_SECONDS),
+                return_when=asyncio.FIRST_COMPLETED,
             )
+        if not idle.done():
+            log.warning("drain timed out; live sequences are returned to their routers")
             idle.cancel()
             self._multiplexer.return_sequences()
 
@@ -235,19 +265,41 @@ class ShardServer:
             if error is not None:
                 raise EngineError(f"the engine died: {error}") from error
 
-    async def _on_drain_call(self, draining: bool, deadline_seconds: float | None) -> None:
-        if self._multiplexer.asleep and not draining:
+    async def _on_drain_call(self, order: DrainOrder) -> None:
+        if self._multiplexer.asleep and not order.draining:
             raise KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard sleeps: `kvloom models wake` wakes it.")
-        if not self._stopping:
-            await self._set_draining(draining, deadline_seconds)
-        elif not draining:
+        if order.empty_within_seconds is not None:
+            await self._take_notice(order.empty_within_seconds, exits=order.exits)
+        elif not self._stopping:
+            await self._set_draining(order.draining, order.deadline_seconds)
+        elif not order.draining:
             raise KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard is stopping; it cannot resume.")
 
-    async def _set_draining(self, draining: bool, deadline_seconds: float | None = None) -> None:
+    async def _take_notice(self, seconds: float, *, exits: bool) -> None:
+        """The shard has to be empty within that time, and then ends if `exits`. Raises KvloomError."""
+        if exits and self._on_leave is None:
+            raise invalid_argument("This shard does not end by itself: it shares its process with others.", "exit")
+        loop = asyncio.get_running_loop()
+        margin_seconds = min(END_MARGIN_SHARE * seconds, MAX_END_MARGIN_SECONDS)
+        ends_at = loop.time() + seconds - margin_seconds
+        if self._ends_at is not None and self._ends_at <= ends_at:
+            return  # it stops earlier than that
+        log.info("notice", within_seconds=seconds, exits=exits)
+        await self._set_draining(True, seconds, is_notice=True)
+        if exits or self._stopping:
+            self._stopping = True
+            self._ends_at = ends_at
+        if exits and self._on_leave is not None and not self._leaves.is_set():
+            self._leaves.set()
+            self._on_leave()
+
+    async def _set_draining(
+        self, draining: bool, deadline_seconds: float | None = None, *, is_notice: bool = False
+    ) -> None:
         if self._hand_over_timer is not None:
             self._hand_over_timer.cancel()
             self._hand_over_timer = None
-        self._multiplexer.set_draining(draining)
+        self._multiplexer.set_draining(draining, empty_within_seconds=deadline_seconds if is_notice else None)
         if draining and deadline_seconds is not None:
             loop = asyncio.get_running_loop()
             self._hand_over_timer = loop.call_later(deadline_seconds, self._hand_over)

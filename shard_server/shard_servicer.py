@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 import structlog
@@ -48,21 +48,30 @@ MAX_DEADLINE_SECONDS: Final = 7 * 24 * 3600.0
 Context = grpc.aio.ServicerContext[ShardServiceConnectRequest, ShardServiceConnectResponse]
 
 
+class DrainOrder(NamedTuple):
+    """See DrainRequest in shard_service.proto."""
+
+    draining: bool
+    deadline_seconds: float | None = None
+    empty_within_seconds: float | None = None
+    exits: bool = False
+
+
 class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
-    """`set_draining` is called for a Drain call, with its deadline in seconds. It raises KvloomError when the process
-    is stopping and cannot resume. `sleep` and `wake` raise it when the shard cannot. `drain_timeout_seconds` is how
+    """`drain` is called for a Drain call. It raises KvloomError when the process is stopping and cannot resume, or
+    cannot end by itself. `sleep` and `wake` raise it when the shard cannot. `drain_timeout_seconds` is how
     long an adapter that is unloaded waits for its sequences if the call does not say."""
 
     def __init__(
         self,
         multiplexer: EngineMultiplexer,
-        set_draining: Callable[[bool, float | None], Awaitable[None]],
+        drain: Callable[[DrainOrder], Awaitable[None]],
         sleep: Callable[[], Awaitable[None]],
         wake: Callable[[], Awaitable[None]],
         drain_timeout_seconds: float,
     ) -> None:
         self._multiplexer = multiplexer
-        self._set_draining = set_draining
+        self._drain = drain
         self._sleep = sleep
         self._wake = wake
         self._drain_timeout_seconds = drain_timeout_seconds
@@ -103,7 +112,7 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
     async def Drain(self, request: DrainRequest, context: Any) -> DrainResponse:
         error = None
         try:
-            await self._set_draining(request.draining, _deadline_seconds(request))
+            await self._drain(_drain_order(request))
         except KvloomError as refusal:
             error = refusal.to_proto()
         return DrainResponse(**self._work(), error=error)
@@ -164,6 +173,23 @@ def _deadline_seconds(request: DrainRequest | UnloadAdapterRequest) -> float | N
     if not 0 <= request.deadline_seconds <= MAX_DEADLINE_SECONDS:
         raise invalid_argument(f"deadline_seconds must be between 0 and {MAX_DEADLINE_SECONDS:g}.", "deadline_seconds")
     return request.deadline_seconds
+
+
+def _drain_order(request: DrainRequest) -> DrainOrder:
+    """Raises KvloomError."""
+    deadline_seconds, within_seconds = _deadline_seconds(request), None
+    if request.HasField("empty_within_seconds"):
+        within_seconds = request.empty_within_seconds
+        if not 0 < within_seconds <= MAX_DEADLINE_SECONDS:
+            message = f"empty_within_seconds must be above 0 and at most {MAX_DEADLINE_SECONDS:g}."
+            raise invalid_argument(message, "empty_within_seconds")
+        if deadline_seconds is not None:
+            raise invalid_argument("deadline_seconds and empty_within_seconds exclude each other.", "deadline_seconds")
+        if not request.draining:
+            raise invalid_argument("Only a shard that drains can be empty soon.", "empty_within_seconds")
+    elif request.exit:
+        raise invalid_argument("exit needs empty_within_seconds.", "exit")
+    return DrainOrder(request.draining, deadline_seconds, within_seconds, request.exit)
 
 
 def _violation(reader: asyncio.Task[None]) -> KvloomError | None:

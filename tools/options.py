@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -13,6 +14,9 @@ from tools.failures import CommandError
 
 DEFAULT_DATA_DIR: Final = Path("~/.kvloom")
 
+_TIME: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|)")
+_UNIT_SECONDS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -21,6 +25,26 @@ def option(flag: str, *names: str, scope: str = "", **settings: Any) -> Callable
     another command has a flag of the same name with another meaning."""
     variable = f"kvloom_{scope}{flag.replace('--', '_' if scope else '', 1)}".replace("-", "_").upper()
     return click.option(flag, *names, envvar=variable, show_envvar=True, **settings)
+
+
+class Seconds(click.ParamType):
+    """A time as people write it: 5, 5s, 500ms, 2m or 1h. Above 0 and at most `max_seconds`."""
+
+    name = "time"
+
+    def __init__(self, max_seconds: float) -> None:
+        self._max_seconds = max_seconds
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = _TIME.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no time such as 5s, 500ms, 2m or 1h", param, ctx)
+        seconds = float(match[1]) * _UNIT_SECONDS[match[2]]
+        if not 0 < seconds <= self._max_seconds:
+            self.fail(f"{value!r} must be above 0 and at most {self._max_seconds:g} s", param, ctx)
+        return seconds
 
 
 class EngineName(click.ParamType):
@@ -80,6 +104,7 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     config.tls.client_ca_file = _absolute(config.tls.client_ca_file, base)
     config.safety.policy_file = _absolute(config.safety.policy_file, base)
     config.router.receipts.key_file = _absolute(config.router.receipts.key_file, base)
+    config.shard.spot_notice_file = _absolute(config.shard.spot_notice_file, base)
     config.edge.adapters_dir = _absolute(config.edge.adapters_dir, base)
     config.router.decision_log.path = _absolute(config.router.decision_log.path, base)
     return config

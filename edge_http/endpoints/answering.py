@@ -17,6 +17,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
+from edge_http.endpoints.objectives import OBJECTIVE_HEADERS, has_objectives, objectives_of
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
@@ -56,7 +57,7 @@ from edge_http.wire.headers import (
     wants_resume,
 )
 from edge_http.wire.request_callers import credential_digest
-from edge_http.wire.request_record import begin_answer
+from edge_http.wire.request_record import begin_answer, seconds_since_arrival
 from edge_http.wire.sse import EventStream
 from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
@@ -65,7 +66,10 @@ from kvloom.models.served_model import ServedModel
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import Objectives
 
+_SCHEDULING_HEADERS: Final = frozenset({PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, *OBJECTIVE_HEADERS})
+"""Hardly any request has one, so that all are looked for at once."""
 MIN_TIMEOUT_SECONDS: Final = 0.001
 _BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
 """0 would mean that there is no limit."""
@@ -106,6 +110,7 @@ class GenerationJob(msgspec.Struct, frozen=True):
     priority_class: str = ""
     """See GenerateRequest in router_service.proto, likewise the next one. "": the router decides by the tier."""
     fairness_id: str = ""
+    objectives: Objectives | None = None
 
     @property
     def num_choices(self) -> int:
@@ -132,8 +137,8 @@ async def generate(
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
     brings a stream to its end. Raises KvloomError while nothing has been sent."""
     given = request.headers
-    if edge.may_have_classes or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
-        job = _with_class(edge, request, job)
+    if edge.may_have_classes or not given.keys().isdisjoint(_SCHEDULING_HEADERS):
+        job = _scheduled(edge, request, job)
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
@@ -163,6 +168,14 @@ async def generate(
     return events.response()
 
 
+def _scheduled(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    given = request.headers
+    if edge.class_names or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
+        job = _with_class(edge, request, job)
+    return with_objectives(edge, request, job) if has_objectives(given) else job
+
+
 def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
     """Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
     served = served_class(edge, request, job.tier, job.service_tier)
@@ -170,6 +183,25 @@ def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> Gen
         return job
     headers = {**job.headers, **served.headers}
     return msgspec.structs.replace(job, priority_class=served.name, fairness_id=served.fairness_id, headers=headers)
+
+
+def with_objectives(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
+    """The job with what the headers say, which has been checked before if it has them already. Raises KvloomError
+    (INVALID_ARGUMENT)."""
+    if job.objectives is not None:
+        return job
+    objectives = objectives_of(request.headers, seconds_since_arrival())
+    deadline = within_deadline(edge, job.deadline, objectives)
+    return msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
+
+
+def within_deadline(edge: Edge, deadline: float | None, objectives: Objectives) -> float | None:
+    """The job's deadline, on the event loop's clock, or that of its objectives if it is earlier."""
+    if not objectives.HasField("deadline_ms"):
+        return deadline
+    now = asyncio.get_running_loop().time()
+    latest = now + edge.config.request_timeout_seconds if deadline is None else deadline
+    return min(latest, now + (objectives.deadline_ms - objectives.elapsed_ms) / 1e3)
 
 
 def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
@@ -182,7 +214,8 @@ def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: Generat
 def check_job_window(edge: Edge, job: GenerationJob) -> None:
     """To be called before a job's submission: it also asks for the markers that its parser needs. Raises KvloomError
     (CONTEXT_LENGTH_EXCEEDED)."""
-    show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
+    if job.shape.parser is not None:
+        show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
     window = edge.window(job.model.name)
     if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
@@ -334,15 +367,14 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
     }
 
 
-def seconds_left(edge: Edge, deadline: float | None) -> float:
-    """The time until a job's deadline, on the event loop's clock; None: a request has all of its time."""
-    if deadline is None:
-        return edge.config.request_timeout_seconds
+def seconds_left(deadline: float) -> float:
+    """The time until a job's deadline, on the event loop's clock."""
     return max(deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
 
 
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
-    timeout_seconds = seconds_left(edge, job.deadline)
+    # Without a deadline, a request has all of its time.
+    timeout_seconds = edge.config.request_timeout_seconds if job.deadline is None else seconds_left(job.deadline)
     return Submission(
         operation=job.operation,
         model=job.model.name,
@@ -418,6 +450,8 @@ def _link_request(
     )
     if job.priority_class:
         wanted.priority_class, wanted.fairness_id = job.priority_class, job.fairness_id
+    if job.objectives is not None:
+        wanted.objectives = job.objectives
     if edge.callers.have_tenants:
         wanted.key_id = edge.callers.key_id_of(request)
     adapter = job.model.adapter

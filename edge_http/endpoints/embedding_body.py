@@ -10,7 +10,8 @@ from aiohttp import web
 
 from edge_http.answers.embedded_inputs import EmbeddedInputs
 from edge_http.edge import Edge, ServedModel
-from edge_http.endpoints.answering import seconds_left
+from edge_http.endpoints.answering import seconds_left, within_deadline
+from edge_http.endpoints.objectives import has_objectives, objectives_of
 from edge_http.endpoints.priority_class import ServedClass, served_class
 from edge_http.formatting.json_bytes import Buffer
 from edge_http.openai.prompt import Prompt
@@ -27,10 +28,11 @@ from edge_http.wire.headers import (
     wants_explanation,
     wants_receipt,
 )
-from edge_http.wire.request_record import begin_answer
+from edge_http.wire.request_record import begin_answer, seconds_since_arrival
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import Objectives
 
 OPERATION: Final = "embeddings"
 """The operation's OpenTelemetry name."""
@@ -48,6 +50,7 @@ class EmbeddingJob(msgspec.Struct, frozen=True):
     """Further headers of the response."""
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
+    objectives: Objectives | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -59,6 +62,10 @@ async def embedding_body(
 ) -> WholeBody:
     """Raises KvloomError."""
     inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
+    if has_objectives(request.headers):
+        objectives = objectives_of(request.headers, seconds_since_arrival())
+        deadline = within_deadline(edge, job.deadline, objectives)
+        job = msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
     begin_answer(response_id, job.model.name, inputs)
     served = served_class(edge, request)
     await run_submission(edge, _submission(edge, request, job, response_id, served), inputs)
@@ -80,7 +87,7 @@ async def embedding_body(
 def _submission(
     edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str, served: ServedClass | None
 ) -> Submission:
-    timeout_seconds = seconds_left(edge, job.deadline)
+    timeout_seconds = edge.config.request_timeout_seconds if job.deadline is None else seconds_left(job.deadline)
     return Submission(
         operation=OPERATION,
         model=job.model.name,
@@ -119,6 +126,7 @@ def _link_request(
         traceparent=traceparent(request),
         client_request_id=request_id(request),
         pooling=job.pooling,
+        objectives=job.objectives,
         receipt=RECEIPT in request.headers and wants_receipt(request, can_have=edge.receipt_keys is not None),
         no_result_cache=edge.has_result_cache and refuses_result_cache(request),
         priority_class="" if served is None else served.name,

@@ -12,6 +12,7 @@ from edge_http.wire.headers import (
     CACHE,
     CACHED_TOKENS,
     COST,
+    DEADLINE,
     DETAILS,
     DROPPED_REASON,
     EXPLAIN,
@@ -37,10 +38,16 @@ from edge_http.wire.headers import (
     SESSION_ID,
     SHARD,
     SHOULD_RETRY,
+    SLO_TPOT,
+    SLO_TPOT_LLM_D,
+    SLO_TTFT,
+    SLO_TTFT_LLM_D,
 )
+from kvloom.objectives import MAX_MILLISECONDS
 
 _SWITCH: Final = {"type": "string", "enum": ["on", "off"]}
 _TRUE: Final = {"type": "string", "enum": ["true"]}
+_MILLISECONDS: Final = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MILLISECONDS}
 _EVENT_NUMBER: Final = {"type": "integer", "minimum": 0, "maximum": MAX_EVENT_NUMBER}
 
 
@@ -71,6 +78,18 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     CACHE: _parameter(CACHE, "Whether the result cache may have the answer, and keep it; on by default.", _SWITCH),
     RECEIPT: _parameter(RECEIPT, "Whether the answer comes with a signed receipt.", _TRUE),
     EXPLAIN: _parameter(EXPLAIN, "Whether the head of the response tells them.", {"type": "string", "enum": ["1"]}),
+    DEADLINE: _parameter(
+        DEADLINE, "The answer is complete within so many milliseconds of the request's arrival, or fails.",
+        _MILLISECONDS,
+    ),
+    SLO_TTFT: _parameter(
+        SLO_TTFT, f"The first token is due after so many milliseconds, or the request is refused; or {SLO_TTFT_LLM_D}.",
+        _MILLISECONDS,
+    ),
+    SLO_TPOT: _parameter(
+        SLO_TPOT, f"The mean milliseconds between tokens; it is preferred and measured; also {SLO_TPOT_LLM_D}.",
+        _MILLISECONDS,
+    ),
     SESSION_ID: _parameter(
         SESSION_ID, "Requests with the same value belong together; a hint for placement.",
         {"type": "string", "maxLength": MAX_SESSION_KEY_CHARS},
@@ -198,6 +217,6 @@ ANTHROPIC_LIMITS: Final = (ANTHROPIC_REQUEST_ID, *ANTHROPIC_LIMIT_HEADERS, LIMIT
 """What responses have that are charged to a caller's limits, and refusals."""
 GENERATION: Final = (
     *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME),
-    *(IDEMPOTENCY_KEY, LAST_EVENT_ID, PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID),
+    *(IDEMPOTENCY_KEY, LAST_EVENT_ID, PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, DEADLINE, SLO_TTFT, SLO_TPOT),
 )
 """What requests that generate take."""

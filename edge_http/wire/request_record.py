@@ -62,6 +62,11 @@ class RequestRecord:
         self.error_type = ""
         """The reason of the error that the client was sent; "" if there was none."""
 
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the request's head arrived."""
+        return time.monotonic() - self._started_at
+
     def log_fields(self) -> dict[str, str]:
         request = self._request
         tenant = self._callers.caller_of(request)
@@ -130,6 +135,12 @@ def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:
     if isinstance(record, RequestRecord):
         record.response_id, record.model, record.answer = response_id, model, answer
         answer.request_context = record
+
+
+def seconds_since_arrival() -> float:
+    """Since the head of this task's request arrived; 0 where the task has none."""
+    record = current_request()
+    return record.elapsed_seconds if isinstance(record, RequestRecord) else 0.0
 
 
 def log_refused_connection(access_log: AccessLog, status: int, error: KvloomError) -> None:

@@ -49,6 +49,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish
 
 MAX_BUFFERED_TOKENS: Final = 16_384
+LEAST_DEADLINE_MS: Final = 1.0
+"""What a repeated request is sent with if nothing is left of its deadline: the router refuses it with a clear error."""
 CONNECT_TIMEOUT_SECONDS: Final = 10.0
 
 
@@ -280,6 +282,7 @@ class Client:
         requests leaves through here."""
         request_id, has_output, began_at = request.request_id, False, time.monotonic()
         timeout_seconds = request.timeout_seconds
+        deadline_ms = request.objectives.deadline_ms if request.objectives.HasField("deadline_ms") else None
         by_link = request.WhichOneof("input") == "token_ids" and not request.resumable
         for num_retries in itertools.count():
             deltas = self._generate_over_link(request) if by_link else self._generate_by_rpc(request)
@@ -301,6 +304,9 @@ class Client:
             await asyncio.sleep(pause_seconds)
             if timeout_seconds:
                 request.timeout_seconds = left_seconds - pause_seconds
+            if deadline_ms is not None:  # the TTFT counts anew, the deadline does not
+                left_ms = deadline_ms - (time.monotonic() - began_at) * 1e3
+                request.objectives.deadline_ms = max(left_ms, LEAST_DEADLINE_MS)
 
     async def _generate_by_rpc(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
         finishes = Finishes(max(1, request.n))
@@ -367,4 +373,5 @@ def _link_request(request: router_service_pb2.GenerateRequest, num_choices: int)
         pooling=request.pooling if request.HasField("pooling") else None,
         priority_class=request.priority_class,
         fairness_id=request.fairness_id,
+        objectives=request.objectives if request.HasField("objectives") else None,
     )

@@ -12,6 +12,7 @@ from kvloom.client.conversation_options import set_conversation
 from kvloom.conversation.tools import Tool
 from kvloom.enums import Tier
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.objectives import OBJECTIVE_NAMES, check_objectives
 from kvloom.request_fields import flat_field
 from kvloom.sampling import check_num_choices, check_sampling, check_stop
 from kvloom.text.chat_message import ChatMessage
@@ -96,6 +97,13 @@ class GenerateOptions(TypedDict, total=False):
     """Its class (docs/scheduling.md), which decides when it is served. By default that of its tier."""
     fairness_id: str
     """Requests with one id share evenly, with the caller's other ids, what the caller gets. At most 256 characters."""
+    deadline_ms: float
+    """Milliseconds from the request's arrival to its last token. A request that exceeds it fails, at once if that is
+    foreseen (docs/scheduling.md)."""
+    ttft_ms: float
+    """Milliseconds to the first token. A request that cannot meet this fails at once; an admitted one never does."""
+    tpot_ms: float
+    """Mean milliseconds between the tokens after the first. It is only preferred and measured."""
     no_result_cache: bool
     """Neither take the answer from the router's result cache nor keep it there (docs/result-cache.md)."""
     receipt: bool
@@ -154,6 +162,8 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
             raise invalid_argument("tier must be interactive or batch.", "tier")
         request.tier = _TIERS[given["tier"]]
     request.models.extend(given.get("models", ()))
+    for name in OBJECTIVE_NAMES:
+        _set(request.objectives, name, given)
     for name in _SAMPLING:
         _set(request.sampling, name, given)
     if "guide" in given:
@@ -170,6 +180,8 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
         _set_prediction(request, given["prediction"])
     check_sampling(request.sampling)
     check_stop(request.stop)
+    if request.HasField("objectives"):
+        check_objectives(request.objectives, "")
     check_num_choices(given.get("n", 1))
     return request
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
+from kvloom.objectives import objectives_later
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.sampling import draw_seed
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -54,6 +55,10 @@ class MigratingGeneration:
             request.partial_choices.extend(_partial_choice(choice) for choice in self._choices)
             request.starting_after = self.last_event
             request.timeout_seconds = self._seconds_left()
+        if self._request.HasField("objectives"):
+            elapsed_seconds = time.monotonic() - self._began_at
+            later = objectives_later(self._request.objectives, elapsed_seconds, is_admitted=self.has_response)
+            request.objectives.CopyFrom(later)
         self.current_request = request
         self.has_response_from_router = False
         self._num_tokens_before = self._num_tokens

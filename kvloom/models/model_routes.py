@@ -35,6 +35,7 @@ FALLBACK_REASONS: Final = frozenset(
         ErrorReason.ERROR_REASON_QUEUE_FULL,
         ErrorReason.ERROR_REASON_NO_SHARD_READY,
         ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
+        ErrorReason.ERROR_REASON_DEADLINE_IMPOSSIBLE,
         ErrorReason.ERROR_REASON_OVERLOADED,
         ErrorReason.ERROR_REASON_BROWNOUT,
         ErrorReason.ERROR_REASON_SHARD_LOST,

@@ -91,6 +91,15 @@ def announce_leaving() -> None:
     sys.stdout.buffer.flush()
 
 
+END_LINE: Final = b'{"event":"end"}'
+
+
+def announce_end() -> None:
+    """Report to the parent process that this process will end for good: no other one is to take its place."""
+    sys.stdout.buffer.write(END_LINE + b"\n")
+    sys.stdout.buffer.flush()
+
+
 def settle_memory() -> None:
     """Exempt everything that is loaded now from garbage collection, and collect the rest less often: cycles are rare
     here, and no token leaves during a collection. Memory that loading has freed is returned to the system."""

@@ -188,6 +188,8 @@ class GrpcRouterLink:
             submit.priority_class = request.priority_class
         if request.fairness_id:
             submit.fairness_id = request.fairness_id
+        if request.objectives is not None:
+            submit.objectives.CopyFrom(request.objectives)
         if request.has_fallback_model:
             submit.has_fallback_model = True
         self._submits.append(submit)

@@ -69,5 +69,7 @@ class LinkRequest:
     seed_is_drawn: bool = False
     priority_class: str = ""
     fairness_id: str = ""
+    objectives: router_service_pb2.Objectives | None = None
+    """None: it has none."""
     has_fallback_model: bool = False
     """See Submit in router_service.proto."""

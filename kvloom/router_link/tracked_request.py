@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
 from kvloom.errors import KvloomError
+from kvloom.objectives import objectives_later
 from kvloom.router_link.fast_path import FastPathSink
 from kvloom.router_link.link import ChoiceProgress, LinkRequest, Sink
 from kvloom.v1 import generation_pb2
@@ -174,6 +175,9 @@ class TrackedRequest:
             timeout_seconds -= self._owner.now() - self.arrived_at
             if timeout_seconds <= 0:
                 raise KvloomError(_R.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
+        objectives = self.request.objectives
+        if objectives is not None:
+            objectives = objectives_later(objectives, self._owner.now() - self.arrived_at, is_admitted=True)
         partial_choices = [choice for choice in self.choices if not choice.is_done]
         # The choices that had ended before this object was made have no tokens here.
         num_ended_tokens = sum(len(choice.token_ids) for choice in self.choices if choice.is_done)
@@ -181,6 +185,7 @@ class TrackedRequest:
             self.request,
             partial_choices=partial_choices,
             timeout_seconds=timeout_seconds,
+            objectives=objectives,
             num_ended_tokens=self.request.num_ended_tokens + num_ended_tokens,
             num_ended_reasoning_tokens=self.request.num_ended_reasoning_tokens + self._num_ended_reasoning_tokens,
         )

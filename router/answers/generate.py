@@ -23,7 +23,7 @@ from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived
 from router.core.frames import Finish, Start, Step
 from router.core_driver import CoreDriver
-from router.intake import AcceptedGenerate, Intake, new_request_id, seed_of
+from router.intake import AcceptedGenerate, Intake, new_request_id, seed_of, within_deadline
 from router.links.step_outbox import StepOutbox
 from router.partial_choices import named_for_callers
 
@@ -98,6 +98,9 @@ class GenerateCall:
             raise
         if self._is_settled:
             raise _settled()
+        seconds = self._context.time_remaining()
+        if seconds is not None:  # then gRPC ends the call, whatever has arrived
+            accepted = accepted._replace(request=within_deadline(accepted.request, seconds))
         return accepted
 
     def _leave(self) -> None:

@@ -9,6 +9,7 @@ actions.py               what the core wants done
 frames.py                one engine step as it enters and leaves the core
 lease_messages.py        leases of limits: what is asked of their owners, and what they answer
 live.py                  clients, live requests, their choices and their attempts
+objectives.py            what a caller expects of the speed of its answer, and what became of it
 request_end.py           how a request ended, and how often it was moved
 priority_classes.py      the classes of requests: which goes first, and what each is guaranteed
 request_usage.py         what a usage record needs of a request

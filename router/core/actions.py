@@ -3,6 +3,7 @@ for each peer."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import msgspec
@@ -13,6 +14,7 @@ from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseWant, LimitCount
+from router.core.objectives import ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.priority_classes import INTERACTIVE, PriorityClass
 from router.core.request_end import NO_MOVES, End, Moves, end_of
@@ -135,6 +137,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
     is_admitted: bool = True
     moves: Moves = NO_MOVES
     priority_class: PriorityClass = INTERACTIVE
+    objectives: ObjectivesOutcome | None = None
+    """None: it had none."""
 
     @property
     def end(self) -> End:
@@ -187,11 +191,22 @@ class ShardHealthChanged(msgspec.Struct, frozen=True):
     """The reason why the shard is not healthy; "" when it is."""
 
 
+class MoveReason(enum.StrEnum):
+    """Why requests were taken off a shard."""
+
+    SUSPECTED = "suspected"
+    HAND_OVER = "hand_over"
+    """It drains, and the time for which they could stay has passed."""
+    NOTICE = "notice"
+    """It drains, and has to be empty soon."""
+
+
 class RequestsMoved(msgspec.Struct, frozen=True):
     """Requests were taken off a shard and continue on others."""
 
     shard_id: str
     num_requests: int
+    reason: MoveReason
 
 
 class SequencesPreempted(msgspec.Struct, frozen=True):

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvloom.errors import KvloomError
-from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core import events as ev
 from router.core import integrity
@@ -30,11 +29,19 @@ from router.core.degradation import Degradation
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.overload import OverloadGuard, retry_after_seconds
-from router.core.dispatch.refusals import check_shard, draining, queue_timeout
+from router.core.dispatch.refusals import (
+    check_shard,
+    deadline_exceeded,
+    draining,
+    queue_timeout,
+    shard_departed,
+    shard_lost,
+)
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import Event, Request, Tier
 from router.core.fleet.fleet import Fleet, Shard, ShardState
 from router.core.fleet.shard_health import HealthState
+from router.core.health.departing_shards import DepartingShards
 from router.core.health.health_watch import HealthWatch
 from router.core.health.migrator import Migrator
 from router.core.live import Client, LiveRequest
@@ -69,8 +76,10 @@ class RouterCore:
         self._ledger = LoadLedger()
         self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
-        fair_shares = FairShares(config.fairness, self._fleet, self._ledger, config.classes)
         policy = built_in_policy(config.policy) if config.plugin_policy is None else config.plugin_policy()
+        fair_shares = FairShares(
+            config.fairness, self._fleet, self._ledger, config.classes, sends_at_once=policy.hold is None
+        )
         self._placer = Placer(self._fleet, self._index, self._ledger, policy, seed, fair_shares.must_leave_room)
         self._attempt_sender = AttemptSender(
             self._fleet,
@@ -109,7 +118,9 @@ class RouterCore:
             None if limiter is None else HeldRequests(limiter, self._fleet, self._lifecycle, self._action_buffer)
         )
         patience_seconds = config.overload.outage_patience_seconds
-        self._outage = Outage(self._attempt_sender.queue, self._lifecycle, self._deadlines, patience_seconds)
+        self._outage = Outage(
+            self._fleet, self._attempt_sender.queue, self._lifecycle, self._deadlines, patience_seconds
+        )
         self._verdicts = Verdicts(self._lifecycle, self._screening, config)
         self._arrivals = Arrivals(
             config,
@@ -136,6 +147,7 @@ class RouterCore:
         self._health = HealthWatch(
             config.health, self._fleet, self._ledger, self._attempt_sender, migrator, self._action_buffer
         )
+        self._departing = DepartingShards(self._fleet, self._ledger, migrator, self._action_buffer)
         shard_events = ShardEventHandler(
             self._fleet,
             self._index,
@@ -143,6 +155,7 @@ class RouterCore:
             self._attempt_sender,
             relay,
             self._health,
+            self._departing,
             self._action_buffer,
             serve_queue=self._serve_queue,
             note_fleet_change=self._note_fleet_change,
@@ -248,6 +261,8 @@ class RouterCore:
         )
         if self._limits is not None:
             at = min(at, self._limits.next_deadline())
+        if self._departing.num_departing:
+            at = min(at, self._departing.next_deadline())
         if self._brownout is not None:
             at = min(at, self._brownout.next_deadline())
         return None if at == math.inf else at
@@ -351,14 +366,14 @@ class RouterCore:
         self._action_buffer.drop_cancels(event.shard_id)
         self._attempt_sender.queue.requeue_all(shard, now)
         self._health.on_shard_down(shard)
+        self._departing.on_shard_down(shard)
         self._fleet.remove(event.shard_id)
         self._ledger.remove_shard(event.shard_id)
         self._index.remove_shard(event.shard_id)
-        error = KvloomError(
-            ErrorReason.ERROR_REASON_SHARD_LOST, "The shard that served this request was lost.", retry_after_seconds=1.0
-        )
+        is_noticed = shard.departure is not None
+        error = shard_departed() if is_noticed else shard_lost()
         for choice in lost:
-            self._lifecycle.retry(choice, error, event.shard_id, now)
+            self._lifecycle.retry(choice, error, event.shard_id, now, is_noticed=is_noticed)
         self._attempt_sender.legs.on_shard_lost(preparing, now)
         self._note_fleet_change()
 
@@ -376,6 +391,7 @@ class RouterCore:
     def _on_tick(self, now: float) -> None:
         self._index.settle()
         self._health.on_tick(now)
+        self._departing.on_tick(now)
         self._verdicts.expire(now)
         if self._brownout is not None:
             self._brownout.pass_time(now)
@@ -395,8 +411,10 @@ class RouterCore:
 
     def _expiry(self, live: LiveRequest, now: float) -> KvloomError | None:
         if now >= live.deadline:
-            return KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
+            return deadline_exceeded(live)
         if live.is_queued and live.first_dispatched_at is None and now >= live.queue_deadline:
+            if self._overload.waits_for_deadline(live):
+                return deadline_exceeded(live)
             return queue_timeout(live.request.request_id, now - live.arrived_at)
         return None
 

@@ -17,6 +17,7 @@ from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUs
 from router.core.degradation import Degradation
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName
+from router.core.objectives import Objectives
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 
 
@@ -110,6 +111,8 @@ class Request(msgspec.Struct, frozen=True):
     """Whether none of the blocks that it computes are kept; it uses those of its cache salt."""
     has_fallback_model: bool = False
     """Whether its client has another model for it, so that this one may refuse it in a brownout."""
+    objectives: Objectives | None = None
+    """What its caller expects of its speed; None: nothing."""
     degradation: Degradation | None = None
     """How its answer is degraded. The core sets this when it admits the request; None: it is not."""
 
@@ -180,6 +183,8 @@ class ShardLoad(msgspec.Struct):
     """Whether its model is to end: see ShardService.Withdraw."""
     asleep: bool = False
     """Whether it sleeps, or is about to: see ShardService.Sleep."""
+    empty_within_seconds: float | None = None
+    """While it drains and has to be empty soon, the time that is left."""
     num_own_running: int = 0
     """The part of `num_running` that came over this router's stream; the others belong to other routers."""
     num_own_waiting: int = 0

@@ -39,6 +39,8 @@ class Moves(msgspec.Struct, frozen=True):
     """It was taken off a shard that was suspected, drained or handed over its work."""
     num_failovers: int = 0
     """Its shard, or its engine, had failed."""
+    num_notice_migrations: int = 0
+    """Those of the migrations for which the shard had notice that it ends."""
 
     @property
     def words(self) -> list[str]:
@@ -51,13 +53,17 @@ class Moves(msgspec.Struct, frozen=True):
         return [word for word, count in counts.items() if count]
 
     def with_preemption(self) -> Moves:
-        return Moves(self.num_preemptions + 1, self.num_migrations, self.num_failovers)
+        return msgspec.structs.replace(self, num_preemptions=self.num_preemptions + 1)
 
-    def with_migration(self) -> Moves:
-        return Moves(self.num_preemptions, self.num_migrations + 1, self.num_failovers)
+    def with_migration(self, *, is_noticed: bool = False) -> Moves:
+        return msgspec.structs.replace(
+            self,
+            num_migrations=self.num_migrations + 1,
+            num_notice_migrations=self.num_notice_migrations + is_noticed,
+        )
 
     def with_failover(self) -> Moves:
-        return Moves(self.num_preemptions, self.num_migrations, self.num_failovers + 1)
+        return msgspec.structs.replace(self, num_failovers=self.num_failovers + 1)
 
 
 NO_MOVES: Final = Moves()

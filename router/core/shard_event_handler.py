@@ -11,6 +11,7 @@ from router.core.action_buffer import ActionBuffer
 from router.core.actions import WantKvSnapshot
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Fleet
+from router.core.health.departing_shards import DepartingShards
 from router.core.health.health_watch import HealthWatch
 from router.core.load.load_ledger import LoadLedger
 from router.core.prefix_index.prefix_index import PrefixIndex
@@ -45,6 +46,7 @@ class ShardEventHandler:
         attempt_sender: AttemptSender,
         relay: Relay,
         health: HealthWatch,
+        departing: DepartingShards,
         action_buffer: ActionBuffer,
         *,
         serve_queue: Callable[[float], None],
@@ -56,6 +58,7 @@ class ShardEventHandler:
         self._queue = attempt_sender.queue
         self._relay = relay
         self._health = health
+        self._departing = departing
         self._action_buffer = action_buffer
         self._serve_queue = serve_queue
         self._note_fleet_change = note_fleet_change
@@ -131,3 +134,5 @@ class ShardEventHandler:
         if shard.health is not None:
             shard.health.note_load(event.load)
         self._health.on_load(shard, hands_over=event.load.hand_over and event.load.draining, now=now)
+        if event.load.empty_within_seconds is not None or shard.departure is not None:
+            self._departing.on_load(shard, event.load.empty_within_seconds if event.load.draining else None, now)

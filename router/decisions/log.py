@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
-from router.core.request_end import End
 from router.decisions.journal import DecisionJournal
 from router.decisions.packing import pack_attempt, unpack_attempt
 from router.decisions.records import AttemptRecord, RequestLine
@@ -21,8 +21,12 @@ MAX_REMEMBERED_BYTES: Final = 64 * 2**20
 """The limit for everything that is remembered. It is reached before `max_remembered` only with hundreds of shards."""
 
 
+UNPLACED_PART: Final = 4
+"""One in so many remembered requests may be one that was never placed."""
+
+
 class RememberedRequest(msgspec.Struct):
-    """A request that was placed, or that was evicted from the queue before."""
+    """A request that was placed, or ended with an error before."""
 
     request_id: str
     num_prompt_tokens: int
@@ -59,12 +63,12 @@ class DecisionLog:
         journal: DecisionJournal | None = None,
         *,
         max_remembered_bytes: int = MAX_REMEMBERED_BYTES,
-        remembers_evicted: bool = False,
+        remembers_unplaced: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`remembers_evicted`: also requests that were evicted before they were placed. `clock` returns Unix
+        """`remembers_unplaced`: also requests that ended with an error before they were placed. `clock` returns Unix
         seconds."""
-        self._remembers_evicted = remembers_evicted
+        self._remembers_unplaced = remembers_unplaced
         self._max_remembered = max_remembered
         self._journal = journal
         self._max_remembered_bytes = max_remembered_bytes
@@ -73,6 +77,9 @@ class DecisionLog:
         self._by_client_request_id: dict[str, dict[str, None]] = {}
         """The ids of the remembered requests that a caller gave the same id, oldest first."""
         self._num_bytes = 0
+        self._max_unplaced = max_remembered // UNPLACED_PART
+        self._unplaced: dict[str, None] = {}
+        """The ids of the remembered requests that were never placed, oldest first."""
 
     @property
     def num_remembered(self) -> int:
@@ -108,10 +115,7 @@ class DecisionLog:
         packed = pack_attempt(decision, now)
         remembered.packed_attempts.append(packed)
         self._num_bytes += len(packed)
-        while len(self._remembered) > self._max_remembered or (
-            self._num_bytes > self._max_remembered_bytes and len(self._remembered) > 1
-        ):
-            self._forget(next(iter(self._remembered)))
+        self._forget_oldest()
 
     def _remember(self, remembered: RememberedRequest) -> None:
         request_id, client_request_id = remembered.request_id, remembered.client_request_id
@@ -122,9 +126,9 @@ class DecisionLog:
 
     def request_ended(self, ended: RequestEnded) -> None:
         if not ended.num_attempts:
-            # A rejected one is not remembered: perhaps an earlier request of this id still runs.
-            if self._remembers_evicted and ended.end is End.EVICTED:
-                self._remember_evicted(ended)
+            # A rejected one may have the id of an earlier request, which still runs.
+            if self._remembers_unplaced and ended.reason == FINISH_REASON_ERROR:
+                self._remember_unplaced(ended)
             return
         remembered = self._remembered.get(ended.request_id)
         if remembered is None or remembered.ended is not None:
@@ -135,29 +139,45 @@ class DecisionLog:
             self._num_bytes -= len(line.block_hashes)
             self._journal.end_line(line, ended, remembered.attempts)
 
-    def _remember_evicted(self, ended: RequestEnded) -> None:
-        remembered = RememberedRequest(
-            ended.request_id,
-            ended.num_prompt_tokens,
-            ended.tenant,
-            ended.priority_class,
-            client_request_id=ended.client_request_id,
-            ended=ended,
-        )
-        self._remember(remembered)
-        if len(self._remembered) > self._max_remembered:
-            self._forget(next(iter(self._remembered)))
+    def _remember_unplaced(self, ended: RequestEnded) -> None:
+        """Remember a request that was refused, or left the queue with an error. One of the same id that was placed is
+        not forgotten for it. In a flood of refusals, most displace only earlier ones."""
+        request_id = ended.request_id
+        if request_id in self._remembered and request_id not in self._unplaced:
+            return
+        while self._unplaced and len(self._unplaced) >= self._max_unplaced:
+            self._forget(next(iter(self._unplaced)))
+        if self._max_unplaced:
+            remembered = RememberedRequest(
+                request_id,
+                ended.num_prompt_tokens,
+                ended.tenant,
+                ended.priority_class,
+                client_request_id=ended.client_request_id,
+                ended=ended,
+            )
+            self._remember(remembered)
+            self._unplaced[request_id] = None
+            self._forget_oldest()
 
     def fleet_changed(self) -> None:
         """Called when shards have come, gone or begun to drain."""
         if self._journal is not None:
             self._journal.fleet_changed()
 
+    def _forget_oldest(self) -> None:
+        """Keep within the bounds."""
+        while len(self._remembered) > self._max_remembered or (
+            self._num_bytes > self._max_remembered_bytes and len(self._remembered) > 1
+        ):
+            self._forget(next(iter(self._remembered)))
+
     def _forget(self, request_id: str) -> None:
         forgotten = self._remembered.pop(request_id, None)
         if forgotten is None:
             return
         self._num_bytes -= forgotten.num_bytes
+        self._unplaced.pop(request_id, None)
         siblings = self._by_client_request_id.get(forgotten.client_request_id)
         if siblings is not None:
             del siblings[request_id]

@@ -16,6 +16,7 @@ from kvloom.v1.router_service_pb2 import (
     RequestOutcome,
     ShardScore,
 )
+from router.convert import objectives_outcome_to_proto
 from router.core.actions import RequestEnded
 from router.core.placement.plan import PlacementPlan, ShardPlan
 from router.decisions.log import RememberedRequest
@@ -98,8 +99,8 @@ def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Seque
 def not_remembered(request_id: str, field: str = "request_id") -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_NOT_FOUND,
-        f"This router remembers no placement of a request {request_id!r}. The request was never placed, another router "
-        "placed it, it was placed too long ago, or it was not sampled (router.decision_log).",
+        f"This router remembers no placement of a request {request_id!r}. The request never arrived, another router "
+        "had it, it was too long ago, or it was not sampled (router.decision_log).",
         field=field,
     )
 
@@ -129,9 +130,12 @@ def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> Req
         num_preemptions=ended.moves.num_preemptions,
         num_migrations=ended.moves.num_migrations,
         num_failovers=ended.moves.num_failovers,
+        num_notice_migrations=ended.moves.num_notice_migrations,
         end=ended.end.value,
         rank=ended.priority_class.rank_after(ended.queue_time_seconds),
     )
+    if ended.objectives is not None:
+        outcome.objectives.CopyFrom(objectives_outcome_to_proto(ended.objectives))
     first = attempts[0] if attempts else None
     if first is not None and first.attempt_id == 1:
         picked = next(score.to_plan() for score in first.shards if score.shard_id == first.picked_shard_id)

@@ -27,6 +27,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import (
     LimitsCounted,
+    MoveReason,
     RequestDegraded,
     RequestEnded,
     RequestsMoved,
@@ -35,6 +36,7 @@ from router.core.actions import (
 )
 from router.core.fleet.shard_health import HealthState
 from router.core.lease_messages import LimitCount
+from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.request_end import Moves
 from router.core.tenancy.limiter import Limiter
 from router.metering.metrics import MeteringMetrics
@@ -126,10 +128,12 @@ def _router() -> CollectorRegistry:
     metrics.request_ended(
         RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, moves=Moves(num_failovers=1))
     )
+    refused = ObjectivesOutcome(Objectives(1.0), "interactive", None, Cause.LOAD, deadline_met=False)
+    metrics.request_ended(RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, objectives=refused))
     metrics.tokens_credited(Credit("r", "t", MODEL, 1))
     metrics.request_refused(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, ""))
     metrics.shard_health_changed(ShardHealthChanged("shard-0", HealthState.SUSPECTED, "stalled"))
-    metrics.requests_moved(RequestsMoved("shard-0", 1))
+    metrics.requests_moved(RequestsMoved("shard-0", 1, MoveReason.NOTICE))
     metrics.sequences_preempted(SequencesPreempted("shard-0", "t", [1]))
     metrics.request_degraded(RequestDegraded(MODEL, ("max_tokens",)))
     metrics.watch(lambda: dict.fromkeys(GAUGES, 0.0))

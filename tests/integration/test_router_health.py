@@ -57,7 +57,7 @@ async def test_answers_migrate_from_a_hung_shard_and_it_is_used_again(world: Rou
         assert answer.token_ids[0] == expected_tokens([i, 5, 9], 0, NUM_TOKENS)
         assert answer.texts[0] == expected_text([i, 5, 9], 0, NUM_TOKENS)
         assert answer.finish.num_output_tokens == NUM_TOKENS
-    assert world.metric("kvloom_router_requests_moved_total") == num_hung
+    assert world.metric("kvloom_router_requests_moved_total", reason="suspected") == num_hung
     assert world.metric("kvloom_router_shard_trips_total", symptom="stalled") == 1
     hung.resume()
     await eventually(lambda: health(world, hung_id, "healthy"), "the shard's return")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2, shard_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from shard_server.spot_notice import SpotNotices
 from tests.fakes.shard_world import EOS, VOCABULARY, RouterEnd, ShardWorld, shard_world, sim_config, submit_of, text_of
 
 PROMPT = list(range(100, 140))
@@ -222,6 +224,68 @@ async def test_a_drain_with_a_deadline_asks_routers_to_move_what_runs() -> None:
         refused = await world.stub.Drain(shard_service_pb2.DrainRequest(draining=True, deadline_seconds=-1.0))
         assert refused.error.field == "deadline_seconds"
         assert not (await world.stub.GetInfo(shard_service_pb2.GetInfoRequest())).load.draining
+
+
+async def test_notice_tells_routers_how_long_the_shard_stays() -> None:
+    """They decide what moves. What has not moved runs until the process has to end, and is returned then."""
+    ends: list[str] = []
+    async with shard_world(sim_config(), on_leave=lambda: ends.append("ends")) as world:
+        router = await world.router()
+        await router.submit(1, PROMPT, max_tokens=8000)
+        await router.read_until(lambda: 1 in router.tokens)
+        await world.stub.Drain(shard_service_pb2.DrainRequest(draining=True, empty_within_seconds=0.5, exit=True))
+        await router.read_until(lambda: router.load.draining)
+        assert 0.0 < router.load.empty_within_seconds <= 0.5
+        assert ends == ["ends"]
+        refused = await world.stub.Drain(shard_service_pb2.DrainRequest(draining=False))
+        assert refused.error.reason == ErrorReason.ERROR_REASON_DRAINING
+        finish = await router.finish_of(1)
+        assert finish.error.reason == ErrorReason.ERROR_REASON_DRAINING
+        await asyncio.wait_for(world.serving, 10)
+
+
+async def test_a_shard_with_notice_ends_as_soon_as_it_is_empty() -> None:
+    """A machine that is not needed any more is not paid for until the deadline."""
+    async with shard_world(sim_config(), on_leave=lambda: None) as world:
+        router = await world.router()
+        await router.submit(1, PROMPT, max_tokens=20)
+        await world.stub.Drain(shard_service_pb2.DrainRequest(draining=True, empty_within_seconds=600.0, exit=True))
+        assert (await router.finish_of(1)).reason == generation_pb2.FINISH_REASON_LENGTH
+        await asyncio.wait_for(world.serving, 10)
+
+
+async def test_a_notice_in_a_file_ends_the_shard(tmp_path: Path) -> None:
+    """As an agent on the machine writes it when the cloud takes the machine back."""
+    file = tmp_path / "notice"
+    async with shard_world(sim_config(), on_leave=lambda: None, notices=SpotNotices(str(file), 600.0)) as world:
+        router = await world.router()
+        await router.submit(1, PROMPT, max_tokens=8000)
+        await router.read_until(lambda: 1 in router.tokens)
+        file.write_text("5\n")
+        await router.read_until(lambda: router.load.HasField("empty_within_seconds"))
+        assert router.load.empty_within_seconds <= 5.0
+        await router.write(cancel_slots=[1])
+        await asyncio.wait_for(world.serving, 10)
+
+
+@pytest.mark.parametrize(
+    ("order", "field"),
+    [
+        ({"draining": True, "empty_within_seconds": 0.0}, "empty_within_seconds"),
+        ({"draining": True, "empty_within_seconds": float("nan")}, "empty_within_seconds"),
+        ({"draining": False, "empty_within_seconds": 5.0}, "empty_within_seconds"),
+        ({"draining": True, "empty_within_seconds": 5.0, "deadline_seconds": 5.0}, "deadline_seconds"),
+        ({"draining": True, "exit": True}, "exit"),
+        ({"draining": True, "empty_within_seconds": 5.0, "exit": True}, "exit"),  # it has no `on_leave`
+    ],
+)
+async def test_orders_that_contradict_themselves_are_refused(
+    world: ShardWorld, order: dict[str, Any], field: str
+) -> None:
+    """The error names the field, and nothing has changed."""
+    answer = await world.stub.Drain(shard_service_pb2.DrainRequest(**order))
+    assert answer.error.field == field
+    assert not (await world.stub.GetInfo(shard_service_pb2.GetInfoRequest())).load.draining
 
 
 async def test_info_and_load_are_there_for_people(world: ShardWorld, router: RouterEnd) -> None:

@@ -15,12 +15,15 @@ kv_shares.py                `kvloom bench kv-shares`: cache hits of a tenant tha
 memory.py                   `kvloom bench memory`: what bursts leave behind, and how long they hold up the edge
 memory_bursts.py            the bursts
 live_probe.py               asks an edge whether it is alive, from a process of its own
+fair_queue.py               `kvloom bench fair-queue`: what the next request costs to find among many tenants
 fairness.py                 `kvloom bench fairness`
 fairness_model.py           what a tenant that floods the fleet costs another one, in virtual time
 brownout.py                 `kvloom bench brownout`
 brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
+spot_notice.py              `kvloom bench spot-notice`
+spot_notice_run.py          a shard with notice under load, and what its streams noticed
 tenant_timing.py            `kvloom bench tenant-timing`: what the time to the first token tells another tenant
 auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom bench index`: the router's prefix index

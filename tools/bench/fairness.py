@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +14,8 @@ from router.core.placement import POLICIES
 from tools.bench.fairness_model import FairnessPlan, run
 from tools.options import option
 from tools.simulate.fleet.profile import PROFILES
+from tools.simulate.plot import check_plot_file, draw
+from tools.simulate.runs import Curves
 
 
 @click.command()
@@ -57,12 +60,28 @@ from tools.simulate.fleet.profile import PROFILES
     scope="bench-fairness",
     help="Virtual time during which requests arrive.",
 )
+@option(
+    "--competing-prefill-seconds",
+    type=click.FloatRange(min=0),
+    scope="bench-fairness",
+    help="In place of the router's default; 0: no limit.",
+)
 @option("--seed", type=click.IntRange(0), default=1, show_default=True, scope="bench-fairness")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw the distribution of the calm tenant's TTFT into this .svg or .png file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_fairness(as_json: bool, **plan: Any) -> None:
+def bench_fairness(as_json: bool, plot: Path | None, **plan: Any) -> None:
     """Measure how much later a calm tenant's answers begin beside one that floods the fleet than alone, with the real
     router core and modelled shards in virtual time, so that the figures are the same on every machine."""
-    report = run(FairnessPlan(**plan))
+    curves: dict[str, Curves] = {}
+    if plot is not None:
+        check_plot_file(plot)
+    report = run(FairnessPlan(**plan), curves)
+    if plot is not None:
+        draw(plot, curves, f"TTFT of the calm tenant, {report['num_shards']} x {report['profile']}, {report['policy']}")
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -86,4 +105,5 @@ def bench_fairness(as_json: bool, **plan: Any) -> None:
             f"{row['ttft_p99']:.2f}",
         )
     console.print(table)
+    console.print(f"beside the flood, the fleet served {report['served_tokens_per_second']:.0f} tokens/s of both")
     console.print(f"TTFT p99 beside the flood: {report['ttft_p99_rise']:+.0%} against alone")

@@ -18,6 +18,7 @@ from router.core_config import core_config
 from tools.bench.overload_model import OverloadPlan, PoissonCalls, find_capacity
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
+from tools.simulate.runs import Curves
 from tools.simulate.workload import Call, Outcome
 from tools.simulate.world import simulate
 
@@ -40,6 +41,8 @@ class FairnessPlan:
     """Virtual time during which requests arrive."""
     warm_up_seconds: float = 10.0
     """Arrivals of the first seconds are not counted: the flood begins in an empty fleet, as it does alone."""
+    competing_prefill_seconds: float | None = None
+    """In place of router.fairness.competing_prefill_seconds."""
     seed: int = 1
 
 
@@ -71,8 +74,9 @@ def _of(tenant: str, calls: Iterable[tuple[float, Call]], first_number: int) -> 
         )
 
 
-def run(plan: FairnessPlan) -> dict[str, Any]:
-    """Measure the calm tenant alone, and both together with and without fair sharing."""
+def run(plan: FairnessPlan, curves: dict[str, Curves] | None = None) -> dict[str, Any]:
+    """Measure the calm tenant alone, and both together with and without fair sharing. The calm tenant's TTFTs are added
+    to `curves`."""
     capacity = find_capacity(OverloadPlan(num_shards=plan.num_shards, profile=plan.profile, seed=plan.seed))
     rate = plan.calm_load * capacity
     alone = _measure(plan, rate, has_flood=False, is_fair=True)
@@ -84,10 +88,14 @@ def run(plan: FairnessPlan) -> dict[str, Any]:
         {"run": "the flood itself", **_row(fair, FLOOD, plan)},
         {"run": "beside the flood, as one tenant", **_row(as_one, CALM, plan)},
     ]
+    if curves is not None:
+        for row, outcomes in zip((rows[0], rows[1], rows[3]), (alone, fair, as_one), strict=True):
+            curves[row["run"]] = Curves(_ttfts(outcomes, CALM, plan), [])
     return {
         "capacity_per_second": round(capacity, 2),
         **dataclasses.asdict(plan),
         "rows": rows,
+        "served_tokens_per_second": _served(fair, plan),
         "ttft_p99_rise": round(rows[1]["ttft_p99"] / rows[0]["ttft_p99"] - 1, 4),
     }
 
@@ -106,8 +114,14 @@ def _measure(plan: FairnessPlan, rate: float, *, has_flood: bool, is_fair: bool)
 
 def _core_config(plan: FairnessPlan) -> CoreConfig:
     """The router's defaults, without a safety service."""
+    config = core_config(KvloomConfig())
+    assert config.fairness is not None
+    fairness = config.fairness
+    if plan.competing_prefill_seconds is not None:
+        fairness = dataclasses.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
     return dataclasses.replace(
-        core_config(KvloomConfig()),
+        config,
+        fairness=fairness,
         policy=plan.policy,
         answer_mode="off",
         safety_required=False,
@@ -119,7 +133,7 @@ def _core_config(plan: FairnessPlan) -> CoreConfig:
 
 def _row(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> dict[str, Any]:
     counted = [one for one in outcomes if one.call.tenant == tenant and one.arrived_at >= plan.warm_up_seconds]
-    good = sorted(one.ttft_seconds for one in counted if not one.failed)
+    good = _ttfts(outcomes, tenant, plan)
     num_tokens = sum(one.call.num_output_tokens for one in counted if not one.failed)
     return {
         "requests": len(counted),
@@ -128,6 +142,21 @@ def _row(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> dict[s
         "ttft_p50": _percentile(good, 0.5),
         "ttft_p99": _percentile(good, 0.99),
     }
+
+
+def _ttfts(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> list[float]:
+    return sorted(
+        one.ttft_seconds
+        for one in outcomes
+        if one.call.tenant == tenant and one.arrived_at >= plan.warm_up_seconds and not one.failed
+    )
+
+
+def _served(outcomes: Sequence[Outcome], plan: FairnessPlan) -> float:
+    """Prompt and output tokens, of both tenants, of the answers that ended while requests arrived."""
+    ended = [one.call for one in outcomes if not one.failed and plan.warm_up_seconds <= one.finished_at <= plan.seconds]
+    num_tokens = sum(call.num_prompt_tokens + call.num_output_tokens for call in ended)
+    return round(num_tokens / (plan.seconds - plan.warm_up_seconds), 1)
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

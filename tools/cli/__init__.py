@@ -8,7 +8,7 @@ launch.py         launches the fabric for up
 status.py         status
 restart.py        restart
 reload.py         reload
-drain.py          drain and undrain
+drain.py          drain, undrain and scale-in
 logs.py           logs
 chat.py           chat
 explain.py        explain

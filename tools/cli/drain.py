@@ -1,9 +1,11 @@
-"""`kvloom drain` and `kvloom undrain`: take a shard out of service without losing its requests, and put it back."""
+"""`kvloom drain`, `kvloom undrain` and `kvloom scale-in`: take a shard out of service without losing its requests, put
+it back, or end it for good."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -11,13 +13,17 @@ import click
 import grpc
 
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from kvloom.v1.shard_service_pb2 import DrainRequest
 from tools.failures import CommandError
 from tools.fleet.members import Fleet
-from tools.options import config_option, data_dir_option, option
+from tools.options import Seconds, config_option, data_dir_option, option
 from tools.supervisor.readiness import reachable_address
 
 POLL_SECONDS: Final = 0.1
 CALL_TIMEOUT_SECONDS: Final = 5.0
+MAX_WITHIN_SECONDS: Final = 7 * 24 * 3600.0
+EXIT_SECONDS: Final = 15.0
+"""How long a process may take to end after its time, before that is an error."""
 _LOST: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
@@ -30,16 +36,55 @@ _LOST: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, 
     metavar="S",
     help="The time after which running requests are moved to other shards.  [default: wait until they end]",
 )
+@option(
+    "--within",
+    scope="drain",
+    type=Seconds(MAX_WITHIN_SECONDS),
+    metavar="TIME",
+    help="SHARD has to be empty by then, as in 5s: what will not end in time moves before, one request after another.",
+)
 @data_dir_option
 @config_option
-def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, config_file: Path | None) -> None:
+def drain(
+    shard: str,
+    deadline_seconds: float | None,
+    within: float | None,
+    data_dir: Path | None,
+    config_file: Path | None,
+) -> None:
     """Send no new requests to SHARD (a name in `kvloom status`), and return when it has no requests left.
 
     SHARD may be on any machine of the fleet. Requests for which no other shard has room stay on SHARD. It drains until
     `kvloom undrain` or a restart of its process, even if this command is interrupted.
     """
-    asyncio.run(_drain(shard, Fleet.open(data_dir, config_file), deadline_seconds))
+    if deadline_seconds is not None and within is not None:
+        raise click.UsageError("give --deadline-seconds or --within")
+    request = DrainRequest(draining=True, deadline_seconds=deadline_seconds, empty_within_seconds=within)
+    asyncio.run(_drain(shard, Fleet.open(data_dir, config_file), request))
     print(f"{shard} is drained")
+
+
+@click.command("scale-in")
+@click.argument("shard")
+@option(
+    "--within",
+    scope="scale_in",
+    type=Seconds(MAX_WITHIN_SECONDS),
+    default="30s",
+    show_default=True,
+    metavar="TIME",
+    help="SHARD ends by then at the latest, as in 5s.",
+)
+@data_dir_option
+@config_option
+def scale_in(shard: str, within: float, data_dir: Path | None, config_file: Path | None) -> None:
+    """End SHARD (a name in `kvloom status`, on any machine of the fleet) for good, without ending a stream.
+
+    What will not end in time moves to other shards, one request after another. Without another shard, running requests
+    are held until one comes. Returns when the process has ended; it is not restarted. It cannot be taken back.
+    """
+    asyncio.run(_scale_in(shard, Fleet.open(data_dir, config_file), within))
+    print(f"{shard} has ended")
 
 
 @click.command()
@@ -68,13 +113,12 @@ async def find_shard(fleet: Fleet, name: str) -> str:
     return records[name].address
 
 
-async def _drain(shard: str, fleet: Fleet, deadline_seconds: float | None) -> None:
+async def _drain(shard: str, fleet: Fleet, request: DrainRequest) -> None:
     """Prints the counts to stderr whenever they change."""
     address = await find_shard(fleet, shard)
     try:
         async with fleet.trust.open_channel(address, "shard", shard) as channel:
             stub = shard_service_pb2_grpc.ShardServiceStub(channel)
-            request = shard_service_pb2.DrainRequest(draining=True, deadline_seconds=deadline_seconds)
             answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
             if answer.HasField("error"):
                 raise CommandError(answer.error.message)
@@ -93,12 +137,43 @@ async def _drain(shard: str, fleet: Fleet, deadline_seconds: float | None) -> No
         raise _unreachable(shard, address, error) from error
 
 
+async def _scale_in(shard: str, fleet: Fleet, within_seconds: float) -> None:
+    """Returns when the shard does not answer any more, and is not in the state of this machine."""
+    address = await find_shard(fleet, shard)
+    request = DrainRequest(draining=True, empty_within_seconds=within_seconds, exit=True)
+    give_up_at = time.monotonic() + within_seconds + EXIT_SECONDS
+    is_asked = False
+    try:
+        async with fleet.trust.open_channel(address, "shard", shard) as channel:
+            stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+            answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
+            if answer.HasField("error"):
+                raise CommandError(answer.error.message)
+            is_asked = True
+            print(f"{shard}: {answer.num_running} running, {answer.num_waiting} waiting", file=sys.stderr)
+            while time.monotonic() < give_up_at:
+                await asyncio.sleep(POLL_SECONDS)
+                await stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        if not is_asked or error.code() not in _LOST:
+            raise _unreachable(shard, address, error) from error
+    while await _is_in_state(shard, fleet):
+        if time.monotonic() >= give_up_at:
+            raise CommandError(f"{shard} was told to end, and has not ended {EXIT_SECONDS:g} s after its time")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _is_in_state(shard: str, fleet: Fleet) -> bool:
+    local, _ = await fleet.local_state()
+    return local is not None and any(process.name == shard for process in local.processes)
+
+
 async def _undrain(shard: str, fleet: Fleet) -> None:
     address = await find_shard(fleet, shard)
     try:
         async with fleet.trust.open_channel(address, "shard", shard) as channel:
             stub = shard_service_pb2_grpc.ShardServiceStub(channel)
-            request = shard_service_pb2.DrainRequest(draining=False)
+            request = DrainRequest(draining=False)
             answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:
         raise _unreachable(shard, address, error) from error

@@ -19,7 +19,7 @@ from kvloom.errors import KvloomError
 from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
-from kvloom.v1.router_service_pb2 import ExplainResponse, PlanResponse, RequestOutcome, ShardScore
+from kvloom.v1.router_service_pb2 import ExplainResponse, ObjectivesOutcome, PlanResponse, RequestOutcome, ShardScore
 from tools.cli.router_client import Routers, choose_routers, client_options, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
@@ -229,6 +229,20 @@ def _print_regret(plan: PlanResponse, console: Console) -> None:
         _print(console, f"regret: cost {regret.cost_seconds:.4g}, TTFT {1000 * regret.ttft_seconds:.1f} ms")
 
 
+def _print_objectives(outcome: ObjectivesOutcome, console: Console) -> None:
+    parts: list[str] = []
+    for name in ("deadline", "ttft", "tpot"):
+        if outcome.wanted.HasField(f"{name}_ms"):
+            milliseconds = getattr(outcome.wanted, f"{name}_ms")
+            is_decided = outcome.HasField(f"{name}_met")
+            met = ("met" if getattr(outcome, f"{name}_met") else "missed") if is_decided else "not decided"
+            parts.append(f"{name} {milliseconds:g} ms ({met})")
+    known = outcome.HasField("predicted_ttft_seconds")
+    predicted = f"{1000 * outcome.predicted_ttft_seconds:.1f} ms" if known else "not known"
+    refused = f"; refused as impossible, because of {outcome.refused}" if outcome.refused else ""
+    _print(console, f"objectives: {', '.join(parts)}; TTFT predicted on arrival: {predicted}{refused}")
+
+
 def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
     reason = FinishReason.Name(outcome.reason).removeprefix("FINISH_REASON_").lower()
     if outcome.error_reason:
@@ -244,11 +258,14 @@ def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
     )
     moves = {
         "preempted": outcome.num_preemptions,
-        "migrated": outcome.num_migrations,
+        "migrated": outcome.num_migrations - outcome.num_notice_migrations,
+        "migrated (notice)": outcome.num_notice_migrations,
         "failed over": outcome.num_failovers,
     }
     if any(moves.values()):
         _print(console, f"moved: {', '.join(f'{name} {count}x' for name, count in moves.items() if count)}")
+    if outcome.HasField("objectives"):
+        _print_objectives(outcome.objectives, console)
     if outcome.limits:
         _print(console, f"limits: {outcome.limits}")
     predicted = f"{1000 * outcome.predicted_ttft_seconds:.1f} ms" if outcome.HasField("predicted_ttft_seconds") else ""

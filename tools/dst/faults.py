@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import DrainStarted, StepArrived
 from router.core.frames import Finish, Start, Step
@@ -140,6 +142,34 @@ class Faults:
     def _end_drain(self, shard: SimShard, incarnation: int) -> None:
         if shard.is_up and shard.incarnation == incarnation:
             shard.set_draining(False)
+
+    def spot_notice(self) -> None:
+        """The shard's machine is slowed down and then taken away, after a notice, and another one comes later."""
+        self._give_notice(SimShard.crash, 0.005)
+
+    def scale_in(self) -> None:
+        """The shard is to end soon. It returns what is left when its time is over. Later the fleet grows again."""
+        self._give_notice(SimShard.leave)
+
+    def _give_notice(self, end: Callable[..., None], *arguments: float) -> None:
+        shard = self._shard()
+        if shard.is_up and not shard.is_hung and not shard.is_ending and shard.ends_at is None:
+            seconds = self._rng.choice((0.2, 0.4, 0.6))
+            shard.take_notice(seconds)
+            if end is SimShard.crash:
+                shard.slowness = 10.0  # or nearly all answers would end in time
+            self._env.timeline.after(seconds, self._end_notice, shard, shard.incarnation, end, arguments)
+
+    def _end_notice(
+        self, shard: SimShard, incarnation: int, end: Callable[..., None], arguments: tuple[float, ...]
+    ) -> None:
+        if not shard.is_up or shard.incarnation != incarnation or shard.ends_at is None:
+            return  # it has died before, or does not end after all
+        if self._env.is_calm or shard.is_hung:
+            shard.set_draining(False)
+            return
+        end(shard, *arguments)
+        self._env.timeline.after(self._delay(0.4), shard.bring_up)
 
     def fleet_outage(self) -> None:
         """All shards crash and come back one after another while many requests wait."""

@@ -8,6 +8,7 @@ from collections import Counter
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.events import ChoiceSpec, Request, ShardDescription, ShardLoad
+from router.core.fleet.departure import MARGIN_SHARE
 from router.core.fleet.fleet import OUTSTANDING_PER_BATCH
 from router.core.fleet.shard_health import HealthState
 
@@ -77,6 +78,16 @@ class ObservedChoice:
         return self.limit is not None and self.num_tokens >= self.limit
 
 
+class Departure(enum.Enum):
+    """How an attempt ended that continues elsewhere."""
+
+    FAILURE = "failure"
+    DRAIN = "drain"
+    """Its shard drained."""
+    NOTICE = "notice"
+    """Its shard had notice that it ends."""
+
+
 class ObservedRequest:
     """A request that a router received."""
 
@@ -85,9 +96,11 @@ class ObservedRequest:
         "avoid_shard_id",
         "choices",
         "deadline",
+        "had_notice",
         "is_duplicate",
         "is_ending",
         "is_held",
+        "left_by",
         "num_attempts",
         "num_ends",
         "num_prefill_chunks",
@@ -101,6 +114,8 @@ class ObservedRequest:
         self.request = request
         self.arrived_at = now
         self.deadline = now + (request.timeout_seconds or config.request_timeout_seconds)
+        if request.objectives is not None:
+            self.deadline = min(self.deadline, now + request.objectives.seconds_left)
         self.queue_deadline = min(self.deadline, now + config.max_queue_seconds)
         self.policy = policy
         """The policy of the safety service when the request arrived. It is not known which one was in force when a
@@ -116,6 +131,10 @@ class ObservedRequest:
         self.is_ending = False
         self.is_held = False
         """Whether it had to wait for a lease of its limits."""
+        self.had_notice = False
+        """Whether a shard that it was on had notice: it may then move more often than otherwise."""
+        self.left_by = Departure.FAILURE
+        """How it left its last shard when that ended its attempt."""
         self.num_ends = 0
 
     @property
@@ -126,6 +145,19 @@ class ObservedRequest:
     def is_continued(self) -> bool:
         """Whether it brings along the beginning of an answer."""
         return any(choice.spec.output_token_ids for choice in self.choices)
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether its caller gave it one."""
+        return self.request.objectives is not None and self.request.objectives.deadline_seconds is not None
+
+    @property
+    def may_be_impossible(self) -> bool:
+        """Whether it may be refused because its objectives cannot be met: no router has admitted it yet."""
+        objectives = self.request.objectives
+        if objectives is None or objectives.is_admitted or self.is_continued:
+            return False
+        return objectives.deadline_seconds is not None or objectives.ttft_seconds is not None
 
     def note_policy(self, screens_prompts: bool, screens_answers: bool) -> None:
         """A safety service has come."""
@@ -158,6 +190,7 @@ class ObservedShard:
         "adapters",
         "contended_until",
         "description",
+        "empty_by",
         "hands_over",
         "health",
         "is_draining",
@@ -178,6 +211,8 @@ class ObservedShard:
         """Its model is about to be unloaded."""
         self.hands_over = False
         """It drains and its deadline has passed, so that its sequences must move."""
+        self.empty_by: float | None = None
+        """By when what can move should have, as it has had notice; None: it has not."""
         self.load = ShardLoad(num_available_blocks=description.num_blocks)
         """The last load report."""
         self.num_reported_tokens: dict[int, int] = {}
@@ -197,6 +232,13 @@ class ObservedShard:
     @property
     def has_room(self) -> bool:
         return len(self.open) < self.limit
+
+    def may_finish_prefill_first(self, tenant: str) -> bool:
+        """Whether the shard may get no more of the tenant's, which has more than its share of the sequences there,
+        before something that it was sent has started."""
+        tenants = [one.request.request.tenant for one in self.open.values() if one is not None]
+        num_mine = tenants.count(tenant)
+        return bool(self.open.keys() - self.started) and max(2, len(set(tenants))) * num_mine > len(self.open)
 
     def num_reserved_blocks(self, fairness: FairnessSettings) -> int:
         return max(1, int(self.description.num_blocks * fairness.reserved_share))
@@ -257,6 +299,14 @@ class ObservedShard:
 
     def _num_blocks(self, observed: ObservedRequest, num_tokens: int) -> int:
         return -(-(len(observed.request.prompt_token_ids) + num_tokens) // self.description.block_size)
+
+    def note_notice(self, seconds: float | None, now: float) -> None:
+        if seconds is None:
+            self.empty_by = None
+        elif self.empty_by is None:
+            self.empty_by = now + (1.0 - MARGIN_SHARE) * seconds
+            for choice in filter(None, map(self.current, self.open)):
+                choice.request.had_notice = True
 
     def note_load(self, load: ShardLoad) -> None:
         self.load = load

@@ -46,6 +46,8 @@ FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "shard_hands_over": 0.6,
     "router_drain_deadline": 0.3,
     "fleet_outage": 0.4,
+    "spot_notice": 0.8,
+    "scale_in": 0.5,
 }
 """The kinds that strike by themselves, and their rates in a seed that has them at all."""
 
@@ -104,7 +106,7 @@ FAULTS_PER_CHANCE: Final[dict[str, float]] = {
 }
 """The kinds that may strike at every opportunity, and their probabilities."""
 
-OWN_DRAWS: Final = frozenset({"shard_hands_over", "router_drain_deadline", "fleet_outage"})
+OWN_DRAWS: Final = frozenset({"shard_hands_over", "router_drain_deadline", "fleet_outage", "spot_notice", "scale_in"})
 """Kinds with generators of their own: adding them did not change the rest of a seed's scenario."""
 
 FAULT_KINDS: Final = (

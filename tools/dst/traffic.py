@@ -11,6 +11,7 @@ from kvloom.kv_share import KvShare
 from kvloom.models.adapters import Adapter
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.events import ChoiceSpec, Request, Tier
+from router.core.objectives import Objectives
 from tools.dst import script
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import Answer, ClientStream
@@ -32,6 +33,10 @@ class Traffic:
         self._rng: random.Random = env.rng
         self._tier_rng = random.Random(f"{env.scenario.seed} tier of each")
         self._class_rng = random.Random(f"{env.scenario.seed} class of each")
+        self._objectives_rng = random.Random(f"{env.scenario.seed} objectives of each")
+        self._has_objectives = self._objectives_rng.random() < 0.25
+        self._objectives_since: dict[str, float] = {}
+        """When requests with objectives were first sent, by the keys of their scripts."""
         self._model_rng = random.Random(f"{env.scenario.seed} model of each")
         self._adapter_rng = random.Random(f"{env.scenario.seed} adapter of each")
         self.models = sorted({shard.model for shard in env.scenario.shards})
@@ -130,6 +135,7 @@ class Traffic:
                 client_id=stream.client_id,
                 choices=specs,
                 is_cacheable=False,  # as the intake decides
+                objectives=self._later(request),
             ),
         )
 
@@ -185,6 +191,9 @@ class Traffic:
             request = msgspec.structs.replace(
                 request, priority_class=self._class_rng.choice(classes), fairness_id=self._class_rng.choice(("", "a"))
             )
+        if self._has_objectives and self._objectives_rng.random() < 0.6:
+            request = msgspec.structs.replace(request, objectives=self._draw_objectives())
+            self._objectives_since[name] = env.timeline.now
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
         if env.limits is not None:
             request = env.limits.with_key(request)
@@ -210,6 +219,21 @@ class Traffic:
             choices=specs,
             is_cacheable=True,
         )
+
+    def _draw_objectives(self) -> Objectives:
+        choice = self._objectives_rng.choice
+        return Objectives(choice((None, 0.2, 2.0)), choice((None, 0.02, 0.2, 1.0)), choice((None, 0.02)))
+
+    def _later(self, request: Request) -> Objectives | None:
+        """The objectives of a request that is continued, as a link or the SDK passes them on."""
+        if request.objectives is None:
+            return None
+        assert isinstance(request.sampling, script.Sampling)
+        now = self._env.timeline.now
+        # A rollout may have given the request another script than the one it was drawn with.
+        elapsed_seconds = now - self._objectives_since.setdefault(request.sampling.script_key, now)
+        elapsed_seconds = max(elapsed_seconds, request.objectives.elapsed_seconds)
+        return msgspec.structs.replace(request.objectives, elapsed_seconds=elapsed_seconds, is_admitted=True)
 
     def _draw_adapter(self, model: str) -> Adapter | None:
         """Mostly one of the latest."""

@@ -44,6 +44,10 @@ class WitnessView(Protocol):
 
     def is_withdrawn(self, model: str) -> bool: ...
 
+    def keeps(self, observed: ObservedRequest) -> bool:
+        """Whether it waits for a later shard until its deadline."""
+        ...
+
     def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool: ...
 
 

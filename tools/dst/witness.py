@@ -39,7 +39,7 @@ from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.relay.lifecycle import RETRYABLE_REASONS
 from tools.dst.checker import Hooks, Violation
-from tools.dst.observed import ObservedChoice, ObservedRequest, ObservedShard, State
+from tools.dst.observed import Departure, ObservedChoice, ObservedRequest, ObservedShard, State
 from tools.dst.views import RouterView
 
 
@@ -96,6 +96,15 @@ class Witness:
         is_served = any(not shard.is_draining for shard in shards)
         return is_served and not any(shard.has_adapter_of(observed) for shard in shards)
 
+    def keeps(self, observed: ObservedRequest) -> bool:
+        """Whether a request for which there is no shard waits until its deadline, as its last one was stopped on
+        purpose and another may come."""
+        request = observed.request
+        if observed.left_by is Departure.FAILURE or not self.knows(request.model) or self.is_withdrawn(request.model):
+            return False
+        shards = [shard for shard in self.shards.values() if shard.description.model == request.model]
+        return not shards or any(shard.has_adapter_of(observed) for shard in shards)
+
     def is_withdrawn(self, model: str) -> bool:
         """Whether all shards of the model are."""
         shards = [shard for shard in self.shards.values() if shard.description.model == model]
@@ -105,6 +114,8 @@ class Witness:
         """Whether the shard certainly has room for that request's tenant and class."""
         if self.config.classes:
             return False  # it may be left to others
+        if self.config.fairness is not None and shard.may_finish_prefill_first(observed.request.tenant):
+            return False
         fairness = self.config.fairness if shard.description.model in self.contended else None
         return shard.has_room and not shard.may_be_left_free(observed.request.tenant, fairness)
 
@@ -132,6 +143,7 @@ class Witness:
                     shard.is_draining = event.load.draining
                     shard.is_withdrawn = event.load.withdrawn
                     shard.hands_over = event.load.draining and event.load.hand_over
+                    shard.note_notice(event.load.empty_within_seconds if event.load.draining else None, now)
             case AdaptersReported():
                 shard = self.shards.get(event.shard_id)
                 if shard is not None:
@@ -191,9 +203,8 @@ class Witness:
             self._drop_prefill_chunk(shard, finish.slot)
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
-                if reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
-                    choice.num_moves += 1
-                self._leave(choice, shard, can_retry=reason in RETRYABLE_REASONS)
+                is_drained = reason == ErrorReason.ERROR_REASON_DRAINING
+                self._leave(choice, shard, can_retry=reason in RETRYABLE_REASONS, is_drained=is_drained)
 
     def _lose_shard(self, shard_id: str) -> None:
         shard = self.shards.pop(shard_id, None)
@@ -205,10 +216,16 @@ class Witness:
                 self._drop_prefill_chunk(shard, slot)
                 choice = shard.current(slot)
                 if choice is not None:
-                    self._leave(choice, shard, can_retry=True)
+                    self._leave(choice, shard, can_retry=True, is_drained=shard.empty_by is not None)
 
-    def _leave(self, choice: ObservedChoice, shard: ObservedShard, *, can_retry: bool) -> None:
+    def _leave(self, choice: ObservedChoice, shard: ObservedShard, *, can_retry: bool, is_drained: bool) -> None:
         """Record that a choice no longer runs on a shard: it is queued for another one, or about to end."""
+        has_notice = shard.empty_by is not None
+        choice.request.had_notice |= has_notice
+        if is_drained and (has_notice or choice.num_moves < MAX_MOVES):
+            choice.num_moves += 1
+        how = Departure.NOTICE if has_notice else Departure.DRAIN
+        choice.request.left_by = how if is_drained else Departure.FAILURE
         choice.place = None
         choice.state = State.OVER
         if can_retry and choice.num_failures < self.config.max_attempts and not choice.is_at_limit:

@@ -63,7 +63,7 @@ def _draw_distributions(axes: Any, curves: Mapping[str, Curves]) -> None:
     axes.set_ylabel("share of requests")
     axes.set_ylim(0, 1)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
 
 
 def _draw_timelines(axes: Any, samples: list[ShardSample], value_of: Callable[[ShardSample], float]) -> None:

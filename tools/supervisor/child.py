@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.process.service import LEAVING_LINE, ReadyLine
+from kvloom.process.service import END_LINE, LEAVING_LINE, ReadyLine
 from tools.supervisor.logs.bounded_log import BoundedLog
 from tools.supervisor.shared_port import SharedPort
 
@@ -85,6 +85,8 @@ class Child:
         """The process inherits `listener`, which the caller still owns. `on_leaving` is called when the process reports
         that it no longer accepts connections from it. Raises OSError if the process cannot be launched."""
         self.spec = spec
+        self.ends_for_good = False
+        """Whether the process has reported that no other one is to take its place."""
         self._on_leaving = on_leaving
         self._log = log
         self._tail: collections.deque[bytes] = collections.deque()
@@ -224,11 +226,13 @@ class Child:
             transport.close()
 
     def _parse_stdout(self, text: bytes) -> bytes:
-        """Look for the lines that report readiness and leaving. Returns the incomplete last line."""
+        """Look for the lines that report readiness, leaving and the end. Returns the incomplete last line."""
         *lines, rest = text.split(b"\n")
         for line in lines:
             if not self._ready_line.done():
                 self._parse_ready_line(line)
+            elif line == END_LINE:
+                self.ends_for_good = True
             elif line == LEAVING_LINE and self._on_leaving is not None:
                 self._on_leaving(self)
         return rest[-_MAX_READY_LINE_BYTES:]

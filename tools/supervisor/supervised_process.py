@@ -133,14 +133,19 @@ class SupervisedProcess:
         self._enter(ProcessState.READY)
 
     async def keep_running(self) -> None:
-        """Never returns. Restarts the process with backoff whenever it dies, and carries out replacements."""
+        """Restarts the process with backoff whenever it dies, and carries out replacements. Returns when it has ended
+        for good, as it had reported."""
         while True:
             child = self._child
             assert child is not None, "keep_running comes after start"
             started = time.monotonic()
             if await self._exits_before_it_is_replaced(child):
                 self.close_port()
-                await self._restart(await child.exit_report(), ran_seconds=time.monotonic() - started)
+                reason = await child.exit_report()
+                if child.ends_for_good:
+                    self._enter(ProcessState.STOPPED)
+                    return
+                await self._restart(reason, ran_seconds=time.monotonic() - started)
             elif self._replacement is not None:
                 await self._carry_out(self._replacement)
 

@@ -35,6 +35,8 @@ class Supervisor:
         self._keepers: dict[SupervisedProcess, asyncio.Task[None]] = {}
         self._keepers_changed = asyncio.Event()
         self._force = asyncio.Event()
+        self.ended: list[ChildSpec] = []
+        """The processes that have ended for good by themselves: shards that had notice, or were scaled in."""
 
     def _supervised(self, spec: ChildSpec) -> SupervisedProcess:
         return SupervisedProcess(
@@ -71,11 +73,15 @@ class Supervisor:
             finally:
                 changed.cancel()
             await _all_or_first_failure([keeper for keeper in keepers if keeper.done()])
+            for process in [process for process, keeper in self._keepers.items() if keeper.done()]:
+                await self._forget_ended(process)
 
     async def add(self, specs: Sequence[ChildSpec]) -> None:
         """Start further processes, together. Raises ChildFailedError when one fails to start; then none of them is
         kept."""
         stage = [self._supervised(spec) for spec in specs]
+        names = {spec.name for spec in specs}
+        self.ended = [spec for spec in self.ended if spec.name not in names]
         self._stages.append(stage)
         try:
             await self._start_together(stage)
@@ -94,6 +100,11 @@ class Supervisor:
         await asyncio.gather(*(process.stop(self._force) for process in leaving))
         self._stages = [[process for process in stage if process not in leaving] for stage in self._stages]
         self._on_change()
+
+    async def _forget_ended(self, process: SupervisedProcess) -> None:
+        self.ended.append(process.spec)
+        await self.remove([process.spec.name])
+        self._on_event(f"{process.spec.name} has ended for good, as it had announced")
 
     def update_stop_timeouts(self, specs: Sequence[ChildSpec]) -> None:
         """Processes of these names may take as long to stop as these specs say, from their next start on."""

@@ -10,6 +10,7 @@ from router.core import events as ev
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
 from router.core.admission.held_requests import HeldRequests
+from router.core.admission.objectives_guard import ObjectivesGuard
 from router.core.brownout.brownout import Brownout
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
@@ -19,6 +20,7 @@ from router.core.events import Request, class_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Client, LiveRequest
+from router.core.objectives import LiveObjectives
 from router.core.placement.placer import Placer
 from router.core.priority_classes import MAX_PLACED_RANK
 from router.core.relay.lifecycle import Lifecycle, request_ended
@@ -56,6 +58,7 @@ class Arrivals:
         self._meters_usage = config.meters_usage
         self._max_held_tokens = config.max_held_tokens
         self._limits = limits
+        self._guard = ObjectivesGuard(placer, self._queue, overload)
         self._brownout = brownout
         if limits is not None:
             limits.resume = self._on_lease
@@ -71,6 +74,8 @@ class Arrivals:
         request = event.request
         client = self._lifecycle.client(request.client_id)
         timeout_seconds = request.timeout_seconds or self._config.request_timeout_seconds
+        if request.objectives is not None:
+            timeout_seconds = min(timeout_seconds, request.objectives.seconds_left)
         error = self.refusal(request) or check_names(request, client, self._lifecycle.requests)
         if error is None and not event.cached:  # a cached answer needs no shard
             error = self._overload_refusal(request, timeout_seconds, now)
@@ -90,6 +95,11 @@ class Arrivals:
         if self._meters_usage:
             live.usage = UsageMeter()
         live.deadline = now + timeout_seconds
+        if live.objectives is not None and not event.cached:
+            error = self._guard.refusal(live, live.objectives, now)
+            if error is not None:
+                self._refuse(request, client, error, now, live.objectives)
+                return
         if self._limits is not None:
             error = self._limits.admit(live, now)
             if error is not None:
@@ -202,7 +212,14 @@ class Arrivals:
         self._lifecycle.end_request(victim, FINISH_REASON_ERROR, error, now)
         return True
 
-    def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
+    def _refuse(
+        self,
+        request: Request,
+        client: Client,
+        error: KvloomError,
+        now: float,
+        objectives: LiveObjectives | None = None,
+    ) -> None:
         step = self._action_buffer.step(client)
         error = error.ended(End.REJECTED.value)
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -210,6 +227,8 @@ class Arrivals:
             if slot not in client.choices:
                 step.finishes.append(Finish(slot, FINISH_REASON_ERROR, num_prompt_tokens, error=error))
         rejected = LiveRequest(request, client, now)
+        if objectives is not None:
+            rejected.objectives = objectives
         rejected.note_end(FINISH_REASON_ERROR, error)
         if self._brownout is not None:
             self._brownout.note_end_without_token(rejected, now)

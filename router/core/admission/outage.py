@@ -1,9 +1,12 @@
-"""Requests that no shard can run: they wait for a while for one to return, and are then refused."""
+"""Requests that no shard can run: they wait for a while for one to return, and are then refused. Those whose shard was
+stopped on purpose wait as long as they may take, since scheduling ends no answer."""
 
 from __future__ import annotations
 
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.admission.deadlines import Deadlines
 from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.fleet.fleet import Fleet
 from router.core.live import LiveRequest
 from router.core.relay.lifecycle import Lifecycle
 
@@ -12,8 +15,9 @@ class Outage:
     """Decides how long unschedulable requests wait, and fails them afterwards."""
 
     def __init__(
-        self, queue: DispatchQueue, lifecycle: Lifecycle, deadlines: Deadlines, patience_seconds: float
+        self, fleet: Fleet, queue: DispatchQueue, lifecycle: Lifecycle, deadlines: Deadlines, patience_seconds: float
     ) -> None:
+        self._fleet = fleet
         self._queue = queue
         self._lifecycle = lifecycle
         self._deadlines = deadlines
@@ -25,18 +29,27 @@ class Outage:
         """Find the requests that no shard can run, after the fleet may have changed."""
         self._queue.check_unschedulable = False
         unschedulable = self._queue.unschedulable()
-        if not self._patience_seconds:
-            for live in unschedulable:
-                self._lifecycle.give_up(live, now)
-            return
         names = {live.request.request_id for live in unschedulable}
         for live in self._queue.queues:
             if live.request.request_id not in names:
                 live.unschedulable_at = None
         for live in unschedulable:
-            if live.unschedulable_at is None:
-                live.unschedulable_at = now + self._patience_seconds
-                self._deadlines.add(live.unschedulable_at, live)
+            until = live.deadline if self._is_kept(live) else now + self._patience_seconds
+            if until <= now:
+                self._lifecycle.give_up(live, now)
+            elif live.unschedulable_at is None or until < live.unschedulable_at:
+                live.unschedulable_at = until
+                self._deadlines.add(until, live)
+
+    def _is_kept(self, live: LiveRequest) -> bool:
+        """Whether it waits until its own deadline: its shard was stopped on purpose, a shard may come for it, and no
+        other model would continue it."""
+        failure, request, fleet = live.failure, live.request, self._fleet
+        if failure is None or failure.reason != ErrorReason.ERROR_REASON_DRAINING or request.has_fallback_model:
+            return False
+        is_served = fleet.knows(request.model) and not fleet.is_withdrawn(request.model)
+        has_adapter = request.adapter is None or fleet.has_adapter(request.model, request.adapter)
+        return is_served and has_adapter and not fleet.is_asleep(request.model)
 
     def expire(self, now: float) -> bool:
         """Called after the event that found them overdue, which may have brought a shard for them. Returns whether a

@@ -2,6 +2,9 @@
 
 dispatch_queue.py   which requests wait in the router, and when each one is sent
 waiting_queues.py   the queues themselves: by class, then by the service that tenants have had
+ttft_order.py       which of a tenant's requests goes first when some have a TTFT objective
+flow_order.py       which flow of a queue is next
+turns.py            names in the order of counters that only grow
 service_counters.py  what each class and tenant has been served, in tokens
 attempt_sender.py   sends attempts, prefill chunks and probes, and frees what they reserved
 prefill_chunks.py   how a long prompt is split

@@ -8,13 +8,15 @@ be cancelled at no cost. An engine's own queue is first come, first served, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvloom.class_rank import INTERACTIVE_RANK
-from router.core.dispatch.fair_shares import FairShares, Preemption
+from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.dispatch.waiting_queues import WaitingQueues
+from router.core.dispatch.ttft_order import ttft_order
+from router.core.dispatch.waiting_queues import WaitingQueues, flow_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger, LoadView
@@ -176,6 +178,20 @@ class DispatchQueue:
         views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
         return min((view.queue_seconds(now) for view in views), default=0.0)
 
+    def held_ahead_seconds(self, live: LiveRequest, candidate: Candidate, ttft_due: float) -> float:
+        """Prefill time of the requests that wait in the router for that shard and go before one that is to have its
+        first token by `ttft_due`: of its own tenant and class those with an earlier one, of others the shorter ones."""
+        flow, own_seconds = flow_of(live), candidate.own_seconds
+        return sum(
+            other.own_seconds
+            for other in self.queues.queue(QueueId(live.request.model, candidate.shard_id))
+            if (
+                other.objectives is not None and other.objectives.ttft_due <= ttft_due
+                if flow_of(other) == flow
+                else other.own_seconds <= own_seconds
+            )
+        )
+
     def next_deadline(self) -> float:
         """When `serve` has to run at the latest; infinity: not before another event."""
         at = self._fair_shares.next_deadline()
@@ -252,6 +268,8 @@ class DispatchQueue:
         on."""
         model, queues = queue_id.model, self.queues
         first = next(queues.queue(queue_id))
+        if not first.priority_class.aging_seconds:
+            return
         rank, num_shards = first.priority_class.rank, len(self._fleet.ready(model))
         while queue_id in queues and queues.num_placed(model, rank) < num_shards:
             oldest = min(queues.queue(queue_id), key=lambda live: live.arrived_at)
@@ -266,7 +284,8 @@ class DispatchQueue:
         """The next request that some shard can run now."""
         if self.queues.num_flows(queue_id) > 1:
             self._count_service(queue_id.model, now)
-        return self.queues.take(queue_id, self._placer.can_run, has_turn=self._placer.any_has_room, now=now)
+        urgency = ttft_order(lambda _: 0.0, now) if self.queues.num_with_objectives else None
+        return self.queues.take(queue_id, self._placer.can_run, urgency, self._placer.any_has_room, now)
 
     def _parked_may_go(self, queue_id: QueueId, rank: int, now: float) -> bool:
         model, queues = queue_id.model, self.queues
@@ -314,7 +333,8 @@ class DispatchQueue:
         if (
             is_open
             and is_alone
-            and next_prefill_chunk(self._prefill_chunks, live, candidate, self._ledger.view(shard.shard_id)) is None
+            and not self._fair_shares.must_defer(shard, live.request.tenant)
+            and self._next_prefill_chunk(live, shard, candidate) is None
         ):
             self._sender.send(live, shard, candidate, now)
             return
@@ -364,7 +384,8 @@ class DispatchQueue:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
         room only for tenants that do not wait for it, is opened by an event."""
         waiting = list(self.queues.queue(QueueId(shard.description.model, shard.shard_id)))
-        if not shard.has_room or not any(self._placer.has_room(shard, live) for live in waiting):
+        may_send = self._turn_on(shard)
+        if not shard.has_room or not any(may_send(live) and self._placer.has_room(shard, live) for live in waiting):
             self._opens_at[shard.shard_id] = math.inf
             return
         view = self._ledger.view(shard.shard_id)
@@ -379,7 +400,9 @@ class DispatchQueue:
         queue_id = QueueId(shard.description.model, shard.shard_id)
         view = self._ledger.view(shard.shard_id)
         while self._is_open(shard, self._most_urgent_rank(queue_id) if view.ranked_work else INTERACTIVE_RANK, now):
-            live = self._take(shard, queue_id, now) or self._steal(shard, now)
+            live = self._take(shard, queue_id, now)
+            if live is None and all(map(self._turn_on(shard), self.queues.queue(queue_id))):
+                live = self._steal(shard, now)  # otherwise the shard has to finish prefill first
             if live is None:
                 break
             self._send_some(live, shard, queue_id, now)
@@ -392,7 +415,7 @@ class DispatchQueue:
         """Send the whole request, or a prefill chunk while the rest continues to wait."""
         view = self._ledger.view(shard.shard_id)
         candidate = self._placer.candidate(live, shard, now)
-        num_tokens = next_prefill_chunk(self._prefill_chunks, live, candidate, view)
+        num_tokens = self._next_prefill_chunk(live, shard, candidate)
         if num_tokens is None:
             self._sender.send(live, shard, candidate, now)
             return
@@ -403,6 +426,27 @@ class DispatchQueue:
         view.hold(live.request.request_id, live.own_seconds, live.priority_class.rank)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
+    def _turn_on(self, shard: Shard) -> Callable[[LiveRequest], bool]:
+        """Whether a request's tenant need not wait until the shard has finished prefill; each tenant is asked about
+        once."""
+        deferred: dict[str, bool] = {}
+
+        def has_turn(live: LiveRequest) -> bool:
+            tenant = live.request.tenant
+            if tenant not in deferred:
+                deferred[tenant] = self._fair_shares.must_defer(shard, tenant)
+            return not deferred[tenant]
+
+        return has_turn
+
+    def _next_prefill_chunk(self, live: LiveRequest, shard: Shard, candidate: Candidate) -> int | None:
+        """The number of prompt tokens to send first; None: the whole request is sent."""
+        view = self._ledger.view(shard.shard_id)
+        max_tokens = self._fair_shares.max_prefill_tokens(shard, live.request.tenant)
+        if max_tokens is not None:
+            max_tokens = max(MIN_COMPETING_TOKENS, max_tokens - view.queued_work.num_tokens)
+        return next_prefill_chunk(self._prefill_chunks, live, candidate, view, max_tokens)
+
     def _take(self, shard: Shard, queue_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts, so that no request waits for ever."""
         hold = self._hold
@@ -410,13 +454,18 @@ class DispatchQueue:
         must_leave_room = self._fair_shares.must_leave_room
         if self.queues.num_flows(queue_id) > 1:
             self._count_service(queue_id.model, now)
+
+        def shortest_first(live: LiveRequest) -> float:
+            return live.own_seconds - hold.aging * (now - live.arrived_at)
+
         live = self.queues.take(
             queue_id,
             lambda live: (
                 live.prefill_chunk is None and not must_leave_room(shard, live) and self._opens_for(shard, live, now)
             ),
-            lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
-            now=now,
+            ttft_order(shortest_first, now) if self.queues.num_with_objectives else shortest_first,
+            self._turn_on(shard),
+            now,
         )
         if live is not None:
             self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
@@ -438,6 +487,7 @@ class DispatchQueue:
                 self._placer.fits(live, shard)
                 and self._placer.has_room(shard, live)
                 and self._opens_for(shard, live, now)
+                and not self._fair_shares.must_defer(shard, live.request.tenant)
             )
             if can_go and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)

@@ -30,6 +30,9 @@ MAX_MOVES: Final = 16
 """The most moves of one choice, besides its attempts: a choice that is preempted, or that runs on a fleet whose shards
 are suspected or stopped one after another, must not be recomputed for ever."""
 
+MIN_COMPETING_TOKENS: Final = 256
+"""Less prefill at a time would cost more in steps than it saves in waiting."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FairnessSettings:
@@ -41,6 +44,8 @@ class FairnessSettings:
     """The part of each batch, and of the KV blocks, that tenants above their share leave free while tenants compete."""
     contention_seconds: float = 30.0
     """How long tenants are taken to compete after one had to wait."""
+    competing_prefill_seconds: float = 0.05
+    """The most unfinished prefill of a shard to which a tenant above its share adds while tenants compete; 0: any."""
 
 
 class Preemption(NamedTuple):
@@ -72,8 +77,13 @@ class FairShares:
         fleet: Fleet,
         ledger: LoadLedger,
         classes: Sequence[PriorityClass] = (),
+        *,
+        sends_at_once: bool = False,
     ) -> None:
+        """`sends_at_once`: placed requests do not wait for their shard in the router, so that none may be placed there
+        before its prefill may begin."""
         self._settings = settings
+        self._sends_at_once = sends_at_once
         self._fleet = fleet
         self._ledger = ledger
         self._blocks = BlockShares(ledger)
@@ -82,6 +92,9 @@ class FairShares:
         """None: no classes are declared, so that none has a floor and none gives way to another."""
         self._contended_until: dict[str, float] = {}
         """Models for which tenants compete."""
+        self._shared_until: dict[str, float] = {}
+        """Models of which several tenants use a shard, or did until lately."""
+        self._now = 0.0
         self._leaving: dict[str, _Leaving] = {}
         """By shard, until it has stopped them and reported what is free."""
         self._check_at = math.inf
@@ -99,6 +112,8 @@ class FairShares:
             share = (self._settings or FairnessSettings()).reserved_share
             if self._classes.must_leave_room(shard, live, num_places, max(1, int(num_places * share))):
                 return True
+        if self._sends_at_once and self.must_defer(shard, live.request.tenant):
+            return True
         if not self._contended_until or shard.description.model not in self._contended_until:
             return False
         assert self._settings is not None
@@ -117,8 +132,36 @@ class FairShares:
         longer kept free, and another may have room beside it."""
         return self._classes is not None and self._classes.has_floors
 
+    def max_prefill_tokens(self, shard: Shard, tenant: str) -> int | None:
+        """The most unfinished prefill that the shard may have with the next part of the tenant's; None: any. A tenant
+        above its share leaves so little unfinished that the next request of another one hardly waits for it."""
+        shared_until = self._shared_until.get(shard.description.model)
+        if shared_until is None:
+            return None
+        if shared_until <= self._now:
+            del self._shared_until[shard.description.model]
+            return None
+        assert self._settings is not None
+        num_mine = shard.num_by_tenant.get(tenant, 0)
+        if num_mine * max(2, len(shard.num_by_tenant)) <= len(shard.attempts):
+            return None
+        view = self._ledger.view(shard.shard_id)
+        seconds = self._settings.competing_prefill_seconds
+        return max(MIN_COMPETING_TOKENS, view.speed.num_tokens_within(seconds, 0, view.num_context_tokens))
+
+    def must_defer(self, shard: Shard, tenant: str) -> bool:
+        """Whether the shard has to finish prefill before it gets more of the tenant's."""
+        if not self._shared_until:
+            return False
+        num_tokens = self.max_prefill_tokens(shard, tenant)
+        if num_tokens is None:
+            return False
+        num_queued = self._ledger.view(shard.shard_id).queued_work.num_tokens
+        return num_queued > 0 and num_queued + MIN_COMPETING_TOKENS > num_tokens
+
     def begin_serving(self, now: float) -> None:
         """Until `end_serving`, requests are only sent."""
+        self._now = now
         self._full = set()
         if self._classes is not None:
             self._classes.begin_serving(now)
@@ -185,10 +228,13 @@ class FairShares:
 
     def note_sent(self, shard: Shard, live: LiveRequest, now: float) -> None:
         """A request was sent to the shard. It may wait there, for a place or for blocks."""
+        self._now = now
         if self._classes is not None:
             self._classes.note_work(live, now)
         if self._settings is None or (len(shard.num_by_tenant) < 2 and self._classes is None):
             return
+        if self._settings.competing_prefill_seconds:
+            self._shared_until[shard.description.model] = now + self._settings.contention_seconds
         self._check_later(now)
         model, tenant = shard.description.model, live.request.tenant
         if model in self._contended_until and shard.num_by_tenant[tenant] < self._place_share(shard, tenant):

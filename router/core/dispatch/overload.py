@@ -238,6 +238,13 @@ class OverloadGuard:
                 latest = min(latest, deadline - measured.service_seconds(live.request.max_tokens))
         return max(latest, now)
 
+    def waits_for_deadline(self, live: LiveRequest) -> bool:
+        """Whether it is its caller's deadline, and not the limit of waiting, that ends its wait."""
+        objectives = live.objectives
+        if objectives is None or objectives.deadline > live.deadline:
+            return False
+        return live.queue_deadline < live.arrived_at + self._max_queue_of(live.request)
+
     def _max_queue_of(self, request: Request) -> float:
         limit = class_of(request).max_queue_seconds
         return self._max_queue_seconds if limit is None else limit

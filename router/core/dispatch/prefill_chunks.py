@@ -55,10 +55,14 @@ class PrefillChunkSettings:
 
 
 def next_prefill_chunk(
-    settings: PrefillChunkSettings | None, live: LiveRequest, candidate: Candidate, view: LoadView
+    settings: PrefillChunkSettings | None,
+    live: LiveRequest,
+    candidate: Candidate,
+    view: LoadView,
+    max_tokens: int | None = None,
 ) -> int | None:
-    """The number of prompt tokens up to which the next chunk goes: whole blocks. None: the rest goes in one piece,
-    because it is short or because the shard does not keep what was computed for it."""
+    """The number of prompt tokens up to which the next chunk goes: whole blocks, and at most `max_tokens` tokens. None:
+    the rest goes in one piece, because it is short or because the shard does not keep what was computed for it."""
     if settings is None or live.num_attempts or live.num_prefill_chunks >= MAX_PREFILL_CHUNKS:
         return None
     if candidate.num_overlap_tokens < live.num_ready_tokens:
@@ -66,12 +70,17 @@ def next_prefill_chunk(
     if candidate.num_used_blocks > MAX_MEMORY_SHARE * candidate.num_blocks:
         return None
     seconds = settings.prefill_chunk_seconds(candidate.bound_arrival_rate)
-    if candidate.own_seconds < MIN_PREFILL_CHUNKS * seconds:
+    if max_tokens is not None:
+        if candidate.num_prefill_tokens < MIN_PREFILL_CHUNKS * max_tokens:
+            return None
+    elif candidate.own_seconds < MIN_PREFILL_CHUNKS * seconds:
         return None
     if live.request.pooling is not None or live.request.tier is SHADOW_TIER:
         return None  # an embedding's tokens are computed again; a shadow gives way to all others anyway
     num_cached = candidate.num_overlap_tokens
     num_tokens = max(settings.min_tokens, view.speed.num_tokens_within(seconds, num_cached, view.num_context_tokens))
+    if max_tokens is not None:
+        num_tokens = min(num_tokens, max_tokens)
     end = (num_cached + num_tokens) // candidate.block_size * candidate.block_size
     limit = live.max_cached_tokens
     if limit is not None:

@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription
 from router.core.fleet.fleet import Fleet
-from router.core.live import Client
+from router.core.live import Client, LiveRequest
 
 MAX_BLOCKS: Final = 2**24
 """KV blocks of one shard: some 200 times as many as eight GPUs hold in blocks of 16 tokens."""
@@ -82,6 +82,19 @@ def draining(request_id: str) -> KvloomError:
     )
 
 
+def shard_lost() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_SHARD_LOST, "The shard that served this request was lost.", retry_after_seconds=1.0
+    )
+
+
+def shard_departed() -> KvloomError:
+    """Of a shard that had notice that it ends."""
+    return KvloomError(
+        ErrorReason.ERROR_REASON_DRAINING, "The shard that served this request has stopped.", retry_after_seconds=1.0
+    )
+
+
 def check_shard(shard: ShardDescription) -> None:
     """Raises KvloomError (PROTOCOL_VIOLATION) for sizes that no engine has, since they bound tables here."""
     if min(shard.block_size, shard.max_batch, shard.max_model_len) < 1:
@@ -127,6 +140,14 @@ def queue_timeout(request_id: str, waited_seconds: float) -> KvloomError:
         f"No shard had room for this request within {waited_seconds:.3g} seconds.",
         retry_after_seconds=retry_after_seconds(request_id, waited_seconds),
     )
+
+
+def deadline_exceeded(live: LiveRequest) -> KvloomError:
+    """The request has not finished in time, or cannot any more."""
+    objectives = live.objectives
+    is_own = objectives is not None and objectives.deadline <= live.deadline
+    limit = "its deadline allows" if is_own else "its timeout"
+    return KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, f"The request took longer than {limit}.")
 
 
 SERVICE_AWAY = "The safety service cannot be reached"

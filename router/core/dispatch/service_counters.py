@@ -17,9 +17,10 @@ and for those that run when a decision depends on it, at most once per SETTLE_SE
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from router.core.dispatch.turns import Turns
 from router.core.fleet.fleet import Shard
 from router.core.live import Choice, LiveRequest
 from router.core.priority_classes import PriorityClass
@@ -47,13 +48,15 @@ class VirtualCounters:
     """The counters of one level. Names are kept while they wait; of the others, those with the highest counters: those
     with the lowest would be lifted anyway."""
 
-    __slots__ = ("_last", "_max_kept", "_num_dispatches", "_num_waiting", "_service", "_turns")
+    __slots__ = ("_last", "_max_kept", "_num_dispatches", "_num_waiting", "_service", "_turns", "_waiting")
 
     def __init__(self, max_kept: int) -> None:
         self._max_kept = max_kept
         self._service: dict[str, float] = {}
         self._num_waiting: dict[str, int] = {}
         """How many requests of each name wait; names without any are absent."""
+        self._waiting = Turns(self._service.__getitem__)
+        """These names."""
         self._last = ""
         """The name whose request was dispatched, or left, last."""
         self._num_dispatches = 0
@@ -83,6 +86,7 @@ class VirtualCounters:
         num_waiting = self._num_waiting.get(name, 0)
         if not num_waiting:
             self._lift(name)
+            self._waiting.add(name)
         self._num_waiting[name] = num_waiting + 1
 
     def leave(self, name: str) -> None:
@@ -90,8 +94,9 @@ class VirtualCounters:
         num_waiting = self._num_waiting.get(name, 0)
         if num_waiting > 1:
             self._num_waiting[name] = num_waiting - 1
-        else:
-            self._num_waiting.pop(name, None)
+        elif num_waiting:
+            del self._num_waiting[name]
+            self._waiting.discard(name)
         self._last = name
 
     def dispatch(self, name: str) -> None:
@@ -108,8 +113,8 @@ class VirtualCounters:
     def _lift(self, name: str) -> None:
         """Idling earns no credit: the name starts with the lowest counter among those that wait, or if none does, with
         that of the last one that was served."""
-        service, waiting = self._service, self._num_waiting
-        least = min(map(service.__getitem__, waiting)) if waiting else service.get(self._last, 0.0)
+        service, first = self._service, self._waiting.first()
+        least = service.get(self._last, 0.0) if first is None else service[first]
         service[name] = max(service.get(name, 0.0), least)
         if len(service) - len(self._num_waiting) > self._max_kept:
             self._forget_some()
@@ -191,12 +196,11 @@ class ServiceCounters:
         for live, num_new in num_tokens.items():
             self._charge_output(live, num_new)
 
-    def order(self, model: str, flow: Flow) -> Sequence[tuple[float, int]]:
-        """The flow with the lowest value is next, among those of one rank."""
-        priority_class, tenant, fairness_id = flow
-        names = (priority_class, tenant, fairness_id)
-        books = (self._books.get((model, *names[:level])) for level in range(3))
-        return [(0.0, 0) if book is None else book.order(name) for book, name in zip(books, names, strict=True)]
+    def order(self, key: tuple[str, ...], name: str) -> tuple[float, int]:
+        """The name with the lowest value is next, of the classes of a model (key: the model), of the tenants of a class
+        (model, class), or of the sub-flows of a tenant (model, class, tenant)."""
+        book = self._books.get(key)
+        return (0.0, 0) if book is None else book.order(name)
 
     def service(self, model: str, priority_class: str, tenant: str) -> float:
         """The tenant's virtual counter, in weighted tokens."""

@@ -5,13 +5,39 @@ had least service."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from router.core.dispatch.flow_order import FlowOrder
 from router.core.dispatch.service_counters import Flow, ServiceCounters
 from router.core.live import LiveRequest, QueueId
 from router.core.priority_classes import INTERACTIVE
+
+
+class _Queue:
+    """The requests of one queue."""
+
+    __slots__ = ("flows", "num_requests", "order")
+
+    def __init__(self) -> None:
+        self.flows: dict[Flow, dict[str, LiveRequest]] = {}
+        """Flow → request_id → request. No flow is empty."""
+        self.num_requests = 0
+        self.order: FlowOrder | None = None
+        """None: there has been only one flow."""
+
+    def note_head(self, flow: Flow, model: str, service: ServiceCounters) -> None:
+        """The first request of the flow is another one than before, or none."""
+        flows = self.flows
+        if self.order is None:
+            if len(flows) > 1:
+                self.order = FlowOrder(model, service)
+                for each, requests in flows.items():
+                    self.order.set_head(each, next(iter(requests.values())))
+        elif flow in flows:
+            self.order.set_head(flow, next(iter(flows[flow].values())))
+        else:
+            self.order.remove(flow)
 
 
 class WaitingQueues:
@@ -19,10 +45,12 @@ class WaitingQueues:
 
     def __init__(self, service: ServiceCounters | None = None) -> None:
         self.service = service or ServiceCounters()
-        self._queues: dict[QueueId, dict[Flow, dict[str, LiveRequest]]] = {}
-        """Queue → flow → request_id → request. No queue and no flow is empty."""
+        self._queues: dict[QueueId, _Queue] = {}
+        """No queue is empty."""
         self.num_requests = 0
+        self.num_with_objectives = 0
         self._num_begun = 0
+        self._num_of_tenant: dict[str, int] = {}
         self._num_waiting: dict[tuple[str, int], int] = {}
 
     def __len__(self) -> int:
@@ -63,17 +91,19 @@ class WaitingQueues:
 
     def has_tenant(self, tenant: str) -> bool:
         """Whether a request of the tenant waits."""
-        return any(flow.tenant == tenant for flows in self._queues.values() for flow in flows)
+        return tenant in self._num_of_tenant
 
     def counts(self) -> Mapping[tuple[str, int], int]:
         """By model and rank."""
         return self._num_waiting
 
     def num_in(self, queue_id: QueueId) -> int:
-        return sum(map(len, self._queues.get(queue_id, {}).values()))
+        queue = self._queues.get(queue_id)
+        return 0 if queue is None else queue.num_requests
 
     def num_flows(self, queue_id: QueueId) -> int:
-        return len(self._queues.get(queue_id, ()))
+        queue = self._queues.get(queue_id)
+        return 0 if queue is None else len(queue.flows)
 
     @property
     def queue_ids(self) -> list[QueueId]:
@@ -81,13 +111,17 @@ class WaitingQueues:
 
     def queue(self, queue_id: QueueId) -> Iterator[LiveRequest]:
         """Every request that waits there."""
-        for requests in self._queues.get(queue_id, {}).values():
-            yield from requests.values()
+        queue = self._queues.get(queue_id)
+        if queue is not None:
+            for requests in queue.flows.values():
+                yield from requests.values()
 
     def push(self, request: LiveRequest, queue_id: QueueId) -> None:
         """Append the request; one that has already run goes to the head of its flow."""
-        flows = self._queues.setdefault(queue_id, {})
-        flow = _flow(request)
+        queue = self._queues.get(queue_id)
+        if queue is None:
+            queue = self._queues[queue_id] = _Queue()
+        flows, flow = queue.flows, flow_of(request)
         requests = flows.setdefault(flow, {})
         if request.num_attempts:
             flows[flow] = {request.request.request_id: request, **requests}
@@ -96,26 +130,42 @@ class WaitingQueues:
                     self.service.settle(choice)
         else:
             requests[request.request.request_id] = request
+        queue.num_requests += 1
         request.queue_id = queue_id
         self.service.enter(request)
+        if request.num_attempts or len(requests) == 1:
+            queue.note_head(flow, queue_id.model, self.service)
+        tenant = request.request.tenant
+        self._num_of_tenant[tenant] = self._num_of_tenant.get(tenant, 0) + 1
         self.num_requests += 1
+        self.num_with_objectives += request.objectives is not None
         self._num_begun += request.has_prefill_chunks
         key = (queue_id.model, request.priority_class.rank)
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
 
     def remove(self, request: LiveRequest) -> None:
-        queue_id, flow = request.queue_id, _flow(request)
+        queue_id, flow = request.queue_id, flow_of(request)
         assert queue_id is not None
-        flows = self._queues[queue_id]
+        queue = self._queues[queue_id]
+        flows = queue.flows
         requests = flows[flow]
+        is_head = next(iter(requests.values())) is request
         del requests[request.request.request_id]
+        queue.num_requests -= 1
         if not requests:
             del flows[flow]
             if not flows:
                 del self._queues[queue_id]
         request.queue_id = None
         self.service.leave(request)
+        if is_head:
+            queue.note_head(flow, queue_id.model, self.service)
+        tenant = request.request.tenant
+        self._num_of_tenant[tenant] -= 1
+        if not self._num_of_tenant[tenant]:
+            del self._num_of_tenant[tenant]
         self.num_requests -= 1
+        self.num_with_objectives -= request.objectives is not None
         self._num_begun -= request.has_prefill_chunks
         key = (queue_id.model, request.priority_class.rank)
         self._num_waiting[key] -= 1
@@ -126,7 +176,7 @@ class WaitingQueues:
         self,
         queue_id: QueueId,
         can_run: Callable[[LiveRequest], bool],
-        urgency: Callable[[LiveRequest], float] | None = None,
+        urgency: Callable[[LiveRequest], float | tuple[float, float]] | None = None,
         has_turn: Callable[[LiveRequest], bool] = lambda _: True,
         now: float = 0.0,
     ) -> LiveRequest | None:
@@ -142,23 +192,12 @@ class WaitingQueues:
         return None
 
     def _in_order(self, queue_id: QueueId, now: float) -> Iterable[Mapping[str, LiveRequest]]:
-        """The requests of each flow, the next flow first: by rank, then by the service of class, tenant and sub-flow,
-        then in the order in which the flows began to wait. Waiting makes no flow more urgent than the most urgent class
-        that waits in the queue, with which it then shares the shards by weight."""
-        flows = self._queues.get(queue_id, {})
-        if len(flows) < 2:
-            yield from flows.values()
-            return
-        heads = [next(iter(requests.values())) for requests in flows.values()]
-        most_urgent = min(head.priority_class.rank for head in heads)
-        order = self.service.order
-        heap = [
-            (max(most_urgent, head.rank(now)), order(queue_id.model, flow), number, flow)
-            for number, (flow, head) in enumerate(zip(flows, heads, strict=True))
-        ]
-        heapq.heapify(heap)
-        while heap:
-            yield flows[heapq.heappop(heap)[-1]]
+        """The requests of each flow, the next flow first."""
+        queue = self._queues.get(queue_id)
+        if queue is None:
+            return ()
+        flows = queue.flows
+        return flows.values() if queue.order is None else map(flows.__getitem__, queue.order.in_order(now))
 
     def take_victim(self, tenant: str, rank: int = INTERACTIVE.rank) -> LiveRequest | None:
         """Make room for one more request: remove, from the least urgent rank that waits, the youngest request of the
@@ -178,6 +217,6 @@ class WaitingQueues:
         return None if victim.num_attempts else victim
 
 
-def _flow(live: LiveRequest) -> Flow:
+def flow_of(live: LiveRequest) -> Flow:
     request = live.request
     return Flow(live.priority_class.name, request.tenant, request.fairness_id)

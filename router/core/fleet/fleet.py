@@ -11,6 +11,7 @@ import msgspec
 
 from kvloom.models.adapters import MAX_ADAPTERS, Adapter
 from router.core.events import ShardDescription
+from router.core.fleet.departure import Departure
 from router.core.fleet.fast_path import FastPath
 from router.core.fleet.shard_adapters import ShardAdapters
 from router.core.fleet.shard_health import HealthState, ShardHealth
@@ -38,6 +39,7 @@ class Shard:
         "can_generate",
         "choices",
         "computes_prompts",
+        "departure",
         "description",
         "fast_path",
         "hands_over",
@@ -70,6 +72,8 @@ class Shard:
         """Whether it sleeps, or is about to."""
         self.hands_over = False
         """Whether it drains and its running sequences are to continue elsewhere."""
+        self.departure: Departure | None = None
+        """When it has to be empty; None: it need not be."""
         self.health: ShardHealth | None = None
         """None: its health is not watched."""
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch

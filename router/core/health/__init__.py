@@ -1,5 +1,6 @@
 """What the router does about shards that hang, are slow or fail.
 
-health_watch.py   suspects shards, probes them, and accepts them again
-migrator.py       moves running requests off a shard
+health_watch.py       suspects shards, probes them, and accepts them again
+departing_shards.py   empties shards that have notice that they end
+migrator.py           moves running requests off a shard
 """

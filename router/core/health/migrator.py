@@ -1,10 +1,10 @@
-"""Moves requests from a shard that is suspected, or that hands over its work, to other shards."""
+"""Moves requests from a shard that is suspected, hands over its work or ends soon to other shards."""
 
 from __future__ import annotations
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import CancelOnShard, RequestsMoved
+from router.core.actions import CancelOnShard, MoveReason, RequestsMoved
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.fleet.fleet import Shard
@@ -32,14 +32,17 @@ class Migrator:
         self._attempt_sender.legs.move_off(shard, now)
         num_moved = 0
         for live in dict.fromkeys(choice.request for choice in shard.choices.values()):
-            if self._move(live, shard, now):
+            if self.move(live, shard, now):
                 num_moved += 1
         if num_moved:
-            self._action_buffer.add(RequestsMoved(shard.shard_id, num_moved))
+            reason = MoveReason.HAND_OVER if shard.hands_over else MoveReason.SUSPECTED
+            self._action_buffer.add(RequestsMoved(shard.shard_id, num_moved, reason))
 
-    def _move(self, live: LiveRequest, shard: Shard, now: float) -> bool:
+    def move(self, live: LiveRequest, shard: Shard, now: float, *, is_noticed: bool = False) -> bool:
+        """Returns whether it has moved. It does not if no other shard has room, and if it has moved very often, except
+        off a shard with notice (`is_noticed`), where it would be lost."""
         moved = [choice for choice in live.choices if choice.shard_id == shard.shard_id]
-        if live.is_queued or any(choice.num_moves >= MAX_MOVES for choice in moved):
+        if live.is_queued or (not is_noticed and any(choice.num_moves >= MAX_MOVES for choice in moved)):
             return False
         # At its limit a choice has no more tokens to produce; only its end has not come.
         open_choices = [choice for choice in moved if not choice.is_at_limit]
@@ -54,7 +57,7 @@ class Migrator:
         if open_choices:
             for choice in open_choices:
                 choice.num_moves += 1
-                live.moves = live.moves.with_migration()
+                live.moves = live.moves.with_migration(is_noticed=is_noticed)
             self._attempt_sender.queue.enter(live, now)
         for choice in moved:
             if choice not in open_choices:

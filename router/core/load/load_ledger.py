@@ -28,6 +28,12 @@ SHARING_SMOOTHING: Final = 0.2
 """Weight of a new report in the moving average of how much KV sequences share."""
 
 
+MIN_OBSERVATIONS: Final = 8
+"""Steps with first tokens from which a shard's speed counts as known."""
+TRUST_SECONDS: Final = 30.0
+"""How long it does so after the last first token, while the shard prefills nothing."""
+
+
 class Reservation(msgspec.Struct, frozen=True):
     """What one dispatch reserves on its shard until it ends there."""
 
@@ -200,6 +206,13 @@ class LoadView:
         if num_blocks > 0:
             used = self.num_blocks - self.report.num_available_blocks
             self.sharing += SHARING_SMOOTHING * (max(0, used) / num_blocks - self.sharing)
+
+    def has_shown_speed(self, now: float) -> bool:
+        """Whether its predictions rest on enough of its own first tokens, and a recent one: a shard to which nothing is
+        sent because it was slow once must not be taken for slow for ever."""
+        if self.speed.num_observations < MIN_OBSERVATIONS:
+            return False
+        return bool(self.queued) or now - self.started_at <= TRUST_SECONDS
 
     def queue_seconds(self, now: float) -> float:
         """Time until the prefill queued there is done, less what must have been done since the last first token (never

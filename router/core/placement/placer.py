@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -15,6 +16,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger, LoadView
+from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
@@ -35,6 +37,16 @@ class _Scores(NamedTuple):
     best: Candidate
     is_whole: bool
     """Whether these were all shards that could take the request."""
+
+
+class LeastTtft(NamedTuple):
+    """The earliest first token of a request that any shard would give, in seconds from now."""
+
+    seconds: float
+    idle_seconds: float
+    """The same if nothing else ran there."""
+    has_room: bool
+    """Whether a shard could take it now. If none can, the wait for a place comes on top of `seconds`."""
 
 
 class Placer:
@@ -152,6 +164,27 @@ class Placer:
         """One shard as the request sees it."""
         return self._candidates([shard], live, now)[0]
 
+    def least_ttft(
+        self, live: LiveRequest, held_ahead_seconds: Callable[[Candidate], float], now: float
+    ) -> LeastTtft | None:
+        """`held_ahead_seconds`: how long those that wait here for a shard and go before the request will take there.
+        None: it is not known, because a shard that could run the request has not shown its speed lately."""
+        shards = self.eligible(live)
+        views = [self._ledger.view(shard.shard_id) for shard in shards]
+        if not views or not all(view.has_shown_speed(now) for view in views):
+            return None
+        candidates = self._candidates(shards, live, now)
+        waits = [one.queue_seconds + held_ahead_seconds(one) + one.adapter_wait_seconds for one in candidates]
+        idle_seconds = min(
+            view.speed.request_seconds(one.num_prefill_tokens, one.num_overlap_tokens, 0) + one.adapter_wait_seconds
+            for view, one in zip(views, candidates, strict=True)
+        )
+        return LeastTtft(
+            min(wait + one.own_seconds for wait, one in zip(waits, candidates, strict=True)),
+            idle_seconds,
+            any(self.has_room(shard, live) for shard in shards),
+        )
+
     def note_placed(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, block_hashes: Sequence[int], now: float
     ) -> None:
@@ -203,8 +236,23 @@ class Placer:
         hashes = self.hashes(live, shards[0].description.block_size)
         candidates = self._candidates(shards, live, now)
         terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
-        best = candidates[self._cheapest(list(map(sum, terms)), candidates, live)]
+        costs: Sequence[float] = list(map(sum, terms))
+        if live.objectives is not None and len(candidates) > 1:
+            costs = self._where_in_time(costs, candidates, live.objectives, now)
+        best = candidates[self._cheapest(costs, candidates, live)]
         return _Scores(live, now, candidates, terms, best, is_whole)
+
+    def _where_in_time(
+        self, costs: Sequence[float], candidates: Sequence[Candidate], objectives: LiveObjectives, now: float
+    ) -> Sequence[float]:
+        """The costs, infinite for the candidates that are expected to miss more objectives than others do."""
+        num_missed = [
+            (now + one.predicted_ttft_seconds > objectives.ttft_due)
+            + (self._ledger.view(one.shard_id).report.decode_step_seconds > objectives.tpot_seconds)
+            for one in candidates
+        ]
+        least = min(num_missed)
+        return [cost if missed == least else math.inf for cost, missed in zip(costs, num_missed, strict=True)]
 
     def _pick_of(self, scores: _Scores, live: LiveRequest, picked_shard_id: str) -> Pick:
         candidates = scores.candidates

@@ -28,6 +28,7 @@ from router.core.events import CachedChoice, Request
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
 from router.core.live import Choice, Client, LiveRequest
+from router.core.objectives import LiveObjectives, ObjectivesOutcome
 from router.core.relay.screening import Screening
 from router.core.request_end import end_of
 from router.core.request_usage import RequestUsage, UsageMeter
@@ -183,12 +184,12 @@ class Lifecycle:
                 choice.withheld.clear_all()
             self.settle(choice, now)
 
-    def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
+    def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float, *, is_noticed: bool = False) -> None:
         """A shard failed the choice, which now runs nowhere: it waits to continue on another shard, after the tokens it
-        has."""
+        has. `is_noticed`: the shard had notice that it ends."""
         live = choice.request
         is_drained = error.reason == ErrorReason.ERROR_REASON_DRAINING
-        if is_drained and choice.num_moves < MAX_MOVES:
+        if is_drained and (is_noticed or choice.num_moves < MAX_MOVES):
             choice.num_moves += 1  # a shard that stops is no failed attempt
         if choice.is_at_limit:
             self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
@@ -197,7 +198,8 @@ class Lifecycle:
         else:
             live.avoid_shard_id = shard_id
             live.failure = error
-            live.moves = live.moves.with_migration() if is_drained else live.moves.with_failover()
+            moves = live.moves
+            live.moves = moves.with_migration(is_noticed=is_noticed) if is_drained else moves.with_failover()
             live.pending.append(choice)
             if live.usage is not None:
                 live.usage.release(now)
@@ -410,7 +412,7 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         reason,
         error.reason if error is not None else 0,
         len(request.prompt_token_ids),  # Python calls with more than 15 keywords are slow.
-        num_cached_tokens=live.num_cached_tokens,
+        live.num_cached_tokens,
         num_output_tokens=live.num_output_tokens,
         queue_time_seconds=dispatched_at - live.arrived_at,
         ttft_seconds=None if live.first_sent_at is None else live.first_sent_at - live.arrived_at,
@@ -425,7 +427,14 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         is_admitted=live.is_admitted,
         moves=live.moves,
         priority_class=live.priority_class,
+        objectives=None if live.objectives is None else _objectives_outcome(live, live.objectives, now),
     )
+
+
+def _objectives_outcome(live: LiveRequest, objectives: LiveObjectives, now: float) -> ObjectivesOutcome:
+    tokens_per_choice = live.num_output_tokens / len(live.choices)
+    name, reason = live.priority_class.name, live.ended_with[0]
+    return objectives.outcome(name, reason, live.first_sent_at, tokens_per_choice, now)
 
 
 def request_progress(live: LiveRequest, now: float) -> RequestEnded:

@@ -256,7 +256,8 @@ class Relay:
         if finish.reason == FINISH_REASON_ERROR:
             error = error or KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed.")
             if error.reason in RETRYABLE_REASONS:
-                self._lifecycle.retry(choice, error, shard.shard_id, now)
+                is_noticed = shard.departure is not None
+                self._lifecycle.retry(choice, error, shard.shard_id, now, is_noticed=is_noticed)
                 return
         if choice.num_cached_tokens is None:
             choice.num_cached_tokens = max(0, finish.num_cached_tokens - choice.request.num_prepared_tokens)

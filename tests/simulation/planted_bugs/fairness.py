@@ -9,7 +9,7 @@ import pytest
 
 from router.core.dispatch.fair_shares import FairShares, Preemption
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import PreemptionsJustified, ReserveKept
+from tools.dst.checkers import NoIdleWait, PreemptionsJustified, ReserveKept
 
 
 @caught_by(PreemptionsJustified)
@@ -55,3 +55,13 @@ def preempts_while_enough_blocks_are_free(patch: Patch) -> None:
             return original(self, shard, before)
 
     patch.setattr(FairShares, "_for_blocks", for_blocks)
+
+
+@caught_by(NoIdleWait)
+def defers_a_tenant_when_no_prefill_is_left(patch: Patch) -> None:
+    """A tenant above its share waits for prefill to end where none is unfinished."""
+    patch.setattr(
+        FairShares,
+        "must_defer",
+        lambda self, shard, tenant: self.max_prefill_tokens(shard, tenant) is not None,
+    )

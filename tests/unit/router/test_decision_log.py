@@ -15,6 +15,7 @@ from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.fleet.fleet import ShardState
 from router.core.fleet.shard_health import HealthState
+from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
 from router.core.priority_classes import PriorityClass
@@ -349,12 +350,11 @@ def test_an_explanation_says_the_class_what_it_has_gained_by_waiting_and_whose_s
     assert "class gold, rank 3, 1 after 0.5 s of waiting; in the share of acme/search, sub-flow chat 7" in shown
 
 
-def test_an_evicted_request_is_explained_and_a_rejected_one_is_not_remembered() -> None:
-    """It waited, and its caller asks why it waited in vain; a flood of refusals must not push others out."""
-    log = DecisionLog(10, remembers_evicted=True)
+def test_an_evicted_request_is_explained() -> None:
+    """It waited, and its caller asks why it waited in vain."""
+    log = DecisionLog(10, remembers_unplaced=True)
     unserved = {"num_attempts": 0, "shard_id": "", "reason": FINISH_REASON_ERROR, "ttft_seconds": None}
     log.request_ended(ended("r1", **unserved))
-    log.request_ended(ended("r2", is_admitted=False, **unserved))
     found = log.find("r1")
     assert found is not None
     explained = explanation_to_proto(found)
@@ -362,7 +362,27 @@ def test_an_evicted_request_is_explained_and_a_rejected_one_is_not_remembered() 
     console = Console(file=io.StringIO(), width=200)
     print_explanation(explained, console)
     assert "ended: evicted, error after 2.000 s" in console.file.getvalue()
-    assert log.find("r2") is None
     log = DecisionLog(10)
     log.request_ended(ended("r1", **unserved))
     assert log.find("r1") is None
+
+
+def test_a_refused_request_is_remembered_within_a_bound() -> None:
+    """Whoever asks why a request was refused gets an answer, and a flood of refusals leaves the placed ones known."""
+    log = DecisionLog(8, remembers_unplaced=True)
+    refusal = {"num_attempts": 0, "reason": FINISH_REASON_ERROR, "ttft_seconds": None, "is_admitted": False}
+    outcome = ObjectivesOutcome(Objectives(ttft_seconds=0.25), "interactive", 0.5, Cause.LOAD)
+    log.placement_decided(decided("placed"))
+    for number in range(20):
+        log.request_ended(ended(f"refused{number}", **refusal, objectives=outcome, client_request_id="mine"))
+    assert log.num_remembered == 3
+    assert log.find("placed") is not None
+    assert log.find_by_client_request_id("mine") == ["refused19", "refused18"]
+    found = log.find("refused19")
+    assert found is not None
+    explanation = explanation_to_proto(found)
+    assert not explanation.decisions
+    assert explanation.outcome.objectives.wanted.ttft_ms == 250
+    assert (explanation.outcome.objectives.refused, explanation.outcome.end) == ("load", "rejected")
+    log.placement_decided(decided("refused19"))
+    assert log.find("refused19").attempts  # pyright: ignore[reportOptionalMemberAccess]

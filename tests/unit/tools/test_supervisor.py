@@ -157,6 +157,29 @@ async def test_a_process_that_fails_after_a_crash_is_restarted_again_and_again(t
         await world.supervisor.stop()
 
 
+async def test_a_process_that_ends_for_good_is_forgotten(tmp_path: Path):
+    """A shard that was scaled in is not started again, and leaves no row in the status; the others run on."""
+    code = (
+        "import time\n"
+        'print(\'{"event":"ready","address":"x"}\', flush=True)\n'
+        "time.sleep(0.2)\n"
+        'print(\'{"event":"end"}\', flush=True)\n'
+    )
+    leaves = ChildSpec(role="shard", name="leaves", argv=(sys.executable, "-S", "-c", code))
+    world = World(tmp_path, [leaves, stand_in("stays")])
+    await world.supervisor.start()
+    watching = asyncio.create_task(world.supervisor.watch())
+    try:
+        await world.until(lambda statuses: [status.name for status in statuses] == ["stays"])
+        assert world.supervisor.all_ready
+        assert [spec.name for spec in world.supervisor.ended] == ["leaves"]
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await world.supervisor.stop()
+
+
 async def test_roles_stop_one_after_another_in_the_given_order(tmp_path: Path):
     """The edges stop before the processes behind them, so that running requests can end."""
     record = tmp_path / "order"

@@ -9,9 +9,14 @@ from router.core.actions import SubmitAttempt
 from router.core.events import class_of
 from router.core.frames import Finish
 from tools.dst.checker import Checker
-from tools.dst.observed import ObservedChoice, ObservedRequest, State, eligible
+from tools.dst.observed import Departure, ObservedChoice, ObservedRequest, State, eligible
 from tools.dst.views import RouterView
 
+_FOR_WANT_OF_A_SHARD: Final = (
+    ErrorReason.ERROR_REASON_DRAINING,
+    ErrorReason.ERROR_REASON_SHARD_LOST,
+    ErrorReason.ERROR_REASON_NO_SHARD_READY,
+)
 MAX_PASSED: Final = 25
 """How many requests of other classes may be dispatched while one waits that counts as urgent as any. Classes share by
 weight then, in tokens: of a few requests, all may be those of the heavier class."""
@@ -85,11 +90,16 @@ class FloorsKept(Checker):
 
 
 class SchedulingEndsNothing(Checker):
-    """An answer that has begun does not end because it waits again for a place."""
+    """An answer that has begun does not end because it waits again for a place, nor because its shard had notice."""
 
     invariant = "scheduling_ends_nothing"
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:  # noqa: ARG002
+    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
         error = finish.error
         if choice.num_attempts and error is not None and error.reason == ErrorReason.ERROR_REASON_QUEUE_TIMEOUT:
             self.fail(f"{choice.request.request.request_id} had begun, and was given up because it had to wait")
+        observed, witness = choice.request, node.witness
+        if error is None or node.is_draining or error.reason not in _FOR_WANT_OF_A_SHARD:
+            return
+        if observed.left_by is Departure.NOTICE and witness.keeps(observed):
+            self.fail(f"{observed.request.request_id} was given up because its shard had notice")

@@ -106,6 +106,8 @@ def _queue_was_full(node: RouterView, choice: ObservedChoice) -> bool:
     witness = node.witness
     if witness.arriving is None:
         return False
+    if choice.request is witness.arriving and choice.request.may_be_impossible:
+        return True
     if node.config.overload.sheds_early and choice.request is witness.arriving:
         return True  # by prediction: RejectionsJustified checks whether it would have fitted
     # The queue is served after a request has arrived: what filled it then may be dispatched in the same event.
@@ -146,7 +148,14 @@ def _does_not_exist(node: RouterView, choice: ObservedChoice) -> bool:
 
 
 _CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
-    ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED: lambda node, choice: node.now >= choice.request.deadline,
+    ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED: lambda node, choice: (
+        node.now >= choice.request.deadline
+        # It waits, and could not be answered before its deadline any more.
+        or (choice.request.has_deadline and node.config.overload.sheds_early and not choice.request.was_dispatched)
+    ),
+    ErrorReason.ERROR_REASON_DEADLINE_IMPOSSIBLE: lambda node, choice: (
+        choice.request is node.witness.arriving and choice.request.may_be_impossible
+    ),
     ErrorReason.ERROR_REASON_QUEUE_TIMEOUT: lambda node, choice: (
         (node.now >= choice.request.queue_deadline or node.config.overload.sheds_early)
         and not choice.request.was_dispatched

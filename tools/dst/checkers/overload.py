@@ -43,6 +43,8 @@ class RejectionsJustified(Checker):
             )
 
     def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+        if choice.request.may_be_impossible:  # there may be room, but not in time
+            return
         if self._would_fit and choice.request is node.witness.arriving and _reason(finish) == _FULL:
             self.fail(f"{choice.request.request.request_id} was rejected, but there was room for it")
 
@@ -77,7 +79,7 @@ class TiersKept(Checker):
             or observed.request.tier is not Tier.INTERACTIVE
         ):
             return
-        if node.config.overload.sheds_early and observed is node.witness.arriving:
+        if observed is node.witness.arriving and (node.config.overload.sheds_early or observed.may_be_impossible):
             return  # it may have had to wait too long even with a place in the queue
         others = [other for other in node.witness.waiting() if other.request.tier is Tier.BATCH]
         if others and not any(other.was_dispatched for other in node.witness.waiting()):
@@ -110,7 +112,9 @@ class OutagePatience(Checker):
             self.fail(f"{observed.request.request_id} was given up {node.now - since:.3f} s into an outage")
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
-        unschedulable = [observed for observed in node.witness.waiting() if not eligible(node.witness.shards, observed)]
+        witness = node.witness
+        waiting = [observed for observed in witness.waiting() if not eligible(witness.shards, observed)]
+        unschedulable = [observed for observed in waiting if not witness.keeps(observed)]
         before = self._since
         if before or unschedulable:
             self._since = {key: at for key, at in before.items() if key[0] is not node}

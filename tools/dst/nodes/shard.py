@@ -52,6 +52,8 @@ class SimShard:
         self.is_ending = False
         """Whether it has been told to stop, for ever."""
         self.hands_over = False
+        self.ends_at: float | None = None
+        """When it has to be empty, as it has had notice."""
         self.slowness = 1.0
         self.incarnation = incarnation
         self._failure_share = 0.0
@@ -74,6 +76,7 @@ class SimShard:
         self.incarnation += 1
         self.is_up, self.is_hung, self.is_draining, self.hands_over = True, False, False, False
         self.is_withdrawn = False
+        self.ends_at = None
         self.has_hung_engine = False
         self.slowness = 1.0
         self._loaded_adapter = ""
@@ -138,6 +141,7 @@ class SimShard:
         """Routers are notified at once."""
         self.is_draining = draining
         self.hands_over = False
+        self.ends_at = None
         self.send_load()
 
     def set_withdrawn(self, withdrawn: bool) -> None:
@@ -177,14 +181,34 @@ class SimShard:
         self.hands_over = True
         self.send_load()
 
+    def take_notice(self, seconds: float) -> None:
+        """It has to be empty within that time. Routers are notified at once."""
+        self.is_draining, self.hands_over, self.ends_at = True, False, self._env.timeline.now + seconds
+        self.send_load()
+
+    def leave(self) -> None:
+        """The time of its notice is over: it returns what is left, and its process ends."""
+        error = KvloomError(ErrorReason.ERROR_REASON_DRAINING, "the shard has stopped")
+        for stream, slot in list(self.engine.sequences):
+            stream.parts.finishes.append(Finish(slot, FinishReason.FINISH_REASON_ERROR, error=error))
+        self.engine.sequences.clear()
+        for stream in self.streams:
+            stream.send_frame()
+        self.crash(0.05)
+
     def send_load(self) -> None:
         for stream in self.streams:
             stream.send_frame(*stream.load_report(self._load(stream)))
 
     def _load(self, stream: ShardStream) -> ShardLoad:
         load = self.engine.load(stream, draining=self.is_draining)
-        if self.hands_over or self.is_withdrawn:
-            return msgspec.structs.replace(load, hand_over=self.hands_over, withdrawn=self.is_withdrawn)
+        if self.hands_over or self.is_withdrawn or self.ends_at is not None:
+            return msgspec.structs.replace(
+                load,
+                hand_over=self.hands_over,
+                withdrawn=self.is_withdrawn,
+                empty_within_seconds=None if self.ends_at is None else max(0.0, self.ends_at - self._env.timeline.now),
+            )
         return load
 
     def clear_cache(self) -> None:

@@ -100,7 +100,11 @@ class ShardStream:
         if self.shard.has_hung_engine and self.old_load is not None:
             # A hung engine does not update its counts.
             load = msgspec.structs.replace(
-                self.old_load, draining=load.draining, hand_over=load.hand_over, withdrawn=load.withdrawn
+                self.old_load,
+                draining=load.draining,
+                hand_over=load.hand_over,
+                withdrawn=load.withdrawn,
+                empty_within_seconds=load.empty_within_seconds,
             )
         old, self.old_load = self.old_load, load
         if old is not None and self._env.chance("load_report_stale"):

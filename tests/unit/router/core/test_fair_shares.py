@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -187,3 +188,28 @@ def test_it_can_be_switched_off() -> None:
     rig.fill("big", 8)
     rig.ask("small", "small")
     assert not has(rig.wait(30.0), SequencesPreempted)
+
+
+def test_while_tenants_share_a_shard_the_larger_one_leaves_little_prefill_unfinished() -> None:
+    """An engine prefills what it has in the order of its arrival: a request of another tenant must not wait for all of
+    a flood."""
+    rig = FairRig(dataclasses.replace(SETTINGS, competing_prefill_seconds=0.001))
+    assert dispatched(rig.ask("small", "small")) == ["small"]
+    sent = [rig.ask(f"big-{number}", "big") for number in range(4)]
+    assert [len(dispatched(actions)) for actions in sent] == [1, 1, 0, 0]
+    assert dispatched(rig.ask("other", "other")) == ["other"]
+    for slot in (1, 2, 3):
+        assert not has(rig.start("s0", slot), SubmitAttempt)
+    assert dispatched(rig.start("s0", 4)) == ["big-2"]
+
+
+def test_a_tenant_that_is_alone_again_is_not_held_back() -> None:
+    """Short steps cost a little throughput, which buys nothing then."""
+    rig = FairRig(dataclasses.replace(SETTINGS, competing_prefill_seconds=0.001))
+    rig.ask("small", "small")
+    rig.ask("big-0", "big")
+    rig.finish("s0", 1)
+    assert not dispatched(rig.ask("big-1", "big"))
+    rig.start("s0", 2)
+    rig.wait(SETTINGS.contention_seconds)
+    assert [dispatched(rig.ask(f"big-{number}", "big")) for number in (2, 3)] == [["big-2"], ["big-3"]]

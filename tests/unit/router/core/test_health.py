@@ -15,6 +15,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import (
     Action,
     CancelOnShard,
+    MoveReason,
     RequestEnded,
     RequestsMoved,
     SendStep,
@@ -91,7 +92,7 @@ def test_a_stalled_shard_is_suspected_and_its_request_continues_elsewhere() -> N
     assert move.choices[0].output_token_ids == (7, 8)
     assert move.choices[0].num_delivered_chars == 2
     assert CancelOnShard(shard_id, [slot]) in actions
-    assert only(actions, RequestsMoved) == RequestsMoved(shard_id, 1)
+    assert only(actions, RequestsMoved) == RequestsMoved(shard_id, 1, MoveReason.SUSPECTED)
     late = rig.step(shard_id, (slot, [9], "c"), finishes=[Finish(slot, FinishReason.FINISH_REASON_STOP)])
     assert not has(late, SendStep)
     assert sent(rig.step(other, (move.choices[0].slot, [9], "c"))).token_ids == [9]

@@ -1,0 +1,110 @@
+"""`kvloom bench spot-notice`: what streams notice when a shard's machine is taken away at short notice."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvloom.config import KvloomConfig, ModelConfig
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.bench.spot_notice_run import NoticePlan, NoticeReport, run
+from tools.models.resolve import resolve_model
+from tools.options import DEFAULT_DATA_DIR, Seconds, data_dir_option, option
+
+_ROWS = (
+    ("streams", "num_streams"),
+    ("errors", "num_errors"),
+    ("differing bytes", "num_differing_bytes"),
+    ("streams on the shard with notice", "num_on_noticed_shard"),
+    ("  finished there in time", "num_finished_in_time"),
+    ("  moved before its end", "num_moved"),
+    ("  returned at its end", "num_returned"),
+    ("tokens computed again", "num_tokens_computed_again"),
+)
+
+
+@click.command()
+@option("--shards", "num_shards", type=click.IntRange(2, 16), default=2, show_default=True, scope="bench-spot-notice")
+@option(
+    "--streams",
+    "num_streams",
+    type=click.IntRange(1, 1024),
+    default=8,
+    show_default=True,
+    scope="bench-spot-notice",
+    help="Answers that run at the same time; every fourth asks for a fifth of the tokens.",
+)
+@option(
+    "--prompt-words",
+    "num_prompt_words",
+    type=click.IntRange(1, 1000),
+    default=40,
+    show_default=True,
+    scope="bench-spot-notice",
+)
+@option(
+    "--max-tokens",
+    type=click.IntRange(2, 4000),
+    default=160,
+    show_default=True,
+    scope="bench-spot-notice",
+    help="Output tokens of each answer.",
+)
+@option(
+    "--within",
+    "within_seconds",
+    type=Seconds(600.0),
+    default="5s",
+    show_default=True,
+    metavar="TIME",
+    scope="bench-spot-notice",
+    help="How long after the notice the shard is killed.",
+)
+@data_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench_spot_notice(
+    num_shards: int,
+    num_streams: int,
+    num_prompt_words: int,
+    max_tokens: int,
+    within_seconds: float,
+    data_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Run streams on torch shards, give the busiest shard notice, and kill it when the time is over. Compares every
+    answer with that of the same request in an undisturbed run before. Exits with 1 if one failed or differs."""
+    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    found = resolve_model(BUILTIN_MODEL_NAME, cache_dir, lambda message: click.echo(message, err=True))
+    config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
+    config.shard.num_shards = num_shards
+    config.safety.answer_mode = "off"
+    plan = NoticePlan(num_streams, num_prompt_words, max_tokens, within_seconds)
+    folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
+    try:
+        report = asyncio.run(run(config, folder, plan))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if as_json:
+        click.echo(msgspec.json.encode(report).decode())
+    else:
+        _show(report, within_seconds)
+    if report.num_errors or report.num_differing_bytes:
+        raise SystemExit(1)
+
+
+def _show(report: NoticeReport, within_seconds: float) -> None:
+    table = Table(title=f"A notice of {within_seconds:g} s under load", title_justify="left", show_header=False)
+    for title, field in _ROWS:
+        table.add_row(title, str(getattr(report, field)))
+    table.add_row("longest pause of a stream", f"{report.longest_pause_seconds:.2f} s")
+    table.add_row("  in the undisturbed run", f"{report.undisturbed_pause_seconds:.2f} s")
+    how = "killed" if report.shard_was_killed else "by itself"
+    table.add_row("the shard ended", f"{how}, {report.shard_ended_after_seconds:.1f} s after the notice")
+    Console().print(table)

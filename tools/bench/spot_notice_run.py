@@ -1,0 +1,273 @@
+"""Streams under load, a shard that gets notice and is killed when the time is over, and what the streams noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import grpc.aio
+import msgspec
+import psutil
+
+from kvloom.config import KvloomConfig
+from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.v1.router_service_pb2 import ExplainRequest, ExplainResponse
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom.v1.shard_service_pb2 import DrainRequest, GetInfoRequest
+from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
+from tools.fabric_trust import trust_of_running
+from tools.failures import CommandError
+from tools.supervisor.child_fabric import child_fabric
+from tools.supervisor.state import RunFolder
+from tools.supervisor.supervised_process import ProcessStatus
+
+_CALL_TIMEOUT_SECONDS: Final = 10.0
+_STREAM_TIMEOUT_SECONDS: Final = 600.0
+_POLL_SECONDS: Final = 0.02
+_BEGUN_SHARE: Final = 0.1
+"""Notice is given when every stream has its first token, and together they have this share of their tokens."""
+_SHORT_SHARE: Final = 4
+"""Every so manieth stream asks for a fifth of the tokens, so that some end in time."""
+
+
+class NoticePlan(msgspec.Struct, frozen=True):
+    num_streams: int
+    num_prompt_words: int
+    max_tokens: int
+    within_seconds: float
+
+
+class Stream(msgspec.Struct):
+    """One answer as its client saw it."""
+
+    name: str
+    max_tokens: int
+    text: str = ""
+    finish_reason: str = ""
+    error: str = ""
+    pieces_at: list[float] = []
+    """When each piece of text came, in seconds since the epoch."""
+
+    @property
+    def longest_pause_seconds(self) -> float:
+        gaps = [later - earlier for earlier, later in zip(self.pieces_at, self.pieces_at[1:], strict=False)]
+        return max(gaps, default=0.0)
+
+
+class NoticeReport(msgspec.Struct, frozen=True):
+    num_streams: int
+    num_errors: int
+    num_differing_bytes: int
+    """Bytes of text that differ from those of the undisturbed run, and those that only one of them has."""
+    num_on_noticed_shard: int
+    num_finished_in_time: int
+    num_moved: int
+    """Taken to another shard before the end of their own."""
+    num_returned: int
+    """Returned by their shard when it had to end."""
+    num_tokens_computed_again: int
+    longest_pause_seconds: float
+    undisturbed_pause_seconds: float
+    shard_ended_after_seconds: float
+    """After the notice."""
+    shard_was_killed: bool
+    """Whether it had not ended by itself when the time was over."""
+
+
+async def run(config: KvloomConfig, folder: Path, plan: NoticePlan) -> NoticeReport:
+    """Raises CommandError."""
+    async with child_fabric(config, folder) as url:
+        state = RunFolder(folder).read_running()
+        if state is None:
+            raise CommandError("the fabric has ended")
+        shards = [process for process in state.processes if process.role == "shard"]
+        trust = trust_of_running(RunFolder(folder))
+        undisturbed = await _play(url, config.model.name, plan, "undisturbed")
+        disturbed = _streams(plan, "noticed")
+        playing = asyncio.create_task(_play_all(url, config.model.name, plan, disturbed), name="streams")
+        try:
+            await _until_begun(disturbed, playing)
+            ended = await _give_notice(trust, shards, plan.within_seconds)
+            await playing
+        finally:
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+        router = next(process for process in state.processes if process.role == "router")
+        explained = await _explain(trust, router.internal_address or router.router_address, disturbed)
+        return _report(undisturbed, disturbed, explained, ended)
+
+
+def _streams(plan: NoticePlan, run_name: str) -> list[Stream]:
+    short = max(1, plan.max_tokens // 5)
+    return [
+        Stream(f"{run_name}-{number}", plan.max_tokens if number % _SHORT_SHARE else short)
+        for number in range(plan.num_streams)
+    ]
+
+
+async def _play(url: str, model: str, plan: NoticePlan, run_name: str) -> list[Stream]:
+    streams = _streams(plan, run_name)
+    await _play_all(url, model, plan, streams)
+    return streams
+
+
+async def _play_all(url: str, model: str, plan: NoticePlan, streams: Sequence[Stream]) -> None:
+    timeout = aiohttp.ClientTimeout(total=_STREAM_TIMEOUT_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for number, stream in enumerate(streams):
+            tasks.create_task(_read(session, model, plan, stream, number), name=stream.name)
+
+
+async def _read(session: aiohttp.ClientSession, model: str, plan: NoticePlan, stream: Stream, number: int) -> None:
+    words = " ".join(f"{number * 7 + word}" for word in range(plan.num_prompt_words))
+    body = {
+        "model": model,
+        "prompt": f"Story {number}. {words}",
+        "max_tokens": stream.max_tokens,
+        "ignore_eos": True,
+        "temperature": 0.9,
+        "seed": number,
+        "stream": True,
+    }
+    try:
+        async with session.post("/v1/completions", json=body, headers={"x-request-id": stream.name}) as response:
+            if response.status != 200:
+                stream.error = (await response.text())[:200]
+                return
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    _take(stream, json.loads(line[6:]))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        stream.error = repr(error)
+    if not stream.finish_reason and not stream.error:
+        stream.error = "the stream ended without a finish"
+
+
+def _take(stream: Stream, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        stream.error = str(chunk["error"])
+        return
+    for choice in chunk["choices"]:
+        stream.text += choice.get("text") or ""
+        stream.pieces_at.append(time.time())
+        stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
+
+
+async def _until_begun(streams: Sequence[Stream], playing: asyncio.Task[None]) -> None:
+    num_wanted = _BEGUN_SHARE * sum(stream.max_tokens for stream in streams)
+    while not all(stream.pieces_at for stream in streams) or sum(len(s.pieces_at) for s in streams) < num_wanted:
+        if playing.done():
+            raise CommandError("the streams ended before notice could be given: ask for more tokens")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    shard: str
+    after_seconds: float
+    was_killed: bool
+
+
+async def _give_notice(trust: FabricTrust, shards: Sequence[ProcessStatus], within_seconds: float) -> _Ended:
+    """Give notice to the shard with most to do, and kill it when the time is over. Returns when it is gone."""
+    loads = await asyncio.gather(*(_num_running(trust, shard) for shard in shards))
+    shard = max(zip(loads, shards, strict=True), key=lambda pair: pair[0])[1]
+    if shard.pid is None:
+        raise CommandError(f"{shard.name} does not run")
+    process = psutil.Process(shard.pid)
+    began = time.monotonic()
+    async with trust.open_channel(shard.address, "shard", shard.name) as channel:
+        order = DrainRequest(draining=True, empty_within_seconds=within_seconds, exit=True)
+        answer = await ShardServiceStub(channel).Drain(order, timeout=_CALL_TIMEOUT_SECONDS)
+        if answer.HasField("error"):
+            raise CommandError(answer.error.message)
+    while time.monotonic() < began + within_seconds:
+        if not _runs(process):
+            break
+        await asyncio.sleep(_POLL_SECONDS)
+    after_seconds, was_killed = time.monotonic() - began, _runs(process)
+    if was_killed:
+        os.kill(shard.pid, signal.SIGKILL)
+    return _Ended(shard.name, after_seconds, was_killed)
+
+
+async def _num_running(trust: FabricTrust, shard: ProcessStatus) -> int:
+    async with trust.open_channel(shard.address, "shard", shard.name) as channel:
+        info = await ShardServiceStub(channel).GetInfo(GetInfoRequest(), timeout=_CALL_TIMEOUT_SECONDS)
+        return info.load.num_running + info.load.num_waiting
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def _explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
+    """What the router says of each stream, by its name."""
+    async with trust.open_channel(router_address, "router") as channel:
+        stub = RouterServiceStub(channel)
+        answers: dict[str, ExplainResponse] = {}
+        for stream in streams:
+            request = ExplainRequest(client_request_id=stream.name)
+            try:
+                answers[stream.name] = await stub.Explain(request, timeout=_CALL_TIMEOUT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                raise CommandError(f"{stream.name} cannot be explained: {error.details()}") from error
+        return answers
+
+
+def _report(
+    undisturbed: Sequence[Stream], disturbed: Sequence[Stream], explained: dict[str, ExplainResponse], ended: _Ended
+) -> NoticeReport:
+    num_on_shard = num_finished = num_moved = num_returned = num_again = 0
+    for stream in disturbed:
+        answer = explained[stream.name]
+        shards = [decision.plan.picked_shard_id for decision in answer.decisions]
+        if ended.shard not in shards:
+            continue
+        num_on_shard += 1
+        if len(shards) == 1:
+            num_finished += 1
+            continue
+        num_moved += answer.outcome.num_notice_migrations > 0
+        num_returned += not answer.outcome.num_notice_migrations
+        num_again += sum(
+            answer.outcome.num_prompt_tokens
+            + sum(at <= decision.decided_at_seconds for at in stream.pieces_at)
+            - next(s.num_overlap_tokens for s in decision.plan.shards if s.shard_id == decision.plan.picked_shard_id)
+            for decision in answer.decisions[1:]
+        )
+    return NoticeReport(
+        num_streams=len(disturbed),
+        num_errors=sum(bool(stream.error) for stream in (*undisturbed, *disturbed)),
+        num_differing_bytes=sum(
+            num_differing_bytes(one.text, other.text) for one, other in zip(undisturbed, disturbed, strict=True)
+        ),
+        num_on_noticed_shard=num_on_shard,
+        num_finished_in_time=num_finished,
+        num_moved=num_moved,
+        num_returned=num_returned,
+        num_tokens_computed_again=num_again,
+        longest_pause_seconds=max(stream.longest_pause_seconds for stream in disturbed),
+        undisturbed_pause_seconds=max(stream.longest_pause_seconds for stream in undisturbed),
+        shard_ended_after_seconds=ended.after_seconds,
+        shard_was_killed=ended.was_killed,
+    )
+
+
+def num_differing_bytes(one: str, other: str) -> int:
+    """Position by position, and what only one of them has."""
+    a, b = one.encode(), other.encode()
+    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
