@@ -31,6 +31,7 @@ class WitnessView(Protocol):
     policy: tuple[bool, bool] | None
     safety_waited_for_until: float | None
     arriving: ObservedRequest | None
+    dispatched: list[ObservedRequest]
     event: Event | None
 
     def waiting(self) -> list[ObservedRequest]: ...

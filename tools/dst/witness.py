@@ -69,6 +69,8 @@ class Witness:
         """The time of the current event."""
         self.event: Event | None = None
         """The current event."""
+        self.dispatched: list[ObservedRequest] = []
+        """The requests that were sent to shards in the current event."""
         self._moving: list[ObservedChoice] = []
         self._waiting: list[ObservedRequest] | None = None
         """A cache for `waiting`. None means that something has changed since."""
@@ -125,6 +127,7 @@ class Witness:
         self.now = now
         self._waiting = None
         self.arriving = None
+        self.dispatched.clear()
         self.gone_client = ""
         match event:
             case StepArrived():
@@ -328,6 +331,7 @@ class Witness:
 
     def _take_attempt(self, observed: ObservedRequest, action: SubmitAttempt) -> None:
         observed.num_attempts += 1
+        self.dispatched.append(observed)
         shard = self.shards[action.shard_id]
         for spec in action.choices:
             choice = observed.choice(spec.index)

@@ -53,10 +53,10 @@ class Brownout:
         effects = self._ladder.effects(step, request.tier)
         found = refusal(request, effects, step, predicted_wait_seconds)
         if found is not None:
+            self._action_buffer.add(RequestDegraded(request.model, (found.effect,)))
             if found.effect == "max_queue_seconds":
                 # Otherwise the ladder would come down while it refuses what the fleet cannot serve.
                 self._observe(request, now, is_good=False)
-            self._action_buffer.add(RequestDegraded(request.model, (found.effect,)))
             wait_seconds = self._config.min_step_seconds
             return refused(found, self._retry_after_seconds(request.request_id, wait_seconds))
         degraded = degradation(request, effects, step)

@@ -35,6 +35,10 @@ class ClassShares:
 
     # -- who may be sent -----------------------------------------------------------------------------------------
 
+    @property
+    def has_floors(self) -> bool:
+        return bool(self._reserving)
+
     def begin_serving(self, now: float) -> None:
         self._now = now
 

@@ -213,6 +213,15 @@ class DispatchQueue:
     def serve(self, now: float) -> None:
         """Send every waiting request that can be sent."""
         self._fair_shares.begin_serving(now)
+        num_before = math.inf
+        while self.queues.num_requests < num_before:
+            num_before = self.queues.num_requests
+            self._serve_once(now)
+            if not self._fair_shares.has_floors:
+                break  # what was sent has left no room to others
+        self._fair_shares.end_serving()
+
+    def _serve_once(self, now: float) -> None:
         parked = [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]
         for queue_id in parked:
             self._place_aged(queue_id, now)
@@ -221,7 +230,6 @@ class DispatchQueue:
             self._serve_shards(now)
         for queue_id in sorted(filter(self.queues.__contains__, parked), key=self.queues.rank_of):
             self._serve_parked(queue_id, now)
-        self._fair_shares.end_serving()
 
     def _serve_shards(self, now: float) -> None:
         for model in [model for model, at in self._replace_at.items() if at <= now]:
@@ -284,10 +292,19 @@ class DispatchQueue:
         shards = self._fleet.ready(model)
         if queues.num_waiting(model, rank - 1) and not any(self._may_fill(shard, now) for shard in shards):
             return False
+        return self._may_place_more(model, len(shards)) and any(shard.has_room for shard in shards)
+
+    def _may_place_more(self, model: str, num_shards: int) -> bool:
+        """Whether fewer requests than shards are placed and not sent. Those that no shard can run any more are not
+        placed: they would keep the parked ones waiting beside an idle shard."""
+        queues = self.queues
         num_placed = queues.num_waiting(model) - sum(
             queues.num_in(other) for other in queues.queue_ids if other.is_parked and other.model == model
         )
-        return num_placed < len(shards) and any(shard.has_room for shard in shards)
+        if num_placed < num_shards:
+            return True
+        num_stuck = sum(live.unschedulable_at is not None for live in queues.queue(QueueId(model)))
+        return num_placed - num_stuck < num_shards
 
     def _may_fill(self, shard: Shard, now: float) -> bool:
         """Whether the shard has little prefill and none at present, although more urgent requests wait for others. What

@@ -126,6 +126,12 @@ class FairShares:
             return True
         return num_mine > 0 and self._must_leave_blocks(shard, live)
 
+    @property
+    def has_floors(self) -> bool:
+        """Whether a class has a part of the shards to itself. When one of its requests is sent there, that part is no
+        longer kept free, and another may have room beside it."""
+        return self._classes is not None and self._classes.has_floors
+
     def max_prefill_tokens(self, shard: Shard, tenant: str) -> int | None:
         """The most unfinished prefill that the shard may have with the next part of the tenant's; None: any. A tenant
         above its share leaves so little unfinished that the next request of another one hardly waits for it."""

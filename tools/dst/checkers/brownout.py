@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from router.core.actions import Action, BrownoutStepChanged, RequestEnded, SubmitAttempt
+from router.core.actions import Action, BrownoutStepChanged, RequestDegraded, RequestEnded, SubmitAttempt
 from router.core.degradation import Degradation
-from router.core.events import Event, RequestArrived
+from router.core.events import Event, Request, RequestArrived
 from router.core.frames import Finish
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedChoice, ObservedRequest
@@ -29,11 +29,11 @@ class BrownoutAtAdmission(Checker):
         """Of requests that have not ended."""
         self._degradations: dict[ObservedRequest, Degradation | None] = {}
         """As the first attempt had it."""
-        self._arriving_step = 0
+        self._is_refused = False
+        """Whether the brownout refuses the request that arrives in this event."""
 
     def before_event(self, node: RouterView, event: Event) -> None:
-        if isinstance(event, RequestArrived):
-            self._arriving_step = self._steps.get((node.name, event.request.model), 0)
+        self._is_refused = False
 
     def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is None:
@@ -44,9 +44,8 @@ class BrownoutAtAdmission(Checker):
                 self.fail(f"{name} was admitted with {self._degradations[observed]}, and now has {degradation}")
         else:
             self._degradations[observed] = degradation
-            is_arriving = observed is node.witness.arriving
-            step = self._arriving_step if is_arriving else self._step_at_arrival.get(observed, 0)
-            self._check_admitted(observed, degradation, step)
+            if observed is not node.witness.arriving:  # its step is known after the event
+                self._check_admitted(observed, degradation, self._step_at_arrival.get(observed, 0))
         if degradation is None or degradation.max_tokens is None:
             return
         asked = observed.request.max_tokens
@@ -70,8 +69,7 @@ class BrownoutAtAdmission(Checker):
         name = choice.request.request.request_id
         if choice.request is not node.witness.arriving:
             self.fail(f"{name} was admitted, and is refused by the brownout")
-        if not self._arriving_step:
-            self.fail(f"{name} is refused by the brownout of a model that is on no step")
+        self._is_refused = True
 
     def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is not None:
@@ -80,11 +78,28 @@ class BrownoutAtAdmission(Checker):
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
         if isinstance(event, RequestArrived):
-            arrived = node.witness.live.get(event.request.request_id)
-            if arrived is not None and arrived.request is event.request:
-                self._step_at_arrival[arrived] = self._arriving_step
+            self._note_arrival(node, event.request, self._step_on_arrival(node, event.request.model, actions))
         for action in actions:
             if isinstance(action, BrownoutStepChanged):
                 if abs(action.step - action.previous_step) != 1 or action.step < 0:
                     self.fail(f"{action.model} goes from step {action.previous_step} to {action.step}")
                 self._steps[node.name, action.model] = action.step
+
+    def _step_on_arrival(self, node: RouterView, model: str, actions: Sequence[Action]) -> int:
+        """The step by which a request for the model that arrived in this event was degraded. Requests that were overdue
+        end before it is looked at, and change the step for it; those that lose their place to it end after that."""
+        step = self._steps.get((node.name, model), 0)
+        for action in actions:
+            if isinstance(action, RequestDegraded):
+                break
+            if isinstance(action, BrownoutStepChanged) and action.model == model:
+                step = action.step
+        return step
+
+    def _note_arrival(self, node: RouterView, request: Request, step: int) -> None:
+        arrived = node.witness.live.get(request.request_id)
+        if arrived is not None and arrived.request is request:
+            self._step_at_arrival[arrived] = step
+            self._check_admitted(arrived, self._degradations.get(arrived), step)
+        if self._is_refused and not step:
+            self.fail(f"{request.request_id} is refused by the brownout of a model that is on no step")

@@ -103,15 +103,16 @@ def _failed_everywhere(node: RouterView, choice: ObservedChoice) -> bool:
 def _queue_was_full(node: RouterView, choice: ObservedChoice) -> bool:
     if choice.num_attempts:
         return _failed_everywhere(node, choice)
-    waiting = [observed for observed in node.witness.waiting() if observed is not choice.request]
-    if node.witness.arriving is None:
+    witness = node.witness
+    if witness.arriving is None:
         return False
-    if choice.request is node.witness.arriving and choice.request.may_be_impossible:
+    if choice.request is witness.arriving and choice.request.may_be_impossible:
         return True
-    if node.config.overload.sheds_early and choice.request is node.witness.arriving:
+    if node.config.overload.sheds_early and choice.request is witness.arriving:
         return True  # by prediction: RejectionsJustified checks whether it would have fitted
-    # A request that was held back may be dispatched in the same event that found the queue full.
-    return node.holds_requests or len(waiting) >= node.config.max_queued_requests
+    # The queue is served after a request has arrived: what filled it then may be dispatched in the same event.
+    queued = {*witness.waiting(), *witness.dispatched} - {choice.request}
+    return len(queued) >= node.config.max_queued_requests
 
 
 def _does_not_fit(node: RouterView, choice: ObservedChoice) -> bool:

@@ -9,10 +9,10 @@ import pytest
 
 from router.core.actions import Action, RequestEnded, SequencesPreempted, SubmitAttempt
 from router.core.dispatch.fair_shares import MAX_MOVES, FairnessSettings
-from router.core.events import Tick
+from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.frames import Finish
 from router.core.priority_classes import PriorityClass
-from tests.fakes.core_rig import CoreRig, has, only
+from tests.fakes.core_rig import CoreRig, has, only, submitted
 
 GOLD = PriorityClass("gold", 0, aging_seconds=5.0)
 PLAIN = PriorityClass("plain", 1, aging_seconds=5.0)
@@ -194,6 +194,31 @@ def test_a_floor_is_given_up_when_its_class_has_gone() -> None:
     rig.end("r")
     rig.wait(10.1)
     assert sum(name.startswith("p") for name in rig.slots) == 8
+
+
+def test_a_floor_that_is_taken_is_left_free_no_longer() -> None:
+    """When the class that others leave blocks to is sent there, what waited beside those blocks is placed in the same
+    event, as the rig checks: another event may not come for long."""
+    gold = PriorityClass("gold", 0, reserved_share=0.25)
+    rig = ClassRig(gold, PLAIN, fairness=None, policy="ect", prefill_chunks=None)
+    rig.add_shard("s1", block_size=512, num_blocks=24, max_batch=8, max_model_len=10**5, model="large")
+    rig.handle(LoadReported("s1", ShardLoad(num_available_blocks=24)))
+
+    def ask(name: str, priority_class: PriorityClass, num_blocks: int, num_choices: int = 1) -> list[str]:
+        prompt, first = range(num_blocks * 512), 10 * rig.num_slots
+        slots = list(range(first, first + num_choices))
+        actions = rig.ask(name, priority_class, model="large", prompt_token_ids=[first, *prompt[1:]], slots=slots)
+        return dispatched(actions)
+
+    assert ask("running", PLAIN, 13) == ["running"]
+    assert ask("gold", gold, 10, num_choices=3) == []
+    assert ask("plain", PLAIN, 6) == []
+    rig.handle(LoadReported("s1", ShardLoad(num_available_blocks=11, num_running=1, num_own_running=1)))
+    rig.now += 1.0
+    actions = rig.start("s1", rig.slots["running"])
+    assert dispatched(actions) == ["gold"]
+    rig.now += 1.0
+    assert dispatched(rig.start("s1", submitted(actions)[1][0])) == ["plain"]
 
 
 def test_a_class_has_a_limit_of_waiting() -> None:

@@ -5,9 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvloom.models.adapters import Adapter
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt
-from router.core.events import ClientGone, LoadReported, ShardDown, ShardLoad, Tick
+from router.core.dispatch.overload import OverloadSettings
+from router.core.events import (
+    AdaptersReported,
+    AdapterState,
+    ClientGone,
+    LoadReported,
+    ShardDown,
+    ShardLoad,
+    Tick,
+    Tier,
+)
 from tests.fakes.core_rig import CoreRig, has, only, submitted
 
 BIG, MIDDLE, SMALL = 40_000, 20_000, 3_000
@@ -198,3 +209,17 @@ def test_what_is_cancelled_as_its_shard_returns_cancels_nothing_there() -> None:
     rig.add_shard(max_batch=1, incarnation_id="2")
     assert sorted(sent(rig.log[mark:])) == ["lost", "waiting"]
     assert not has(rig.log[mark:], CancelOnShard)
+
+
+def test_what_no_shard_can_run_keeps_no_batch_request_waiting() -> None:
+    """A placed request that has lost its adapter waits for it; the shard beside it must not stand idle meanwhile."""
+    rig = make_rig(overload=OverloadSettings(outage_patience_seconds=5.0))
+    adapter = Adapter("lawyer", "1")
+    rig.handle(AdaptersReported("s0", [AdapterState("lawyer", "1", False, 8)], rig.now))
+    submit(rig, "running", 1, BIG)
+    submit(rig, "stuck", 2, MIDDLE, tier=Tier.BATCH, adapter=adapter)
+    rig.handle(AdaptersReported("s0", [], rig.now))
+    assert sent(submit(rig, "batch", 3, SMALL, tier=Tier.BATCH)) == []
+    rig.now += 4.0
+    assert start(rig, "running") == ["batch"]
+    assert rig.core.num_queued_requests == 1
