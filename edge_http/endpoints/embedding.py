@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -23,6 +24,7 @@ from edge_http.wire.request_callers import credential_digest
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.models.model_routes import BYTES_PER_TOKEN, ChosenRoute, RouteFacts
+from kvloom.models.succession import error_to_tell, heirs
 
 Body = TypeVar("Body", bound=NamesModels)
 
@@ -62,11 +64,33 @@ async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingAp
         if key:
             name = ResponseName(response_id, credential_digest(request), caller, key, api.name + digest_of(raw))
         if job is not None:
-            make = functools.partial(embedding_body, edge, request, job, response_id)
+            make = functools.partial(_single_body, edge, request, api, body, job, response_id)
         else:
             chosen = _choose(edge, request, api, body, len(raw))
             make = functools.partial(_routed_body, edge, request, api, body, chosen, response_id)
         return await deliver_whole(edge, request, permit, name, make)
+
+
+async def _single_body(
+    edge: Edge,
+    request: web.BaseRequest,
+    api: EmbeddingApi[Body],
+    body: Body,
+    job: EmbeddingJob,
+    response_id: str,
+    lease: ByteLease,
+) -> WholeBody:
+    """Embed with the model that is named, or with the one that succeeds it if it has just been withdrawn. Raises
+    KvloomError."""
+    try:
+        return await embedding_body(edge, request, job, response_id, lease)
+    except KvloomError as error:
+        passed = [(body.model, error)]
+        chosen = ChosenRoute(list(heirs(passed, edge.models)), body.model)
+        if not chosen.models:
+            raise
+    lease.resize(0)
+    return await _routed_body(edge, request, api, body, chosen, new_response_id(api.id_prefix, edge.tag), lease)
 
 
 def _choose(
@@ -103,12 +127,12 @@ async def _routed_body(
     response_id: str,
     lease: ByteLease,
 ) -> WholeBody:
-    """Let the first of the models that can do so take the request. Raises the first one's KvloomError if none can, or
-    one for which another model would not do better."""
+    """Let the first of the models that can do so take the request. Raises `error_to_tell` if none can, or a KvloomError
+    for which another model would not do better."""
     # All attempts together have the time of one.
     deadline = asyncio.get_running_loop().time() + edge.config.request_timeout_seconds
     passed: list[tuple[str, KvloomError]] = []
-    for name in chosen.models:
+    for name in itertools.chain(chosen.models, heirs(passed, edge.models)):
         if name in chosen.cascades:  # there is no answer to judge, so it goes to the model that is not judged
             continue
         try:
@@ -125,4 +149,4 @@ async def _routed_body(
             lease.resize(0)  # the vectors that it had got
     if not passed:  # "auto", and there is no model
         edge.usable_model(request, body.model)
-    raise passed[0][1]
+    raise error_to_tell(passed)

@@ -22,6 +22,7 @@ from edge_http.submission import RunAnswer, run_submission
 from kvloom.errors import KvloomError
 from kvloom.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
 from kvloom.models.served_model import ServedModel, adapters_by_model
+from kvloom.models.succession import error_to_tell, heirs
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 _LOGPROBS: Final[frozenset[Feature]] = frozenset(("logprobs",))
@@ -57,7 +58,12 @@ async def serve_generation(edge: Edge, request: web.BaseRequest, api: Generation
             if model is not None and body.models is None and body.model not in edge.routes.by_name:
                 job = await api.make_job(edge, request, raw, body, model)
         if job is not None:
-            return await generate(edge, request, permit, job)
+            try:
+                return await generate(edge, request, permit, job)
+            except KvloomError as error:
+                is_kept = outlives_connection(edge, request, is_stream=job.stream)
+                if is_kept or not any(heirs([(body.model, error)], edge.models)):
+                    raise
         # The body is needed until a model has taken the request. It is no longer one that is being received.
         return await _RoutedRequest(edge, request, permit, api, raw, body, api.features(body)).generate()
 
@@ -79,13 +85,14 @@ class _RoutedRequest(Generic[Body]):
     """Those whose answer did not pass a test, and which."""
 
     async def generate(self) -> web.StreamResponse:
-        """Let the first of the models that can do so take the request. Raises the first one's KvloomError if none can,
-        or one for which another model would not do better."""
+        """Let the first of the models that can do so take the request. Raises `error_to_tell` if none can, or a
+        KvloomError for which another model would not do better."""
         chosen = self._choose()
         # All attempts together have the time of one.
         deadline = asyncio.get_running_loop().time() + self.edge.config.request_timeout_seconds
         tried = self._tried(chosen)
-        for number, name in enumerate(itertools.chain(tried, self._overloaded(tried)), start=1):
+        names = itertools.chain(tried, heirs(self.passed, self.edge.models), self._overloaded(tried))
+        for number, name in enumerate(names, start=1):
             job = await self._job(chosen, name)
             if job is None:
                 continue
@@ -107,7 +114,7 @@ class _RoutedRequest(Generic[Body]):
                 pass_on(self.passed, name, error)
         if not self.passed:  # "auto", and there is no model
             self.edge.usable_model(self.request, self.body.model)
-        raise self.passed[0][1]
+        raise error_to_tell(self.passed)
 
     def _choose(self) -> ChosenRoute:
         edge, body = self.edge, self.body

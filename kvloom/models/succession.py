@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
+from kvloom.errors import KvloomError
 from kvloom.models.catalogue import Catalogue
 from kvloom.models.model_routes import ModelRoutes
+from kvloom.models.served_model import ServedModel
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState
 
 _POLL_SECONDS: Final = 1.0
@@ -43,3 +47,26 @@ class SuccessionFollower:
                     await self.source.wait_fleet_change()
             except TimeoutError:
                 pass
+
+
+def heirs(passed: Sequence[tuple[str, KvloomError]], models: Mapping[str, ServedModel]) -> Iterator[str]:
+    """The models that succeed those of `passed` that routers no longer take requests for, each once: a process hears of
+    a withdrawal a moment after the router, and what it sends meanwhile is refused. `passed` are the models that have
+    been tried, with their errors, and may grow while this is iterated; `models` are those that the process has."""
+    for name, error in passed:
+        if error.reason == ErrorReason.ERROR_REASON_MODEL_NOT_FOUND:
+            held = models.get(name)
+            tried = {other for other, _ in passed}
+            for model in models.values():
+                is_heir = model.succeeds in (name, held.name if held else name) and model.adapter is None
+                if is_heir and model.name not in tried:
+                    yield model.name
+                    break
+
+
+def error_to_tell(passed: Sequence[tuple[str, KvloomError]]) -> KvloomError:
+    """The error that a client gets if none of the models could take its request: that of the first, which it preferred.
+    Models that do not exist, or have just been withdrawn, count only if no other was there: that one may be only busy.
+    """
+    errors = [error for _, error in passed]
+    return next((error for error in errors if error.reason != ErrorReason.ERROR_REASON_MODEL_NOT_FOUND), errors[0])

@@ -29,6 +29,8 @@ targets = ["tiny"]
 fallback = ["{BUILTIN}"]
 rules = [{{ features = ["tools"], targets = ["{BUILTIN}"] }}]
 """
+NUM_LONG_TOKENS = 3000
+"""More than a command takes to start."""
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 
 
@@ -186,6 +188,40 @@ async def test_models_come_and_go_without_a_broken_stream(fabric: RunningFabric,
     with client(fabric.http_url) as openai_client:
         names = lambda: {model.id for model in openai_client.models.list()}  # noqa: E731
         eventually("the edge forgets the model", lambda: "second" not in names())
+
+
+async def test_a_shard_is_scaled_in_without_a_broken_stream(fabric: RunningFabric, model_dir: Path) -> None:
+    """`kvloom scale-in` ends a process for good: what it has not answered in time moves, no restart brings it back, and
+    the model that has lost it can be used and unloaded."""
+
+    def kvloom(*args: str) -> subprocess.CompletedProcess[str]:
+        return run_kvloom(*args, env=fabric.env)
+
+    def num_running() -> dict[str, int]:
+        """By shard of the model."""
+        shards = zip(fabric.processes("shard"), fabric.shard_loads(), strict=True)
+        return {shard["name"]: load.num_running for shard, load in shards if shard["model"] == "scaled"}
+
+    done = await asyncio.to_thread(kvloom, "models", "load", f"scaled={model_dir}", "--shards", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    begun = asyncio.Semaphore(0)
+    streams = [asyncio.create_task(stream(fabric.http_url, "scaled", NUM_LONG_TOKENS, begun)) for _ in range(2)]
+    for _ in streams:
+        await begun.acquire()
+    running = num_running()
+    leaving = max(running, key=lambda name: running[name])
+    (staying,) = running.keys() - {leaving}
+    done = await asyncio.to_thread(kvloom, "scale-in", leaving, "--within", "1s")
+    assert (done.returncode, done.stdout) == (0, f"{leaving} has ended\n"), done.stderr
+    assert not done.stderr.startswith(f"{leaving}: 0 running")
+    assert list(num_running()) == [staying]
+    assert leaving not in kvloom("status").stdout
+    assert await asyncio.gather(*streams) == [("length", NUM_LONG_TOKENS)] * len(streams)
+    assert await stream(fabric.http_url, "scaled", 5) == ("length", 5)
+    assert "there is no shard" in kvloom("scale-in", leaving).stderr
+    done = await asyncio.to_thread(kvloom, "models", "unload", "scaled")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not num_running()
 
 
 def test_a_load_that_fails_leaves_everything_as_it_was(fabric: RunningFabric, tmp_path: Path) -> None:

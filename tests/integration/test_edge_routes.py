@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -31,6 +32,7 @@ ROUTES = ModelRoutes(
 )
 OVERLOADED = KvloomError(ErrorReason.ERROR_REASON_OVERLOADED, "full")
 BROWNOUT = KvloomError(ErrorReason.ERROR_REASON_BROWNOUT, "overloaded")
+WITHDRAWN = KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, "is being withdrawn")
 LIMITED = KvloomError(ErrorReason.ERROR_REASON_RATE_LIMITED, "too many of yours")
 
 
@@ -159,6 +161,32 @@ async def test_the_first_error_is_reported_if_no_model_can(world: EdgeWorld) -> 
     status, text, _ = await ask(world, models=[f"m{i}" for i in range(9)])
     assert status == 400
     assert "models" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_comes_with_a_withdrawal_goes_to_the_successor(world: EdgeWorld, stream: bool) -> None:
+    """An edge hears of it a moment later than the router: its clients got 404 at the end of a rollout. A key stands for
+    the one model."""
+    world.edge.models["guided"] = dataclasses.replace(tiny_model("guided"), succeeds="tiny")
+    world.link.script = fails_for("tiny", WITHDRAWN)
+    status, text, headers = await ask(world, stream=stream)
+    assert (status, "Hi" in text, headers["x-kvloom-model"]) == (200, True, "guided")
+    status, _, headers = await ask(world, model="auto", stream=stream)
+    assert (status, headers["x-kvloom-model"]) == (200, "guided")
+    assert (await ask(world, headers={"Idempotency-Key": "k1"}))[0] == 404
+    world.link.script = fails_for("tiny", OVERLOADED)
+    assert (await ask(world))[0] == 503
+    assert not world.edge.num_running
+
+
+async def test_a_model_that_was_withdrawn_hides_no_overload(world: EdgeWorld) -> None:
+    """A client that is told of a missing model does not try again, but the fallback is only busy."""
+
+    def play(request: FakeRequest) -> None:
+        request.finish(ERROR, error=WITHDRAWN if request.request.model == "tiny" else OVERLOADED)
+
+    world.link.script = play
+    assert (await ask(world, models=["guided"]))[0] == 503
 
 
 async def test_any_model_is_none_if_there_is_none(world: EdgeWorld) -> None:

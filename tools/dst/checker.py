@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
 from kvloom.discovery.records import RolloutRecord
+from kvloom.errors import KvloomError
 from router.core.actions import Action, RequestEnded, SendStep, SequencesPreempted, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, KvChange, Request
 from router.core.frames import Finish, Step
@@ -83,7 +84,7 @@ class Hooks:
     def on_version_told(self, edge: EdgeView, told: Told) -> None:
         """An edge tells a request the version that it gets."""
 
-    def on_told_failed(self, edge: EdgeView, told: Told, answer: AnswerView, finish: Finish) -> None:
+    def on_told_failed(self, edge: EdgeView, told: Told, answer: AnswerView, error: KvloomError) -> None:
         """The client of such a request gets an error, since no other model takes it."""
 
     def on_announced(self, record: RolloutRecord, now: float, lapsed_seconds: float) -> None:

@@ -157,7 +157,7 @@ class Faults:
             seconds = self._rng.choice((0.2, 0.4, 0.6))
             shard.take_notice(seconds)
             if end is SimShard.crash:
-                shard.slowness = 10.0  # or nearly all answers would end in time
+                shard.slowness = 5.0  # or nearly all answers would end in time
             self._env.timeline.after(seconds, self._end_notice, shard, shard.incarnation, end, arguments)
 
     def _end_notice(

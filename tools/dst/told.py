@@ -23,4 +23,5 @@ class Told:
     """Whether the request brings along the beginning of an answer."""
     is_chosen: bool
     """Whether there was a choice. Otherwise an answer is continued, the edge knows only one of the versions (it fetches
-    the card of the other one, or that has been unloaded), or a model before this one could not take the request."""
+    the card of the other one, or that has been withdrawn or unloaded), or a model before this one could not take the
+    request."""

@@ -94,11 +94,11 @@ def stops_at_the_first_stalled_step(patch: Patch) -> None:
     """A failed attempt that has produced output is reported as a complete answer."""
     original = Lifecycle.retry
 
-    def retry(self: Lifecycle, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
+    def retry(self: Lifecycle, choice: Choice, error: KvloomError, shard_id: str, now: float, **more: Any) -> None:
         if choice.output_token_ids:
             self.finish(choice, lifecycle.Finish(choice.client_slot, FinishReason.FINISH_REASON_STOP), now)
         else:
-            original(self, choice, error, shard_id, now)
+            original(self, choice, error, shard_id, now, **more)
 
     patch.setattr(Lifecycle, "retry", retry)
 

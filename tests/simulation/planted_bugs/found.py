@@ -27,6 +27,7 @@ from tools.dst.checkers import (
     SessionsMoveOnce,
     UnloadsHarmless,
 )
+from tools.dst.rollouts import edge
 from tools.supervisor.models.idle_watch import IdleWatch, ShardWork
 from tools.supervisor.rollout.announcement import RolloutAnnouncement
 
@@ -114,11 +115,19 @@ def brings_a_forgotten_rollout_back(patch: Patch) -> None:
     patch.setattr(RolloutAnnouncement, "_renew", renew)
 
 
+@caught_by(RolloutsHarmless, first_seed=101600)
+def refuses_what_comes_with_a_withdrawal(patch: Patch) -> None:
+    """A request that an edge without the registry sends before it hears that the old version has been withdrawn, which
+    the router knows already, gets 404 although the new version is there."""
+    patch.setattr(edge, "heirs", lambda _passed, _models: iter(()))
+
+
 @caught_by(RolloutsHarmless, first_seed=580)
 def leaves_the_names_to_a_withdrawn_version(patch: Patch) -> None:
     """An edge that has forgotten the rollout, as it cannot reach the registry, sends requests to the old version while
     that is unloaded, and they are refused."""
     patch.setattr(ModelRoutes, "follow_successors", lambda _self, _successors: None)
+    refuses_what_comes_with_a_withdrawal(patch)
 
 
 @caught_by(UnloadsHarmless, first_seed=120)

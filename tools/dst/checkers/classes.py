@@ -101,5 +101,6 @@ class SchedulingEndsNothing(Checker):
         observed, witness = choice.request, node.witness
         if error is None or node.is_draining or error.reason not in _FOR_WANT_OF_A_SHARD:
             return
-        if observed.left_by is Departure.NOTICE and witness.keeps(observed):
+        # One that does not wait has failed since then, as often as it may.
+        if choice.state is State.WAITING and observed.left_by is Departure.NOTICE and witness.keeps(observed):
             self.fail(f"{observed.request.request_id} was given up because its shard had notice")

@@ -10,6 +10,7 @@ from kvloom.config import HealthConfig
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
 from router.core.fleet.shard_health import HealthState, check_seconds
+from router.core.health.departing_shards import CHECK_SECONDS
 from router.core.relay.lifecycle import MAX_MOVES
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedChoice, ObservedShard, State, eligible
@@ -107,7 +108,8 @@ class SuspicionBounded(Checker):
 
 
 class DrainedShardsEmpty(Checker):
-    """No choice stays for long on a shard whose drain deadline has passed while another shard has room for it."""
+    """No choice stays for long on a shard whose drain deadline has passed, or that has notice and is to be empty by
+    now, while another shard has room for it."""
 
     invariant = "drained_shards_empty"
 
@@ -116,26 +118,30 @@ class DrainedShardsEmpty(Checker):
         """Since when a choice could have run on another shard."""
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
-        left = set(self._left(node))
+        left = dict(self._left(node))
         if left or self._since:
             self._since = {key: at for key, at in self._since.items() if key[0] is not node or key[1] in left}
-        check_interval_seconds = check_seconds(node.config.health or HealthConfig())
-        for choice in left:
+        for choice, max_seconds in left.items():
             since = self._since.setdefault((node, choice), max(node.now, choice.placed_at))
             seconds = node.now - max(since, node.here_since)
-            if seconds > 2 * check_interval_seconds:
+            if seconds > max_seconds:
                 self.fail(
                     f"{choice.request.request.request_id} is on {choice.place} {seconds:.2f} s after its drain deadline"
                 )
 
-    def _left(self, node: RouterView) -> Iterator[ObservedChoice]:
+    def _left(self, node: RouterView) -> Iterator[tuple[ObservedChoice, float]]:
+        """With how long it may take until the router tries again to move it."""
         for shard in node.witness.shards.values():
-            if not shard.hands_over:
+            has_to_leave = shard.empty_by is not None and shard.empty_by <= node.now
+            if not shard.hands_over and not has_to_leave:
                 continue
+            max_seconds = 2 * check_seconds(node.config.health or HealthConfig())
+            if has_to_leave:  # there is little time before it ends
+                max_seconds = 1.25 * CHECK_SECONDS
             for slot in shard.open:
                 choice = shard.current(slot)
                 if choice is None or choice.is_at_limit or choice.request.is_waiting:
                     continue
-                may_move = all(other.num_moves < MAX_MOVES for other in choice.request.choices)
+                may_move = has_to_leave or all(other.num_moves < MAX_MOVES for other in choice.request.choices)
                 if may_move and has_other(node, choice, shard):
-                    yield choice
+                    yield choice, max_seconds

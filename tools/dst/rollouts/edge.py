@@ -12,11 +12,12 @@ from typing import Any, Final, cast
 
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.discovery.records import RolloutRecord
+from kvloom.errors import KvloomError
 from kvloom.models.catalogue import Catalogue
 from kvloom.models.model_routes import ModelRoutes, RouteFacts
 from kvloom.models.rollout_follower import RolloutFollower
 from kvloom.models.served_model import ServedModel, adapters_by_model
-from kvloom.models.succession import SuccessionFollower
+from kvloom.models.succession import SuccessionFollower, heirs
 from kvloom.router_link.members import merged_fleet
 from kvloom.trust.seal import PLAIN
 from kvloom.v1.router_service_pb2 import FleetState
@@ -122,11 +123,20 @@ class SimEdge:
         session = request.session_key or request.tenant
         found = [request.model] if is_continued else self.versions_of(request.model, share_key(request))
         rollout = self.rollouts.get(request.model)
-        is_chosen = not is_continued and (rollout is None or (self.knows(rollout.old) and self.knows(rollout.new)))
+        is_chosen = not is_continued and (rollout is None or self._has_both(rollout))
         assert isinstance(request.sampling, Sampling)
         models = tuple(self._found(found))
         script_key = request.sampling.script_key
         return Told(script_key, request.model, session, models, rollout, is_continued, is_chosen)
+
+    def _has_both(self, rollout: RolloutRecord) -> bool:
+        """Whether both versions can be sent requests. A router may take the old one for withdrawn although it is not:
+        a load report was lost, or the process has missed the end of the rollout."""
+        is_withdrawn = any(model.withdrawn for model in self.fleet.models if model.name == rollout.old)
+        return self.knows(rollout.old) and self.knows(rollout.new) and not is_withdrawn
+
+    def heirs(self, passed: Sequence[tuple[str, KvloomError]]) -> Sequence[str]:
+        return list(heirs(passed, self._catalogue.by_name))
 
     def versions_of(self, name: str, key: str) -> Sequence[str]:
         if name not in self.routes.by_name:

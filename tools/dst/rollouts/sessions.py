@@ -9,9 +9,10 @@ from typing import Final
 
 import msgspec
 
+from kvloom.errors import KvloomError
 from kvloom.models.model_routes import FALLBACK_REASONS
+from kvloom.models.succession import error_to_tell
 from router.core.events import Request
-from router.core.frames import Finish
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import Answer
 from tools.dst.rollouts.edge import SimEdge
@@ -32,8 +33,12 @@ class Pending:
     has_begun: bool = False
     """Whether the client has something of an answer, so that no other model may take the request."""
     failed: list[Answer] = dataclasses.field(default_factory=list)
-    first_error: Finish | None = None
-    """That of the first model, if it could not take the request: the client gets this one, if no other can."""
+    passed: list[tuple[str, KvloomError]] = dataclasses.field(default_factory=list)
+    """The models that could not take the request before, and why."""
+
+    def next_models(self) -> tuple[str, ...]:
+        """Those that may take the request after the one that it was sent to."""
+        return self.told.models[1:] or tuple(self.edge.heirs(self.passed))
 
 
 class Sessions:
@@ -53,16 +58,16 @@ class Sessions:
         edge = self._rng.choice(self._edges)
         session = self._draw_session() if self._rng.random() < 0.8 else ""
         request = msgspec.structs.replace(request, session_key=session)
-        return request if request.adapter is not None else self._send(edge, edge.tell(request), request, None)
+        return request if request.adapter is not None else self._send(edge, edge.tell(request), request, [])
 
     def _draw_session(self) -> str:
         """Some have many requests."""
         return self._sessions[int(NUM_SESSIONS * self._rng.random() ** 2)]
 
-    def _send(self, edge: SimEdge, told: Told, request: Request, first_error: Finish | None) -> Request:
+    def _send(self, edge: SimEdge, told: Told, request: Request, passed: list[tuple[str, KvloomError]]) -> Request:
         self._env.checks.on_version_told(edge, told)
         key = (request.client_id, request.choices[0].slot)
-        self._pending[key] = Pending(edge, told, len(request.choices), first_error=first_error)
+        self._pending[key] = Pending(edge, told, len(request.choices), passed=passed)
         return msgspec.structs.replace(request, model=told.models[0])
 
     def note_end(self, answer: Answer) -> Pending | None:
@@ -78,12 +83,14 @@ class Sessions:
         if pending.num_open:
             return None
         del self._pending[key]
-        may_pass = not pending.has_begun and finish.error is not None and finish.error.reason in FALLBACK_REASONS
-        if may_pass and len(pending.told.models) > 1:
-            pending.first_error = pending.first_error or finish
-            return pending
+        told_error = None
+        if not pending.has_begun and finish.error is not None and finish.error.reason in FALLBACK_REASONS:
+            pending.passed.append((pending.told.models[0], finish.error))
+            if pending.next_models():
+                return pending
+            told_error = error_to_tell(pending.passed)
         for one in pending.failed:
-            error = one.finish if pending.first_error is None or pending.has_begun else pending.first_error
+            error = told_error or (None if one.finish is None else one.finish.error)
             if error is not None:
                 self._env.checks.on_told_failed(pending.edge, pending.told, one, error)
         return None
@@ -93,6 +100,6 @@ class Sessions:
         assert isinstance(request.sampling, Sampling)
         sampling = dataclasses.replace(request.sampling, script_key=request.request_id)
         told = dataclasses.replace(
-            pending.told, script_key=request.request_id, models=pending.told.models[1:], is_chosen=False
+            pending.told, script_key=request.request_id, models=pending.next_models(), is_chosen=False
         )
-        return self._send(pending.edge, told, msgspec.structs.replace(request, sampling=sampling), pending.first_error)
+        return self._send(pending.edge, told, msgspec.structs.replace(request, sampling=sampling), pending.passed)

@@ -9,14 +9,18 @@ from collections.abc import Iterable
 import pytest
 
 from kvloom.discovery.records import RolloutRecord
+from kvloom.errors import KvloomError
 from kvloom.models.catalogue import Catalogue
 from kvloom.models.model_routes import ModelRoutes, RouteFacts
-from kvloom.models.succession import SuccessionFollower
+from kvloom.models.succession import SuccessionFollower, error_to_tell, heirs
 from kvloom.process.watched_files import following
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.fakes.router_world import eventually
 from tests.fakes.served_models import tiny_model
 
+GONE = KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, "withdrawn")
+FULL = KvloomError(ErrorReason.ERROR_REASON_QUEUE_FULL, "full")
 FACTS = RouteFacts(1, frozenset(), is_batch=False, share_key="x")
 
 
@@ -75,3 +79,22 @@ def test_a_withdrawal_has_precedence_over_what_is_known_of_the_rollout(share: fl
     assert routes.choose("m", (), FACTS, ()).models[0] == "m@2"
     routes.follow_successors(models.successors({"m@2"}))
     assert routes.choose("m", (), FACTS, ()).models[0] == ("m@2" if share == 1.0 else "m")
+
+
+def test_an_heir_takes_only_what_was_refused_as_withdrawn_and_once() -> None:
+    """The new version must not get the old one's requests because that one is busy, and a refusal by both must end."""
+    models = catalogue().by_name
+    assert list(heirs([("m", GONE)], models)) == list(heirs([("chat", GONE)], models)) == ["m@2"]
+    assert not list(heirs([("m", FULL)], models))
+    assert not list(heirs([("m", GONE), ("m@2", GONE)], models))
+    assert not list(heirs([("unknown", GONE)], models))
+    passed = [("m", GONE)]
+    passed.extend((heir, GONE) for heir in heirs(passed, models))
+    assert [name for name, _ in passed] == ["m", "m@2"]
+
+
+def test_a_model_that_is_not_there_hides_no_error_of_one_that_is() -> None:
+    """The client of a model whose new version has been taken back would be told that its model does not exist, and not
+    try again, though the old version is only busy."""
+    assert error_to_tell([("m@2", GONE), ("m", FULL)]) is FULL
+    assert error_to_tell([("m@2", GONE), ("m", GONE)]) is GONE
