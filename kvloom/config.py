@@ -655,6 +655,9 @@ class TensorRtKvCacheConfig(Section):
     """auto, fp8, ..."""
     block_reuse: bool = True
     partial_reuse: bool = True
+    retention_by_class: bool = False
+    """Whether blocks of requests whose class can wait are evicted before those of interactive ones, and blocks of more
+    urgent ones after them."""
     host_cache_bytes: Annotated[int, Meta(ge=0)] = 0
     """The size of a second tier in host memory. 0: there is none."""
     secondary_offload_min_priority: Annotated[int, Meta(ge=0, le=100)] = 0
@@ -692,7 +695,8 @@ class TensorRtLoraConfig(Section):
 class TensorRtCacheTransceiverConfig(Section):
     """The transfer of KV between a prefill engine and a decode engine."""
 
-    backend: Literal["off", "DEFAULT", "UCX", "NIXL", "MPI"] = "off"
+    backend: Literal["off", "DEFAULT", "UCX", "NIXL", "MPI", "MOONCAKE"] = "off"
+    """MOONCAKE only in versions newer than 1.2.1."""
     max_tokens_in_buffer: Annotated[int, Meta(ge=0)] = 0
     """0: the library's default."""
     timeout_ms: PositiveInt = 60_000
@@ -728,6 +732,11 @@ class TensorRtLlmConfig(Section):
     gpus_per_node: Annotated[int, Meta(ge=0)] = 0
     """GPUs of one machine, for an engine on several (`shard.launcher`). 0: those that the library finds."""
     attention_dp: bool = False
+    attention_dp_follows_prefix: bool = False
+    """Whether a request is to run on the rank that holds most of its prompt's blocks, unless that rank is full."""
+    waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
+    """How TensorRT-LLM orders waiting requests: as they have come, or by the rank of their class. The latter needs a
+    version newer than 1.2.1."""
     dtype: str = "auto"
     trust_remote_code: bool = False
     max_num_tokens: PositiveInt = 8192

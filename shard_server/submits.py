@@ -104,6 +104,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             prefill_only=submit.prefill_only,
             handoff=submit.handoff or None,
             class_rank=class_rank,
+            traceparent=submit.traceparent,
             origin=origin,
         )
         for choice in submit.choices

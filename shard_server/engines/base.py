@@ -246,6 +246,8 @@ class EngineRequest:
     Capability.KV_HANDOFF."""
     class_rank: int = INTERACTIVE_RANK
     """How urgent it is: the lower, the more. Engines without EngineInfo.yield_tokens need not honour it."""
+    traceparent: str = ""
+    """The request's place in a trace, as in W3C Trace Context. Engines that trace nothing need not honour it."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 

@@ -48,6 +48,7 @@ from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.requests.request_fields import cache_salt_of, check_request
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream
 from shard_server.engines.tensorrt_llm.requests.sampling_params import SamplingMapper
+from shard_server.engines.tensorrt_llm.requests.scheduling import RequestScheduling
 from shard_server.engines.tensorrt_llm.running_requests import RunningRequests
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 
@@ -82,6 +83,7 @@ class TensorRtLlmEngine:
         self._info: EngineInfo | None = None
         self._library: TensorRtLlm
         self._sampling: SamplingMapper
+        self._scheduling: RequestScheduling
         self.adapters: AdapterTable
         """See AdapterEngine."""
         self._in_flight: InFlight
@@ -133,6 +135,7 @@ class TensorRtLlmEngine:
     async def _prepare(self, llm: Llm) -> None:
         config = self._config
         self._has_salt = check_isolation(self._library, self._shard)
+        self._scheduling = RequestScheduling.of(self._library, config)
         self._sampling = SamplingMapper.of(self._library, config.guided_decoding_backend)
         lora = config.lora
         self.adapters = AdapterTable(self._library, lora.adapters, lora.max_rank, lora.max_loras)
@@ -236,8 +239,10 @@ class TensorRtLlmEngine:
         adapter = self.adapters.request_of(request.adapter)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         leg = self._leg_of(request)
+        rank = self._kv_events.rank_of(token_ids, request.root_hash) if self._scheduling.follows_prefix else None
+        scheduling = self._scheduling.arguments(request, rank)
         try:
-            output = self._generate(llm, token_ids, params, cache_salt_of(request), adapter, leg)
+            output = self._generate(llm, token_ids, params, cache_salt_of(request), adapter, leg, scheduling)
         except (ValueError, TypeError, NotImplementedError, IndexError, self._library.request_error) as error:
             raise RequestRefusedError(f"TensorRT-LLM refuses the request: {error}") from error
         except Exception as error:
@@ -286,9 +291,16 @@ class TensorRtLlmEngine:
             raise EngineError(str(error)) from error
 
     def _generate(
-        self, llm: Llm, token_ids: list[int], params: Any, salt: str, adapter: Any = None, leg: Any = None
+        self,
+        llm: Llm,
+        token_ids: list[int],
+        params: Any,
+        salt: str,
+        adapter: Any = None,
+        leg: Any = None,
+        scheduling: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
-        optional: dict[str, Any] = {}
+        optional: dict[str, Any] = dict(scheduling or {})
         if leg is not None:
             optional["disaggregated_params"] = leg
         if self._has_salt:

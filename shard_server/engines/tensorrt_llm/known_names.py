@@ -22,6 +22,9 @@ SYMBOLS: Final = frozenset(
         "tensorrt_llm.llmapi.EagleDecodingConfig",
         "tensorrt_llm.llmapi.GuidedDecodingParams",
         "tensorrt_llm.llmapi.KvCacheConfig",
+        "tensorrt_llm.llmapi.KvCacheRetentionConfig",
+        "tensorrt_llm.llmapi.SchedulerConfig",
+        "tensorrt_llm.scheduling_params.SchedulingParams",
         "tensorrt_llm.llmapi.MTPDecodingConfig",
         "tensorrt_llm.llmapi.NGramDecodingConfig",
         "tensorrt_llm.llmapi.llm_args.KvCacheConnectorConfig",
@@ -173,6 +176,10 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "return_perf_metrics",
         }
     ),
+    "SchedulerConfig": frozenset(
+        {"capacity_scheduler_policy", "context_chunking_policy", "dynamic_batch_config", "waiting_queue_policy"}
+    ),
+    "SchedulingParams": frozenset({"attention_dp_rank", "attention_dp_relax"}),
     "GuidedDecodingParams": frozenset({"json", "regex", "grammar", "json_object", "structural_tag"}),
     "KvCacheConfig": frozenset(
         {

@@ -34,6 +34,7 @@ def llm_options(library: TensorRtLlm, model_dir: Path, shard: ShardConfig, max_m
     config = shard.tensorrt_llm
     if shard.queue_order != "fcfs":
         raise EngineError(f"shard.queue_order: TensorRT-LLM has no {shard.queue_order}, only the order of arrival")
+    _check_combinations(library, config)
     known = _arguments_of_llm(library)
     arguments: dict[str, Any] = {"model": str(model_dir)}
     for option in _options(library, shard, max_model_len):
@@ -48,6 +49,22 @@ def llm_options(library: TensorRtLlm, model_dir: Path, shard: ShardConfig, max_m
             raise EngineError(f"{_SECTION}.extra_llm_options: TensorRT-LLM {library.version}'s LLM has no {argument}")
         arguments[argument] = value
     return arguments
+
+
+def _check_combinations(library: TensorRtLlm, config: TensorRtLlmConfig) -> None:
+    """Raises EngineError for what the library accepts one by one, and fails with together, or refuses late."""
+    backend = config.cache_transceiver.backend
+    if backend not in ("off", *library.release.transceivers):
+        raise EngineError(
+            f"{_SECTION}.cache_transceiver.backend: TensorRT-LLM {library.version} has no {backend}, only "
+            f"{', '.join(sorted(library.release.transceivers))}"
+        )
+    if config.speculation.method == "off":
+        return
+    if config.sampler_type == "TRTLLMSampler":
+        raise EngineError(f"{_SECTION}.sampler_type: TRTLLMSampler cannot verify drafts, so it excludes speculation")
+    if config.pipeline_parallel_size > 1:
+        raise EngineError(f"{_SECTION}.speculation.method: drafts exclude pipeline_parallel_size > 1")
 
 
 def _arguments_of_llm(library: TensorRtLlm) -> frozenset[str] | None:
@@ -83,11 +100,17 @@ def _options(library: TensorRtLlm, shard: ShardConfig, max_model_len: int) -> li
         plain("stream_interval", "stream_interval"),
         plain("sampler_type", "sampler_type"),
     ]
-    if not config.overlap_scheduler or config.speculation.method in ("ngram", "draft_target"):
-        # These two draft on the host, between steps: there is nothing to overlap with.
+    overlapped = {"off", *library.release.overlapped_speculation}
+    if not config.overlap_scheduler or config.speculation.method not in overlapped:
+        # The others draft between steps: there is nothing to overlap with.
         options.append(
             _Option("disable_overlap_scheduler", True, f"{_SECTION}.overlap_scheduler", not config.overlap_scheduler)
         )
+    if config.waiting_queue_policy != "fcfs":
+        policy = config.waiting_queue_policy
+        key = f"{_SECTION}.waiting_queue_policy"
+        scheduler = library.build("llmapi.SchedulerConfig", key, waiting_queue_policy=policy)
+        options.append(_Option("scheduler_config", scheduler, key, True))
     if config.cuda_graphs:
         graphs = library.build(
             "llmapi.CudaGraphConfig", f"{_SECTION}.cuda_graphs", max_batch_size=shard.max_batch, enable_padding=True

@@ -41,6 +41,10 @@ class Release:
     """Whether each rank of attention data parallelism gives a row of statistics; otherwise only the first does."""
     context_only_finish: Literal["not_finished", "length"]
     """How a request ends that another engine continues."""
+    transceivers: frozenset[str]
+    """The backends of CacheTransceiverConfig."""
+    overlapped_speculation: frozenset[str]
+    """The methods of speculation that work with the overlap scheduler; the library turns it off for others."""
     has_error_budget: bool
     """Whether the library's health check fails once too many requests have failed."""
 
@@ -67,6 +71,7 @@ RELEASE_1_2: Final = Release(
         "LLM.generate_async": frozenset({"conversation_params", "priority"}),
         "KvCacheConfig": frozenset({"disk_cache_size", "kv_events_config"}),
         "KvCacheConnectorConfig": frozenset({"connector"}),
+        "SchedulerConfig": frozenset({"waiting_queue_policy"}),
         "EagleDecodingConfig": frozenset({"speculative_model"}),
         "DraftTargetDecodingConfig": frozenset({"speculative_model"}),
         "SamplingParams": frozenset({"prompt_ignore_length"}),
@@ -85,6 +90,8 @@ RELEASE_1_2: Final = Release(
     block_identities="integers",
     stats_per_rank=False,
     context_only_finish="not_finished",
+    transceivers=frozenset({"DEFAULT", "UCX", "NIXL", "MPI"}),
+    overlapped_speculation=frozenset({"eagle3", "mtp"}),
     has_error_budget=False,
 )
 
@@ -112,6 +119,9 @@ NEWEST: Final = Release(
     block_identities="hexadecimal",
     stats_per_rank=True,
     context_only_finish="length",
+    transceivers=frozenset({"DEFAULT", "UCX", "NIXL", "MPI", "MOONCAKE"}),
+    # draft_target is one model there, as eagle3 and mtp are.
+    overlapped_speculation=frozenset({"eagle3", "mtp", "draft_target"}),
     has_error_budget=True,
 )
 """As of the release candidates 1.3.0rc2x and 1.4.0rc1."""

@@ -66,6 +66,7 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
             configs.KvCacheConfig,
             configs.CudaGraphConfig,
             configs.CacheTransceiverConfig,
+            configs.SchedulerConfig,
             configs.NGramDecodingConfig,
             configs.EagleDecodingConfig,
             configs.Eagle3DecodingConfig,
@@ -74,6 +75,7 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
         )
         if release.has_symbol(f"llmapi.{model.__name__}")
     }
+    llmapi["KvCacheRetentionConfig"] = configs.KvCacheRetentionConfig
     llmapi["GuidedDecodingParams"] = configs.GuidedDecodingParams
     knows_ids = "disagg_request_id" in release.arguments("DisaggregatedParams")
     llmapi["DisaggregatedParams"] = NewDisaggregatedParams if knows_ids else configs.DisaggregatedParams
@@ -89,6 +91,9 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
             "tensorrt_llm.llmapi.llm_args",
             TorchLlmArgs=llm_args,
             KvCacheConnectorConfig=configs.of_release(configs.KvCacheConnectorConfig, release),
+        ),
+        "tensorrt_llm.scheduling_params": _module(
+            "tensorrt_llm.scheduling_params", SchedulingParams=configs.SchedulingParams
         ),
         "tensorrt_llm.lora_helper": _module("tensorrt_llm.lora_helper", LoraConfig=configs.LoraConfig),
         **_executor(),

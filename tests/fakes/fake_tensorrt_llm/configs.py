@@ -72,6 +72,45 @@ class CacheTransceiverConfig(StrictModel):
     }
 
 
+class SchedulerConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {
+        "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
+        "context_chunking_policy": None,
+        "dynamic_batch_config": None,
+        "waiting_queue_policy": "fcfs",
+    }
+
+
+class KvCacheRetentionConfig:
+    """It is one of C++, so its arguments are checked by type."""
+
+    @dataclasses.dataclass
+    class TokenRangeRetentionConfig:
+        token_start: int
+        token_end: int | None = None
+        priority: int = 35
+        duration_ms: Any = None
+
+    def __init__(
+        self,
+        token_range_retention_configs: list[TokenRangeRetentionConfig],
+        decode_retention_priority: int = 35,
+        decode_duration_ms: Any = None,
+    ) -> None:
+        for priority in (decode_retention_priority, *(one.priority for one in token_range_retention_configs)):
+            if not isinstance(priority, int) or not 0 <= priority <= 100:
+                raise TypeError("incompatible constructor arguments")
+        self.token_range_retention_configs = token_range_retention_configs
+        self.decode_retention_priority = decode_retention_priority
+        self.decode_duration_ms = decode_duration_ms
+
+
+@dataclasses.dataclass(kw_only=True)
+class SchedulingParams:
+    attention_dp_rank: int | None = None
+    attention_dp_relax: bool | None = None
+
+
 class KvCacheConnectorConfig(StrictModel):
     model_fields: ClassVar[dict[str, Any]] = {
         "connector_module": None,

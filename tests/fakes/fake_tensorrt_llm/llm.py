@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
@@ -121,7 +121,12 @@ class FakeLlm:
         _postproc_params: Any = None,
         scheduling_params: Any = None,
         cache_salt: str | None = None,
+        priority: float = 0.5,
     ) -> RequestOutput:
+        if not 0 <= priority <= 1:
+            raise ValueError("priority must be between 0 and 1")
+        if trace_headers is not None and not isinstance(trace_headers, Mapping):
+            raise TypeError("trace_headers must be a mapping")
         if self.hangs_in == "submit":
             hang()
         if self.num_shutdowns:
@@ -144,7 +149,19 @@ class FakeLlm:
         self.outputs.append(output)
         self.submit_called.set()
         self.submitted.append(
-            (token_ids, params, {"lora_request": lora_request, "cache_salt": cache_salt, "streaming": streaming})
+            (
+                token_ids,
+                params,
+                {
+                    "lora_request": lora_request,
+                    "cache_salt": cache_salt,
+                    "streaming": streaming,
+                    "kv_cache_retention_config": kv_cache_retention_config,
+                    "scheduling_params": scheduling_params,
+                    "trace_headers": trace_headers,
+                    "priority": priority,
+                },
+            )
         )
         salt = (cache_salt, None if lora_request is None else lora_request.lora_int_id)
         request = Request(output, params, cache_salt if lora_request is None else salt, disaggregated_params)
@@ -220,13 +237,46 @@ class _WithCapacity(FakeLlm):
         return {"maxNumBlocks": num_blocks, "tokensPerBlock": block_size, "maxNumTokens": num_blocks * block_size}
 
 
+class _WithoutPriority(FakeLlm):
+    """Release 1.2.1."""
+
+    def generate_async(  # type: ignore[override]
+        self,
+        inputs: Any,
+        sampling_params: Any = None,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: Any = None,
+        trace_headers: Any = None,
+        _postproc_params: Any = None,
+        scheduling_params: Any = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        return super().generate_async(
+            inputs,
+            sampling_params,
+            lora_request,
+            prompt_adapter_request,
+            streaming,
+            kv_cache_retention_config,
+            disaggregated_params,
+            trace_headers,
+            _postproc_params,
+            scheduling_params,
+            cache_salt,
+        )
+
+
 class _WithoutSalt(FakeLlm):
     def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:  # type: ignore[override]
         return super().generate_async(inputs, sampling_params, streaming=streaming)
 
 
 def make_llm_class(made: list[FakeLlm], variant: Variant, args_class: type[StrictModel]) -> type[FakeLlm]:
-    base = FakeLlm if variant.takes_cache_salt else _WithoutSalt
+    knows_priority = "priority" in variant.release.arguments("LLM.generate_async")
+    base = _WithoutSalt if not variant.takes_cache_salt else FakeLlm if knows_priority else _WithoutPriority
     if "get_kv_cache_capacity" in variant.release.attributes("LLM"):
         base = _WithCapacity
 

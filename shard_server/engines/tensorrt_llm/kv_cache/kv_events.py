@@ -7,12 +7,13 @@ TensorRT-LLM's own block hashes serve only as identities: a map from (rank, iden
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import structlog
 import xxhash
 
+from kvloom.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import BlockIdentity, KvRecord, StoredBlock
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
@@ -47,8 +48,8 @@ class KvEventTranslator:
         self._blocks: dict[_Key, _Block] = {}
         self._partial: dict[_Key, None] = {}
         """Blocks shorter than block_size. No router looks them up, so their removal is ignored."""
-        self._num_holders: dict[int, int] = {}
-        """By hash: the number of advertised blocks with it."""
+        self._holders: dict[int, tuple[int, ...]] = {}
+        """By hash: the ranks of the advertised blocks with it."""
         self._next_event_ids: dict[int, int] = {}
         self._window_size: int | None = None
         self._events: list[KvEvent] = []
@@ -73,8 +74,15 @@ class KvEventTranslator:
         self.num_resyncs += 1
         self._blocks.clear()
         self._partial.clear()
-        self._num_holders.clear()
+        self._holders.clear()
         self._events.append(AllBlocksCleared())
+
+    def rank_of(self, token_ids: Sequence[int], root: int) -> int | None:
+        """The attention data-parallel rank that holds the longest prefix of these tokens; None: none holds any."""
+        for hashed in reversed(block_hashes(token_ids, self._block_size, root)):
+            if hashed in self._holders:
+                return self._holders[hashed][0]
+        return None
 
     def take_events(self) -> list[KvEvent]:
         events, self._events = self._events, []
@@ -116,14 +124,14 @@ class KvEventTranslator:
             if key[0] == rank:
                 if block.advertised:
                     block.advertised = False
-                    self._release_holder(block.hashed)
+                    self._release_holder(block.hashed, rank)
                 if forget:
                     self._delete(key)
         for key in [key for key in self._partial if forget and key[0] == rank]:
             del self._partial[key]
         self._events.append(AllBlocksCleared())
-        if self._num_holders:
-            self._events.append(BlockStored(list(self._num_holders)))  # the blocks of the other ranks
+        if self._holders:
+            self._events.append(BlockStored(list(self._holders)))  # the blocks of the other ranks
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -136,7 +144,7 @@ class KvEventTranslator:
             for identity in record.identities:
                 block = self._blocks.get((record.rank, identity))
                 if block is not None:
-                    self._advertise([block])
+                    self._advertise([block], record.rank)
 
     def _on_stored(self, record: KvRecord) -> None:
         rank = record.rank
@@ -169,7 +177,7 @@ class KvEventTranslator:
                 known = self._blocks[key] = _Block(hashed, parent, root, first)
             parent = known
             stored.append(known)
-        self._advertise(stored)
+        self._advertise(stored, rank)
 
     def _claim(self, rank: int, whole: list[StoredBlock]) -> int | None:
         known = self._blocks.get((rank, whole[0].identity))
@@ -199,12 +207,12 @@ class KvEventTranslator:
             self._delete(key)
             if block.advertised:
                 block.advertised = False
-                if self._release_holder(block.hashed):
+                if self._release_holder(block.hashed, record.rank):
                     removed.append(block.hashed)
         if removed:
             self._events.append(BlockRemoved(removed))
 
-    def _advertise(self, blocks: list[_Block]) -> None:
+    def _advertise(self, blocks: list[_Block], rank: int) -> None:
         """Report the blocks that routers do not know, after their ancestors."""
         chain: list[_Block] = []
         ancestor = blocks[0].parent
@@ -215,19 +223,21 @@ class KvEventTranslator:
         for block in [*reversed(chain), *blocks]:
             if not block.advertised:
                 block.advertised = True
-                holders = self._num_holders.get(block.hashed, 0)
-                self._num_holders[block.hashed] = holders + 1
+                holders = self._holders.get(block.hashed, ())
+                self._holders[block.hashed] = (*holders, rank)
                 if not holders:
                     new.append(block.hashed)
         if new:
             self._events.append(BlockStored(new))
 
-    def _release_holder(self, hashed: int) -> bool:
+    def _release_holder(self, hashed: int, rank: int) -> bool:
         """Remove one holder of a hash; returns whether it was the last."""
-        self._num_holders[hashed] -= 1
-        if self._num_holders[hashed]:
+        holders = self._holders[hashed]
+        if len(holders) > 1:
+            position = holders.index(rank)
+            self._holders[hashed] = holders[:position] + holders[position + 1 :]
             return False
-        del self._num_holders[hashed]
+        del self._holders[hashed]
         return True
 
     def _delete(self, key: _Key) -> None:

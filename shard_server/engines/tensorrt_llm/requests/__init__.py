@@ -2,6 +2,7 @@
 
 request_fields.py   checks, cache salt, guide and adapter of an EngineRequest
 sampling_params.py  its sampling as TensorRT-LLM's SamplingParams
+scheduling.py       its urgency, the retention of its blocks, its rank and its place in a trace
 lora.py             LoRA adapters by name
 request_stream.py   the new part of each iteration of its output
 """

@@ -216,3 +216,47 @@ def test_half_a_connector_is_refused():
     """The library would fail minutes later, in a worker."""
     with pytest.raises(msgspec.ValidationError, match="module, scheduler_class and worker_class together"):
         msgspec.convert({"module": "m"}, TensorRtKvConnectorConfig)
+
+
+@pytest.mark.parametrize(("release", "is_known"), [(RELEASE_1_2, False), (NEWEST, True)])
+def test_the_priority_queue_is_an_option_of_newer_versions(release: Release, is_known: bool):
+    """1.2.1 would refuse an argument that the operator has never heard of."""
+    config = TensorRtLlmConfig(waiting_queue_policy="priority")
+    if is_known:
+        assert options_of(config, Variant(release=release))["scheduler_config"].waiting_queue_policy == "priority"
+        assert "scheduler_config" not in options_of(None, Variant(release=release))
+    else:
+        with pytest.raises(EngineError, match=r"shard\.tensorrt_llm\.waiting_queue_policy.*waiting_queue_policy"):
+            options_of(config, Variant(release=release))
+
+
+@pytest.mark.parametrize("backend", ["DEFAULT", "UCX", "NIXL", "MPI", "MOONCAKE"])
+@pytest.mark.parametrize("release", [RELEASE_1_2, NEWEST], ids=["1.2.1", "newest"])
+def test_a_transceiver_is_one_that_the_version_has(release: Release, backend: Any):
+    """The library would find out after it has loaded the weights."""
+    config = TensorRtLlmConfig(cache_transceiver=TensorRtCacheTransceiverConfig(backend=backend))
+    if backend == "MOONCAKE" and release is RELEASE_1_2:
+        with pytest.raises(EngineError, match=r"shard\.tensorrt_llm\.cache_transceiver\.backend.*MOONCAKE"):
+            options_of(config, Variant(release=release))
+    else:
+        assert options_of(config, Variant(release=release))["cache_transceiver_config"].backend == backend
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "eagle3", "mtp", "draft_target"])
+@pytest.mark.parametrize("release", [RELEASE_1_2, NEWEST], ids=["1.2.1", "newest"])
+def test_the_overlap_scheduler_is_off_only_where_drafts_need_it(release: Release, method: Any):
+    """Off costs speed; on, n-grams have nothing to draft from. The newest draft_target is part of the model."""
+    speculation = TensorRtSpeculationConfig(method=method, draft_model="draft")
+    options = options_of(TensorRtLlmConfig(speculation=speculation), Variant(release=release))
+    is_off = method == "ngram" or (method == "draft_target" and release is RELEASE_1_2)
+    assert options.get("disable_overlap_scheduler", False) is is_off
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"), [({"sampler_type": "TRTLLMSampler"}, "sampler_type"), ({"pipeline_parallel_size": 2}, "method")]
+)
+def test_what_excludes_speculation_is_refused_by_name(changes: dict[str, Any], key: str):
+    """The library says so minutes later, or samples otherwise."""
+    config = TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="ngram"), **changes)
+    with pytest.raises(EngineError, match=rf"shard\.tensorrt_llm\..*{key}"):
+        options_of(config)
