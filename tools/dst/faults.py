@@ -53,6 +53,11 @@ class Faults:
     def _strike(self, kind: str) -> None:
         if self._env.is_calm:
             return
+        if self._world.shards:  # none: a supervisor that has died will start them again
+            self._make(kind)
+        self._schedule(kind)
+
+    def _make(self, kind: str) -> None:
         if kind in MODEL_CHANGES_PER_SECOND:
             getattr(self._models, kind)()
         elif kind in ROLLOUT_CHANGES_PER_SECOND:
@@ -63,7 +68,6 @@ class Faults:
         else:
             self._env.count_fault(kind)
             getattr(self._registry if kind in REGISTRY_FAULTS_PER_SECOND else self, kind)()
-        self._schedule(kind)
 
     def _shard(self) -> SimShard:
         return self._rng.choice(self._world.shards)
