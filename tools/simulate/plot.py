@@ -46,8 +46,17 @@ def draw(path: Path, curves: Mapping[str, Curves], title: str) -> None:
             axes.set_title(f"{policy}: {name}, a line for each shard", fontsize="small")
             if row == len(with_timelines):
                 axes.set_xlabel("virtual seconds")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Equal data give equal bytes: an .svg gets no date, and its identifiers do not change from run to run."""
+    from matplotlib import rc_context
+
+    is_svg = path.suffix.lower() == ".svg"
     try:
-        figure.savefig(path, dpi=110)
+        with rc_context({"svg.hashsalt": "kvloom"}):
+            figure.savefig(path, dpi=110, metadata={"Date": None} if is_svg else None)
     except OSError as error:
         raise CommandError(f"--plot {path}: {error.strerror or error}") from error
 

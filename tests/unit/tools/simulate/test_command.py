@@ -18,7 +18,8 @@ from tests.unit.tools.simulate.test_traces import session, turn, write_lines
 from tools.failures import CommandError
 from tools.simulate.command import simulate_command
 from tools.simulate.fleet.profile import PROFILES, load_profile
-from tools.simulate.runs import RunReport
+from tools.simulate.plot import draw
+from tools.simulate.runs import Curves, RunReport
 from tools.simulate.statistics import Slo, combine, summarise
 from tools.simulate.study.command import study_command
 from tools.simulate.study.page import render, write_table
@@ -204,6 +205,16 @@ def test_a_plot_is_drawn(mooncake: Path, tmp_path: Path, suffix: str):
     path = tmp_path / f"plot.{suffix}"
     rows("--trace", mooncake, "--shards", "2", "--policy", "ect", "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+def test_equal_figures_are_drawn_in_equal_bytes(tmp_path: Path):
+    """Plots that the documentation shows change only when what they show has changed."""
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / "first.svg", tmp_path / "second.svg"]
+    for path in paths:
+        draw(path, {"ect": Curves([0.1, 0.2, 0.4], [])}, "TTFT")
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert b"<dc:date>" not in paths[0].read_bytes()
 
 
 @pytest.mark.parametrize(
