@@ -169,11 +169,9 @@ async def generate(
 
 
 def _scheduled(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
-    """Raises KvloomError (INVALID_ARGUMENT)."""
-    given = request.headers
-    if edge.class_names or PRIORITY_CLASS in given or OBJECTIVE in given or FAIRNESS_ID in given:
-        job = _with_class(edge, request, job)
-    return with_objectives(edge, request, job) if has_objectives(given) else job
+    """Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
+    job = _with_class(edge, request, job)
+    return with_objectives(edge, request, job) if has_objectives(request.headers) else job
 
 
 def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:

@@ -173,7 +173,7 @@ async def test_the_sdk_explains(world: RouterWorld) -> None:
         assert deltas[0].start is not None
         explained = await client.explain("mine")
         assert explained.outcome.shard_id == deltas[0].start.shard_id
-        with pytest.raises(KvloomError, match="never placed"):
+        with pytest.raises(KvloomError, match="remembers no placement"):
             await client.explain("other")
         with pytest.raises(KvloomError, match="session_key has 257 characters"):
             _ = [delta async for delta in client.generate(**{**options, "session_key": "x" * 257})]

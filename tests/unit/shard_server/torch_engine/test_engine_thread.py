@@ -129,6 +129,7 @@ async def test_info_is_what_the_runner_and_the_configuration_say() -> None:
             Capability.RERANK,  # encoders have these two
             Capability.SCORE,
             Capability.ADAPTERS,  # the runner cannot compute with them
+            Capability.KV_HANDOFF,
         }
 
 
