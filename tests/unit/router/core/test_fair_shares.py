@@ -86,6 +86,17 @@ def test_a_preempted_answer_continues_after_its_tokens() -> None:
     raise AssertionError("the preempted answer was never continued")
 
 
+def test_an_answer_with_all_its_tokens_is_not_preempted() -> None:
+    """Tokens on the fast path are counted late. Such an answer ends by itself; elsewhere it would have nothing to do."""
+    rig = FairRig()
+    slots = rig.fill("big", 8)
+    rig.ask("small", "small")
+    for token_id in range(89):  # they have begun with one, and may have 90
+        rig.step("s0", *((slot, [token_id], "x") for slot in slots[:4]))
+    preempted = only(rig.wait(0.3), SequencesPreempted)
+    assert sorted(preempted.slots) == sorted(slots[4:])
+
+
 def test_a_request_that_waits_in_the_engine_is_helped_too() -> None:
     """A shard is sent more than its batch: there a request can wait as long as in the router."""
     rig = FairRig()
