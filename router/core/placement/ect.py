@@ -75,7 +75,7 @@ class Ect(Policy):
             held_ahead_seconds, num_held_behind = c.held_urgent_seconds, c.num_held_less_urgent
         num_coming = c.bound_arrival_rate * (c.queue_seconds + own / 2) / (1 - min(c.utilisation, MAX_UTILISATION))
         # Every computed block evicts one that would take about as long to compute again.
-        num_lost_blocks = c.num_evicted_blocks * c.reuse_probability
+        num_lost_blocks = c.num_evicted_blocks * c.reuse_probability if c.num_evicted_blocks else 0.0
         return (
             c.queue_seconds - c.yielding_seconds + held_ahead_seconds,
             own,
