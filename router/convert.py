@@ -72,9 +72,9 @@ def fill_frame(frame: generation_pb2.StepFrame, step: Step) -> None:
     if step.logprobs:
         frame.logprobs.extend(logprobs_to_proto(slot, entry) for slot, entry in step.logprobs)
     if step.starts:
-        frame.starts.extend(start_to_proto(start) for start in step.starts)
+        frame.starts.extend(map(start_to_proto, step.starts))
     if step.finishes:
-        frame.finishes.extend(finish_to_proto(finish) for finish in step.finishes)
+        frame.finishes.extend(map(finish_to_proto, step.finishes))
 
 
 def logprobs_to_proto(slot: int, entry: object) -> generation_pb2.TokenLogprobs:
@@ -192,8 +192,10 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
 
 def choices_from_proto(choices: list[generation_pb2.Choice]) -> tuple[ChoiceSpec, ...]:
     return tuple(
-        ChoiceSpec(choice.slot, choice.index, choice.output_token_ids[:], choice.num_delivered_chars)
-        for choice in choices
+        [
+            ChoiceSpec(choice.slot, choice.index, choice.output_token_ids[:], choice.num_delivered_chars)
+            for choice in choices
+        ]
     )
 
 

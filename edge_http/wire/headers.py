@@ -86,9 +86,10 @@ class UnservedVersionRequest(web.BaseRequest):
 
 def request_id(request: web.BaseRequest) -> str:
     """Return the client's x-request-id (or x-correlation-id) if it is safe for headers and logs, else a new one."""
-    known = request.get(_REQUEST_ID_KEY)
-    if known is not None:
-        return known
+    try:
+        return request[_REQUEST_ID_KEY]
+    except KeyError:  # a request's `get` would catch it too, one call later
+        pass
     given = request.headers.get(REQUEST_ID) or request.headers.get("x-correlation-id") or ""
     chosen = given if given and _SAFE_ID.fullmatch(given) else new_request_id()
     request[_REQUEST_ID_KEY] = chosen

@@ -45,9 +45,10 @@ class RequestCallers:
 
     def caller_of(self, request: web.BaseRequest) -> str:
         """Return the caller's name (kvloom/callers.py)."""
-        known = request.get(_CALLER_KEY)
-        if known is not None:
-            return known
+        try:
+            return request[_CALLER_KEY]
+        except KeyError:  # a request's `get` would catch it too, one call later
+            pass
         given = credential_of(request)
         name = self._callers.name(given, "" if given else self.address_of(request))
         request[_CALLER_KEY] = name

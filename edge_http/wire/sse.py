@@ -133,13 +133,13 @@ class EventStream:
         "_corked",
         "_keep_alive",
         "_max_buffered_bytes",
-        "_num_events",
         "_numbered",
         "_on_slow_reader",
         "_record",
         "_transport",
         "ended",
         "has_begun",
+        "num_events",
     )
 
     def __init__(
@@ -158,7 +158,8 @@ class EventStream:
         self._chunked = request.version >= aiohttp.HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
         self._numbered = last_event_number is not None
-        self._num_events = last_event_number or 0
+        self.num_events = last_event_number or 0
+        """The number of the last event that the client may have."""
         self._corked: bytearray | None = None
         """The bytes that leave when the stream is uncorked; None: everything leaves at once."""
         self._coalescer = write_coalescer
@@ -168,11 +169,6 @@ class EventStream:
         self._before_text = self._after_text = b""
         """For `push`: the bytes of an event before its text, and those behind it."""
         self._on_slow_reader: Callable[[], None] | None = None
-
-    @property
-    def num_events(self) -> int:
-        """The number of the last event that the client may have."""
-        return self._num_events
 
     def begin(self, headers: Mapping[str, str]) -> None:
         self.has_begun = True
@@ -200,7 +196,7 @@ class EventStream:
             return True
         if transport.get_write_buffer_size() > self._max_buffered_bytes:
             return False
-        self._num_events = number = self._num_events + 1
+        self.num_events = number = self.num_events + 1
         if not self._chunked:
             event_id = b"id: %d\n" % number if self._numbered else b""
             event = b"%b%b%b%b\n\n" % (event_id, prefix, payload, suffix)
@@ -241,7 +237,7 @@ class EventStream:
             if self._on_slow_reader is not None:
                 self._on_slow_reader()
             return
-        self._num_events += 1
+        self.num_events += 1
         event = b"".join((self._before_text, encode_json(text), self._after_text))
         size = len(event)
         event = (_CHUNK_HEADS[size] if size < _MAX_SIZES else _chunk_head(size)) + event
@@ -254,8 +250,8 @@ class EventStream:
 
     def replay(self, events: Sequence[bytes]) -> None:
         """Send the next events, however much is buffered."""
-        first_number = self._num_events + 1
-        self._num_events += len(events)
+        first_number = self.num_events + 1
+        self.num_events += len(events)
         numbered = [b"id: %d\n%b\n\n" % event for event in enumerate(events, first_number)]
         self._write(b"".join(map(_chunk, numbered) if self._chunked else numbered))
 

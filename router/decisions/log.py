@@ -115,11 +115,13 @@ class DecisionLog:
         packed = pack_attempt(decision, now)
         remembered.packed_attempts.append(packed)
         self._num_bytes += len(packed)
-        self._forget_oldest()
+        if len(self._remembered) > self._max_remembered or self._num_bytes > self._max_remembered_bytes:
+            self._forget_oldest()
 
     def _remember(self, remembered: RememberedRequest) -> None:
         request_id, client_request_id = remembered.request_id, remembered.client_request_id
-        self._forget(request_id)  # This is an earlier request of the same id.
+        if request_id in self._remembered:
+            self._forget(request_id)  # This is an earlier request of the same id.
         self._remembered[request_id] = remembered
         if client_request_id:
             self._by_client_request_id.setdefault(client_request_id, {})[request_id] = None

@@ -442,7 +442,9 @@ class DispatchQueue:
     def _next_prefill_chunk(self, live: LiveRequest, shard: Shard, candidate: Candidate) -> int | None:
         """The number of prompt tokens to send first; None: the whole request is sent."""
         view = self._ledger.view(shard.shard_id)
-        max_tokens = self._fair_shares.max_prefill_tokens(shard, live.request.tenant)
+        max_tokens = None
+        if self._fair_shares.shared_until:
+            max_tokens = self._fair_shares.max_prefill_tokens(shard, live.request.tenant)
         if max_tokens is not None:
             max_tokens = max(MIN_COMPETING_TOKENS, max_tokens - view.queued_work.num_tokens)
         return next_prefill_chunk(self._prefill_chunks, live, candidate, view, max_tokens)

@@ -92,8 +92,9 @@ class FairShares:
         """None: no classes are declared, so that none has a floor and none gives way to another."""
         self._contended_until: dict[str, float] = {}
         """Models for which tenants compete."""
-        self._shared_until: dict[str, float] = {}
-        """Models of which several tenants use a shard, or did until lately."""
+        self.shared_until: dict[str, float] = {}
+        """Model → until when its shards count as shared. Only those of which several tenants use a shard, or did until
+        lately, so that it is empty while `must_defer` and `max_prefill_tokens` have nothing to say."""
         self._now = 0.0
         self._leaving: dict[str, _Leaving] = {}
         """By shard, until it has stopped them and reported what is free."""
@@ -135,11 +136,11 @@ class FairShares:
     def max_prefill_tokens(self, shard: Shard, tenant: str) -> int | None:
         """The most unfinished prefill that the shard may have with the next part of the tenant's; None: any. A tenant
         above its share leaves so little unfinished that the next request of another one hardly waits for it."""
-        shared_until = self._shared_until.get(shard.description.model)
+        shared_until = self.shared_until.get(shard.description.model)
         if shared_until is None:
             return None
         if shared_until <= self._now:
-            del self._shared_until[shard.description.model]
+            del self.shared_until[shard.description.model]
             return None
         assert self._settings is not None
         num_mine = shard.num_by_tenant.get(tenant, 0)
@@ -151,7 +152,7 @@ class FairShares:
 
     def must_defer(self, shard: Shard, tenant: str) -> bool:
         """Whether the shard has to finish prefill before it gets more of the tenant's."""
-        if not self._shared_until:
+        if not self.shared_until:
             return False
         num_tokens = self.max_prefill_tokens(shard, tenant)
         if num_tokens is None:
@@ -234,7 +235,7 @@ class FairShares:
         if self._settings is None or (len(shard.num_by_tenant) < 2 and self._classes is None):
             return
         if self._settings.competing_prefill_seconds:
-            self._shared_until[shard.description.model] = now + self._settings.contention_seconds
+            self.shared_until[shard.description.model] = now + self._settings.contention_seconds
         self._check_later(now)
         model, tenant = shard.description.model, live.request.tenant
         if model in self._contended_until and shard.num_by_tenant[tenant] < self._place_share(shard, tenant):

@@ -65,6 +65,8 @@ def next_prefill_chunk(
     the rest goes in one piece, because it is short or because the shard does not keep what was computed for it."""
     if settings is None or live.num_attempts or live.num_prefill_chunks >= MAX_PREFILL_CHUNKS:
         return None
+    if max_tokens is None and candidate.own_seconds < MIN_PREFILL_CHUNKS * settings.min_seconds:
+        return None  # like nearly all; no rate of arrivals makes a chunk shorter than that
     if candidate.num_overlap_tokens < live.num_ready_tokens:
         return None
     if candidate.num_used_blocks > MAX_MEMORY_SHARE * candidate.num_blocks:

@@ -364,7 +364,7 @@ class LoadLedger:
         more. Their prefill took the time since the previous step with first tokens, or since the engine started the
         first of these; waiting for KV blocks is not part of it."""
         view = self._views[shard_id]
-        work = PrefillWork()
+        work: PrefillWork | None = None
         began_at = now
         num_context_tokens = view.num_context_tokens
         for key, queue_time_seconds in starts:
@@ -373,13 +373,13 @@ class LoadLedger:
                 continue
             if reservation.class_rank != INTERACTIVE_RANK:
                 view.note_dequeued(reservation)
-            work += reservation.work
+            work = reservation.work if work is None else work + reservation.work
             began_at = min(began_at, reservation.placed_at + queue_time_seconds)
             view.running[key] = now
             view.own_waiting -= reservation.num_sequences
             view.own_running += reservation.num_sequences
             view.own_context_tokens += reservation.num_context_tokens
-        if not work.num_requests:
+        if work is None:
             return
         view.queued_work -= work
         if not (view.foreign_queued_tokens or view.is_mixed):

@@ -128,10 +128,16 @@ class SpeedModel:
 
     def observe(self, work: PrefillWork, num_context_tokens: int, seconds: float) -> None:
         """`work` was all that the shard prefilled in `seconds`."""
-        predicted = max(self.seconds(work, num_context_tokens), MIN_SECONDS)
-        seconds = min(max(seconds, predicted / MAX_SURPRISE), MAX_SURPRISE * predicted)
+        predicted = self.seconds(work, num_context_tokens)
+        if predicted < MIN_SECONDS:
+            predicted = MIN_SECONDS
+        if seconds < predicted:
+            seconds = max(seconds, predicted / MAX_SURPRISE)
+            weight = 1.0 / predicted
+        else:
+            seconds = min(seconds, MAX_SURPRISE * predicted)
+            weight = 1.0 / seconds
         s0, s1, s2, s3 = _SCALE
-        weight = 1.0 / max(seconds, predicted)
         x0 = weight * s0 * work.num_requests
         x1 = weight * s1 * work.num_tokens
         x2 = weight * s2 * work.num_pairs

@@ -67,17 +67,22 @@ class Ect(Policy):
     def _cost(self, c: Candidate) -> tuple[float, ...]:
         w = self._weights
         own = c.own_seconds
-        num_waiting = c.num_waiting + len(c.held_seconds)
+        if c.held_seconds:
+            num_waiting = c.num_waiting + len(c.held_seconds)
+            held_ahead_seconds, num_held_behind = c.held_ahead_seconds, c.num_held_behind
+        else:
+            num_waiting = c.num_waiting
+            held_ahead_seconds, num_held_behind = c.held_urgent_seconds, c.num_held_less_urgent
         num_coming = c.bound_arrival_rate * (c.queue_seconds + own / 2) / (1 - min(c.utilisation, MAX_UTILISATION))
         # Every computed block evicts one that would take about as long to compute again.
-        num_lost_blocks = c.num_evicted_blocks * c.reuse_probability
+        num_lost_blocks = c.num_evicted_blocks * c.reuse_probability if c.num_evicted_blocks else 0.0
         return (
-            c.queue_seconds - c.yielding_seconds + c.held_ahead_seconds,
+            c.queue_seconds - c.yielding_seconds + held_ahead_seconds,
             own,
             w.lost_capacity * own,
             own
             * (
-                c.num_held_behind
+                num_held_behind
                 + w.delay_of_waiting * num_waiting
                 + w.delay_of_running * c.num_running
                 + w.delay_of_urgent * c.num_urgent

@@ -64,6 +64,8 @@ class Placer:
         self._index = index
         self._ledger = ledger
         self._policy = policy
+        self._policy_remembers = type(policy).placed is not Policy.placed
+        """Whether the policy is told what was placed; most remember nothing."""
         self._reuse = ReuseCurve()
         self._seed = seed
         self._must_leave_room = must_leave_room
@@ -192,7 +194,8 @@ class Placer:
         self._num_placed += 1
         shard.turn = self._num_placed
         self._reuse.note_prompt(block_hashes, now)
-        self._policy.placed(_arrival(live, candidate, block_hashes), shard.shard_id)
+        if self._policy_remembers:
+            self._policy.placed(_arrival(live, candidate, block_hashes), shard.shard_id)
 
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
         """The placement, with that shard just picked; to be called before anything is reserved for it."""
@@ -318,7 +321,6 @@ class Placer:
         )
         num_prefill_tokens = num_tokens - num_overlap_tokens
         view = self._ledger.view(shard_id)
-        speed = view.speed
         num_context_tokens = view.num_context_tokens
         num_new_blocks = -(-num_prefill_tokens // description.block_size)
         num_free_blocks = description.num_blocks - self._index.num_stored(shard_id)
@@ -339,8 +341,7 @@ class Placer:
             self._reuse_probability(shard_id, now) if num_evicted_blocks else 0.0,
             view.queue_seconds(now),
             view.memory_wait_seconds(num_new_blocks),
-            speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
-            speed.seconds_per_token,
+            view.speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
             view.bound_arrivals.per_second(now),
             view.busy.per_second(now),
             list(view.held.values()) if view.held else (),

@@ -41,8 +41,6 @@ class Candidate(msgspec.Struct):
     """Time until running sequences have freed enough blocks for this request."""
     own_seconds: float
     """Prefill time of the request itself, at the shard's learned speed and present decode load."""
-    seconds_per_token: float
-    """Seconds per token of short prefills."""
     bound_arrival_rate: float
     """Requests per second that lately came for what is cached there, each counted as its cached share."""
     utilisation: float

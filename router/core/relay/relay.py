@@ -124,7 +124,9 @@ class Relay:
                 if choice is None or not self._forwards(shard, choice, token_id, delta, cleared_by, overfull, now):
                     continue
                 client, client_slot = choice.client, choice.client_slot
-            out = client.step or self._action_buffer.step(client)
+            out = client.step
+            if out is None:
+                out = self._action_buffer.step(client)
             out.slots.append(client_slot)
             out.token_ids.append(token_id)
             out.deltas.append(delta)

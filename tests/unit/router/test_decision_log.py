@@ -52,7 +52,6 @@ def candidate(plan: ShardPlan) -> Candidate:
         queue_seconds=plan.predicted_ttft_seconds,
         memory_wait_seconds=0.0,
         own_seconds=0.0,
-        seconds_per_token=0.0,
         bound_arrival_rate=0.0,
         utilisation=0.0,
     )

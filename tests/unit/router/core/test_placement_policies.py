@@ -24,7 +24,6 @@ CANDIDATE = Candidate(
     queue_seconds=0.2,
     memory_wait_seconds=0.0,
     own_seconds=0.1,
-    seconds_per_token=1e-4,
     bound_arrival_rate=1.0,
     utilisation=0.5,
 )
