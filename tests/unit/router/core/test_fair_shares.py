@@ -87,7 +87,7 @@ def test_a_preempted_answer_continues_after_its_tokens() -> None:
 
 
 def test_an_answer_with_all_its_tokens_is_not_preempted() -> None:
-    """Tokens on the fast path are counted late. Such an answer ends by itself; elsewhere it would have nothing to do."""
+    """Tokens on the fast path are counted late. Such an answer ends by itself."""
     rig = FairRig()
     slots = rig.fill("big", 8)
     rig.ask("small", "small")
