@@ -34,10 +34,12 @@ class Outage:
             if live.request.request_id not in names:
                 live.unschedulable_at = None
         for live in unschedulable:
-            until = live.deadline if self._is_kept(live) else now + self._patience_seconds
+            is_kept = self._is_kept(live)
+            until = live.deadline if is_kept else now + self._patience_seconds
+            before = live.unschedulable_at
             if until <= now:
                 self._lifecycle.give_up(live, now)
-            elif live.unschedulable_at is None or until < live.unschedulable_at:
+            elif before is None or until < before or (is_kept and until > before):
                 live.unschedulable_at = until
                 self._deadlines.add(until, live)
 

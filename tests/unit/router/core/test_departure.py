@@ -21,6 +21,7 @@ from router.core.actions import (
     SubmitAttempt,
 )
 from router.core.dispatch.fair_shares import MAX_MOVES
+from router.core.dispatch.overload import OverloadSettings
 from router.core.events import LoadReported, ShardDown, ShardLoad, Tick
 from router.core.fleet.departure import Departure, RunningWork, ends_in_time, in_order_of_leaving
 from router.core.frames import Finish
@@ -194,3 +195,22 @@ def test_the_pace_uses_the_time_and_no_more(works: list[RunningWork], seconds: f
         now += departure.seconds_until_next(work.prefill_seconds, max(left, work.prefill_seconds), now)
         left -= work.prefill_seconds
     assert departure.move_by < departure.ends_at
+
+
+def test_an_answer_that_lost_a_choice_before_waits_as_long_as_one_that_did_not() -> None:
+    """The patience with the failure of one shard must not end what another shard's notice has stopped."""
+    rig = DepartureRig(overload=OverloadSettings(outage_patience_seconds=1.0))
+    rig.add_shard("s1")
+    sent = only(rig.submit("r", slots=(1, 2), max_tokens=500), SubmitAttempt)
+    other = {"s0": "s1", "s1": "s0"}[sent.shard_id]
+    for choice in sent.choices:
+        rig.start(sent.shard_id, choice.slot)
+    moved = only(rig.fail(sent.shard_id, sent.choices[1].slot), SubmitAttempt)
+    assert moved.shard_id == other
+    rig.notice(100.0, sent.shard_id)
+    assert not has(rig.handle(ShardDown(other)), RequestEnded)
+    rig.now += 0.5
+    assert not has(rig.handle(ShardDown(sent.shard_id)), RequestEnded)
+    assert not [action for _, action in rig.wait(20.0) if isinstance(action, RequestEnded)]
+    rig.add_shard("s2")
+    assert only([a for a in rig.log[-20:] if isinstance(a, SubmitAttempt) and a.shard_id == "s2"], SubmitAttempt)
