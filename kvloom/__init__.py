@@ -9,7 +9,7 @@ client/          `Client` and `SyncClient`, the SDK's entry points, and how answ
 enums.py         reasons, finish reasons and tiers as Python's enums
 errors.py        the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
 sampling.py      limits and checks of sampling parameters and stop conditions
-objectives.py      checks of the objectives of a request (docs/scheduling.md)
+objectives.py      checks of the objectives of a request (docs/deadlines.md)
 request_fields.py  the names of a request's fields where nothing nests them
 guide.py         limits and checks of guides (JSON schemas, regular expressions, grammars)
 kv_share.py      a guaranteed share of the KV blocks of a shard

@@ -808,7 +808,7 @@ class ShardConfig(Section):
     spot_notice_file: str = ""
     """A file that something else writes when the machine is about to be taken away, such as an agent that asks the
     cloud. Its text is the number of seconds that are left; anything else means `spot_notice_seconds`. The shard's
-    answers end or move to other shards by then, and its process ends for good (docs/scheduling.md)."""
+    answers end or move to other shards by then, and its process ends for good (docs/notices.md)."""
     spot_notice_seconds: PositiveFloat = 30.0
     """How long the machine stays after a notice that does not say it, such as SIGUSR2."""
     sim: SimConfig = msgspec.field(default_factory=SimConfig)

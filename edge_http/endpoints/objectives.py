@@ -1,4 +1,4 @@
-"""The deadline and the objectives of a request (docs/scheduling.md): what its headers say."""
+"""The deadline and the objectives of a request (docs/deadlines.md): what its headers say."""
 
 from __future__ import annotations
 

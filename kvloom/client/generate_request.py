@@ -99,7 +99,7 @@ class GenerateOptions(TypedDict, total=False):
     """Requests with one id share evenly, with the caller's other ids, what the caller gets. At most 256 characters."""
     deadline_ms: float
     """Milliseconds from the request's arrival to its last token. A request that exceeds it fails, at once if that is
-    foreseen (docs/scheduling.md)."""
+    foreseen (docs/deadlines.md)."""
     ttft_ms: float
     """Milliseconds to the first token. A request that cannot meet this fails at once; an admitted one never does."""
     tpot_ms: float

@@ -1,4 +1,4 @@
-"""What the caller of a request expects of its speed (docs/scheduling.md), and what has become of that."""
+"""What the caller of a request expects of its speed (docs/deadlines.md), and what has become of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses requests whose caller would get nothing in time, when that costs nothing: on arrival (docs/scheduling.md)."""
+"""Refuses requests whose caller would get nothing in time, when that costs nothing: on arrival (docs/deadlines.md)."""
 
 from __future__ import annotations
 

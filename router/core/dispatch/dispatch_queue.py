@@ -31,7 +31,7 @@ MAX_STEAL_CANDIDATES: Final = 4
 """Requests of other queues that are considered when a shard runs out of work."""
 MAX_FILLED_UTILISATION: Final = 0.5
 """Of a shard that gets less urgent requests while more urgent ones wait for other shards. Beyond it they would slow
-down the decoding of those (docs/scheduling.md)."""
+down the decoding of those (docs/class-placement.md)."""
 MIN_TICK_SECONDS: Final = 0.001
 """An estimate that repeatedly returns `now` must not make time stand still."""
 

@@ -24,7 +24,7 @@ MOONCAKE_RATE: Final = 3.25
 WEKA_USERS: Final = (80, 110)
 
 CLASSES: Final = "classes"
-"""The table of docs/scheduling.md."""
+"""The table of docs/class-placement.md."""
 CLASS_RATES: Final = (1.0, 1.5, 2.0)
 CLASS_CALLS: Final = 2000
 CLASS_SEEDS: Final = (1,)
