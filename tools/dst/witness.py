@@ -224,13 +224,13 @@ class Witness:
         choice.request.had_notice |= has_notice
         if is_drained and (has_notice or choice.num_moves < MAX_MOVES):
             choice.num_moves += 1
-        how = Departure.NOTICE if has_notice else Departure.DRAIN
-        choice.request.left_by = how if is_drained else Departure.FAILURE
         choice.place = None
         choice.state = State.OVER
         if can_retry and choice.num_failures < self.config.max_attempts and not choice.is_at_limit:
             choice.state = State.WAITING
             choice.request.avoid_shard_id = shard.description.shard_id
+            how = Departure.NOTICE if has_notice else Departure.DRAIN
+            choice.request.left_by = how if is_drained else Departure.FAILURE
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
