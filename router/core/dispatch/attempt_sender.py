@@ -141,6 +141,8 @@ class AttemptSender:
         prefill = split.prefill_shard
         is_usable = prefill is not None and shard.can_fetch_from(prefill) and self._is_there(prefill)
         handoff = split.take_handoff(is_usable=is_usable)
+        if had_handoff:
+            self.legs.note_handoff(live, split, is_used=bool(handoff))
         if had_handoff and not handoff:
             candidate = self._placer.candidate(live, shard, now)
         return handoff, candidate

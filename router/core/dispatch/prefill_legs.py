@@ -19,8 +19,9 @@ from typing import Final, Protocol
 
 import msgspec
 
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import CancelOnShard, SubmitAttempt
+from router.core.actions import CancelOnShard, LegOutcome, PrefillLegCounted, SubmitAttempt
 from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
 from router.core.events import SHADOW_TIER, ChoiceSpec
 from router.core.fleet.fleet import Fleet, Shard
@@ -155,6 +156,7 @@ class PrefillLegs:
         shard.open_slot(slot, attempt)
         split.begin_leg(attempt, slot, shard.description, now + self._settings.leg_timeout_seconds)
         self._add_deadline(split.leg_expires_at, live)
+        self._action_buffer.add(PrefillLegCounted(shard.shard_id, request.model))
         self._action_buffer.add(
             SubmitAttempt(
                 shard.shard_id,
@@ -188,6 +190,8 @@ class PrefillLegs:
             return
         if finish.error is None:
             split.num_legs = MAX_LEGS  # the answer has one token, or the engine hands nothing over
+        outcome = LegOutcome.FAILED if finish.reason == FINISH_REASON_ERROR else LegOutcome.NOTHING_HANDED_OVER
+        self._count(live, split, outcome)
         self.queue.wait_for_any(live, now)
 
     def on_shard_lost(self, attempts: list[Attempt], now: float) -> None:
@@ -196,26 +200,43 @@ class PrefillLegs:
             live, split = attempt.prepares, _split_of(attempt)
             if live is not None and split is not None:
                 split.end_leg()
+                self._count(live, split, LegOutcome.SHARD_LOST)
                 self.queue.wait_for_any(live, now)
 
     def move_off(self, shard: Shard, now: float) -> None:
         """The shard is suspected, or hands its work over: its legs are sent elsewhere."""
         for attempt in list(shard.attempts.values()):
-            live = attempt.prepares
-            if live is not None and _split_of(attempt) is not None:
-                self.give_up(live, now)
+            live, split = attempt.prepares, _split_of(attempt)
+            if live is not None and split is not None:
+                self._give_up(live, split, attempt, LegOutcome.MOVED)
+                self.queue.wait_for_any(live, now)
 
-    def give_up(self, live: LiveRequest, now: float) -> None:
-        """The leg takes too long: the request is placed again."""
-        self.cancel(live)
-        self.queue.wait_for_any(live, now)
-
-    def cancel(self, live: LiveRequest) -> None:
-        """The request ends, or does not wait for its leg any more."""
+    def expire(self, live: LiveRequest, now: float) -> None:
+        """If the request waits for a leg that takes too long, it is placed again."""
         split = live.split
         if split is not None and split.attempt is not None:
-            self._action_buffer.add(CancelOnShard(split.attempt.shard_id, [split.slot]))
-            split.end_leg()
+            self._give_up(live, split, split.attempt, LegOutcome.TIMED_OUT)
+            self.queue.wait_for_any(live, now)
+
+    def cancel(self, live: LiveRequest, split: Split) -> None:
+        """The request ends: it needs neither its leg nor a hand-off."""
+        if split.attempt is not None:
+            self._give_up(live, split, split.attempt, LegOutcome.CANCELLED)
+        elif split.handoff:
+            split.take_handoff(is_usable=False)
+            self._count(live, split, LegOutcome.CANCELLED)
+
+    def note_handoff(self, live: LiveRequest, split: Split, *, is_used: bool) -> None:
+        """An attempt is sent with the hand-off, or without it as the prefill shard is gone."""
+        self._count(live, split, LegOutcome.USED if is_used else LegOutcome.SHARD_LOST)
+
+    def _give_up(self, live: LiveRequest, split: Split, attempt: Attempt, outcome: LegOutcome) -> None:
+        self._action_buffer.add(CancelOnShard(attempt.shard_id, [split.slot]))
+        split.end_leg()
+        self._count(live, split, outcome)
+
+    def _count(self, live: LiveRequest, split: Split, outcome: LegOutcome) -> None:
+        self._action_buffer.add(PrefillLegCounted(split.prefill_shard_id, live.request.model, outcome))
 
 
 def _split_of(attempt: Attempt) -> Split | None:

@@ -10,7 +10,15 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
-from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SubmitAttempt
+from router.core.actions import (
+    Action,
+    CancelOnShard,
+    LegOutcome,
+    PlacementDecided,
+    PrefillLegCounted,
+    RequestEnded,
+    SubmitAttempt,
+)
 from router.core.dispatch.prefill_legs import DisaggregationSettings
 from router.core.events import KvSnapshotArrived, RequestCancelled, ShardDown, Tick
 from router.core.frames import Finish, Start
@@ -227,3 +235,45 @@ def test_the_client_gets_nothing_of_a_leg():
     slot = attempt.choices[0].slot
     first = sent(rig.step(attempt.shard_id, (slot, [7], "a"), starts=[Start(slot, 40)]))
     assert (first.token_ids, first.starts[0].num_cached_tokens) == ([7], 8)
+
+
+def outcomes(actions: Sequence[Action]) -> list[LegOutcome | None]:
+    return [action.outcome for action in actions if isinstance(action, PrefillLegCounted)]
+
+
+def test_each_leg_is_counted_with_its_single_outcome():
+    """The counters of a router add up: what has begun and has no outcome is under way."""
+    rig = rig_of("p0", "p1", "d0")
+    begun = rig.submit(prompt_token_ids=PROMPT)
+    leg = only(begun, SubmitAttempt)
+    failed = fail(rig, leg)
+    again = only(failed, SubmitAttempt)
+    used = hand_over(rig, again)
+    assert [outcomes(begun), outcomes(failed), outcomes(used)] == [[None], [LegOutcome.FAILED, None], [LegOutcome.USED]]
+    assert not outcomes(answer(rig, only(used, SubmitAttempt), [7, 8]))
+
+
+@pytest.mark.parametrize("has_handed_over", [False, True])
+def test_a_leg_of_a_request_that_ends_is_counted_as_cancelled(has_handed_over: bool):
+    """Its KV is lost, whether it was computed or not."""
+    rig = rig_of("p0", "d0")
+    rig.core._fleet.shards["d0"].limit = 1
+    leg = begin(rig)
+    if has_handed_over:
+        rig.core._fleet.shards["d0"].limit = 0
+        assert not outcomes(hand_over(rig, leg))
+    assert outcomes(rig.handle(RequestCancelled("r"))) == [LegOutcome.CANCELLED]
+
+
+@pytest.mark.parametrize("way", ["lost", "slow", "empty"])
+def test_the_loss_of_a_leg_is_counted_by_cause(way: str):
+    """An operator sees whether prefill shards are lost, slow, or hand nothing over."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig)
+    if way == "lost":
+        assert outcomes(rig.handle(ShardDown("p0"))) == [LegOutcome.SHARD_LOST]
+    elif way == "slow":
+        rig.now += 5.0
+        assert outcomes(rig.handle(Tick())) == [LegOutcome.TIMED_OUT]
+    else:
+        assert outcomes(hand_over(rig, leg, handoff=b"")) == [LegOutcome.NOTHING_HANDED_OVER]
