@@ -440,7 +440,7 @@ class RouterCore:
 
     def _send_fleet(self, now: float) -> None:
         self._fleet_may_differ = False
-        self._attempt_sender.queue.leave_suspected(now)
+        self._attempt_sender.queue.leave_last_resorts(now)
         state = self._fleet.state()
         if state != self._sent_fleet:
             self._sent_fleet = state

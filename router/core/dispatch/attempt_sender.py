@@ -53,6 +53,7 @@ class AttemptSender:
             placer,
             ledger,
             index,
+            service,
             action_buffer,
             add_deadline,
             self._next_dispatch_number,

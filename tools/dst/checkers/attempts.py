@@ -14,6 +14,7 @@ from router.core.actions import (
     LeasesWanted,
     LimitsCounted,
     PlacementDecided,
+    PrefillLegCounted,
     RequestEnded,
     ShardHealthChanged,
     SubmitAttempt,
@@ -76,7 +77,10 @@ class Fence(Checker):
                 shard.open.get(slot) for slot in action.slots
             )  # a probe that is cancelled
         # Leases are asked for as time passes.
-        return isinstance(action, SubmitAttempt | PlacementDecided | AnswerResampled | LeasesWanted | LimitsCounted)
+        return isinstance(
+            action,
+            SubmitAttempt | PlacementDecided | PrefillLegCounted | AnswerResampled | LeasesWanted | LimitsCounted,
+        )
 
     def _is_overdue(self, action: Action) -> bool:
         """Whether a request ended because of its deadline or of a long outage (see OutagePatience)."""
@@ -97,6 +101,9 @@ class SlotsExclusive(Checker):
         self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         self.on_probe(node, prefill_chunk)
+
+    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+        self.on_probe(node, leg)
 
     def on_probe(self, node: RouterView, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
