@@ -47,7 +47,10 @@ class Fence(Checker):
             shard = node.witness.shards.get(event.shard_id)
             step = event.step
             slots = {*step.slots, *(start.slot for start in step.starts), *(finish.slot for finish in step.finishes)}
-            self._is_late = shard is None or not any(shard.current(slot) for slot in slots)
+            is_current = shard is not None and any(shard.current(slot) for slot in slots)
+            legs = [observed.leg for observed in node.witness.live.values() if observed.leg is not None]
+            is_of_leg = any(leg.shard.shard_id == event.shard_id and leg.slot in slots for leg in legs)
+            self._is_late = not (is_current or is_of_leg)
         if self._is_late:
             waiting = node.witness.waiting()
             self._hopeless = {
