@@ -25,6 +25,7 @@ from router.core.actions import (
     LeasesWanted,
     LimitsCounted,
     PlacementDecided,
+    PrefillLegCounted,
     RequestDegraded,
     RequestEnded,
     RequestsMoved,
@@ -143,6 +144,8 @@ class Observer(Protocol):
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None: ...
 
+    def prefill_leg_counted(self, counted: PrefillLegCounted) -> None: ...
+
     def answer_resampled(self, change: AnswerResampled) -> None: ...
 
     def brownout_step_changed(self, change: BrownoutStepChanged) -> None: ...
@@ -220,6 +223,7 @@ class CoreDriver:
             ShardHealthChanged: observer.shard_health_changed,
             RequestsMoved: observer.requests_moved,
             SequencesPreempted: observer.sequences_preempted,
+            PrefillLegCounted: observer.prefill_leg_counted,
             AnswerResampled: observer.answer_resampled,
             BrownoutStepChanged: observer.brownout_step_changed,
             RequestDegraded: observer.request_degraded,

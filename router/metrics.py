@@ -18,7 +18,14 @@ from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramF
 from kvloom.process.request_context import request_fields
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FinishReason
 from router.caller_scope import shown_id
-from router.core.actions import RequestDegraded, RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
+from router.core.actions import (
+    PrefillLegCounted,
+    RequestDegraded,
+    RequestEnded,
+    RequestsMoved,
+    SequencesPreempted,
+    ShardHealthChanged,
+)
 from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
 from router.core.objectives import ObjectivesOutcome
@@ -162,6 +169,19 @@ class RouterMetrics:
             ("cause", "priority_class"),
             registry,
         )
+        self._legs_begun = Counter(
+            "kvloom_router_prefill_legs_begun",
+            "Prompts that were sent to a prefill shard for an answer of another shard. Unit: legs.",
+            ("model",),
+            registry=registry,
+        )
+        self._legs_ended = Counter(
+            "kvloom_router_prefill_legs_ended",
+            "Such prompts by outcome: used, when the answer was sent to its shard with the KV, or why the KV was lost. "
+            "Unit: legs.",
+            ("model", "outcome"),
+            registry=registry,
+        )
         self._answers_inexact = Counter(
             "kvloom_router_answers_inexact",
             "Answers that continued on a shard of another variant, or whose engine does not repeat its results, so "
@@ -264,6 +284,13 @@ class RouterMetrics:
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None:
         self._preempted.inc(len(preempted.slots))
+
+    def prefill_leg_counted(self, counted: PrefillLegCounted) -> None:
+        model = self._model_label(counted.model)
+        if counted.outcome is None:
+            self._legs_begun.labels(model).inc()
+        else:
+            self._legs_ended.labels(model, counted.outcome.value).inc()
 
     def answer_resampled(self) -> None:
         self._answers_inexact.inc()

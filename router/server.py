@@ -55,6 +55,7 @@ from router.core.actions import (
     AnswerResampled,
     BrownoutStepChanged,
     PlacementDecided,
+    PrefillLegCounted,
     RequestDegraded,
     RequestEnded,
     RequestsMoved,
@@ -561,6 +562,9 @@ class RouterServer:
             num_sequences=len(preempted.slots),
         )
         self._metrics.sequences_preempted(preempted)
+
+    def prefill_leg_counted(self, counted: PrefillLegCounted) -> None:
+        self._metrics.prefill_leg_counted(counted)
 
     def answer_resampled(self, change: AnswerResampled) -> None:
         named = {key: value for key, value in msgspec.structs.asdict(change).items() if value}

@@ -218,6 +218,34 @@ class SequencesPreempted(msgspec.Struct, frozen=True):
     slots: Sequence[int]
 
 
+class LegOutcome(enum.StrEnum):
+    """What became of a prefill leg (dispatch/prefill_legs.py)."""
+
+    USED = "used"
+    """An attempt was sent with its hand-off."""
+    FAILED = "failed"
+    """Its shard refused it, or its engine failed."""
+    NOTHING_HANDED_OVER = "nothing_handed_over"
+    """The engine computed the prompt, and handed nothing over."""
+    SHARD_LOST = "shard_lost"
+    """Its shard was lost before the hand-off was used."""
+    MOVED = "moved"
+    """Its shard was suspected, or handed over its work."""
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    """Its request ended."""
+
+
+class PrefillLegCounted(msgspec.Struct, frozen=True):
+    """A prefill leg has begun, or has come to its single outcome."""
+
+    shard_id: str
+    """The prefill shard."""
+    model: str
+    outcome: LegOutcome | None = None
+    """None: it has begun."""
+
+
 class AnswerResampled(msgspec.Struct, frozen=True):
     """An answer continues on a shard that does not repeat what the one before would have computed: it is of another
     variant, since none of the same had room, or its engine repeats nothing. Its tokens may differ from those of an
@@ -268,6 +296,7 @@ Action = (
     | ShardHealthChanged
     | RequestsMoved
     | SequencesPreempted
+    | PrefillLegCounted
     | AnswerResampled
     | BrownoutStepChanged
     | RequestDegraded

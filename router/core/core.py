@@ -405,7 +405,7 @@ class RouterCore:
             if error is not None:
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
             elif live.split is not None and live.split.attempt is not None and now >= live.split.leg_expires_at:
-                self._attempt_sender.legs.give_up(live, now)
+                self._attempt_sender.legs.expire(live, now)
             else:
                 self._outage.overdue.append(live)
 
@@ -440,7 +440,7 @@ class RouterCore:
 
     def _send_fleet(self, now: float) -> None:
         self._fleet_may_differ = False
-        self._attempt_sender.queue.leave_suspected(now)
+        self._attempt_sender.queue.leave_last_resorts(now)
         state = self._fleet.state()
         if state != self._sent_fleet:
             self._sent_fleet = state

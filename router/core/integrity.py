@@ -79,7 +79,7 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
     time at which that is reconsidered."""
     lines = queue.queues
     assert len(lines) == sum(1 for _ in lines)
-    assert lines.num_untouched == sum(not live.has_prefill_chunks for live in lines)
+    assert lines.num_untouched == sum(not live.has_prefill for live in lines)
     assert Counter((live.request.model, live.priority_class.rank) for live in lines) == lines.counts()
     held: dict[str, set[str]] = {shard_id: set() for shard_id in fleet.shards}
     stopped: set[tuple[QueueId, str, str, str]] = set()

@@ -377,9 +377,10 @@ class LiveRequest:
             self.ended_with = (reason, error)
 
     @property
-    def has_prefill_chunks(self) -> bool:
-        """Whether a part of its prompt has been computed, or is being computed. This does not change while it waits."""
-        return self.num_prefill_chunks > 0
+    def has_prefill(self) -> bool:
+        """Whether a part of its prompt has been computed, or all of it on another shard. This does not change while it
+        waits."""
+        return self.num_prefill_chunks > 0 or self.split is not None
 
     @property
     def is_held(self) -> bool:

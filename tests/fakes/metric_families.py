@@ -26,8 +26,10 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import (
+    LegOutcome,
     LimitsCounted,
     MoveReason,
+    PrefillLegCounted,
     RequestDegraded,
     RequestEnded,
     RequestsMoved,
@@ -135,6 +137,8 @@ def _router() -> CollectorRegistry:
     metrics.shard_health_changed(ShardHealthChanged("shard-0", HealthState.SUSPECTED, "stalled"))
     metrics.requests_moved(RequestsMoved("shard-0", 1, MoveReason.NOTICE))
     metrics.sequences_preempted(SequencesPreempted("shard-0", "t", [1]))
+    metrics.prefill_leg_counted(PrefillLegCounted("shard-0", MODEL))
+    metrics.prefill_leg_counted(PrefillLegCounted("shard-0", MODEL, LegOutcome.USED))
     metrics.request_degraded(RequestDegraded(MODEL, ("max_tokens",)))
     metrics.watch(lambda: dict.fromkeys(GAUGES, 0.0))
     _limits(registry)

@@ -105,7 +105,8 @@ def _print_tables(view: FleetView) -> None:
     for process in processes:
         if process.engine:
             model = f"{process.model}, " if len(models) > 1 else ""
-            console.print(f"{process.name}: {model}{process.engine}", markup=False)
+            role = f", role {process.shard_role}" if process.shard_role else ""
+            console.print(f"{process.name}: {model}{process.engine}{role}", markup=False)
     for model in models:
         variants = sorted({process.variant for process in processes if process.variant and process.model == model})
         if len(variants) > 1:

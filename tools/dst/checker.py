@@ -44,6 +44,9 @@ class Hooks:
     ) -> None:
         """A shard is asked to prefill the beginning of the prompt of a queued request."""
 
+    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+        """A shard is asked to compute the prompt of a request whose answer another shard gives."""
+
     def on_preemption(self, node: RouterView, preempted: SequencesPreempted) -> None:
         """Sequences leave a shard so that another tenant is served. They have been cancelled."""
 
@@ -101,6 +104,9 @@ class Hooks:
 
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         """A choice arrives at a shard."""
+
+    def on_handoff(self, shard: ShardView, request: Request, handoff: bytes) -> None:
+        """A shard has computed the prompt of a leg, and hands its KV over."""
 
     def on_stored(self, shard: ShardView, request: Request, changes: Sequence[KvChange]) -> None:
         """The blocks of a request have entered the prefix cache of a shard, and these are the changes."""

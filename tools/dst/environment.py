@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -39,6 +39,8 @@ class Environment:
         self.num_events = 0
         self.num_delivered_tokens = 0
         self.faults: Counter[str] = Counter()
+        self.handoffs: dict[bytes, Callable[[], bool]] = {}
+        """By hand-off that no shard has used: whether its KV can be fetched now."""
         self.trace: deque[TraceEntry] = deque(maxlen=MAX_TRACE)
         self._digest = xxhash.xxh3_64()
 

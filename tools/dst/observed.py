@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from typing import NamedTuple
 
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
@@ -88,6 +89,21 @@ class Departure(enum.Enum):
     """Its shard had notice that it ends."""
 
 
+class ObservedLeg(NamedTuple):
+    """A prompt that one shard computes for the answer of another."""
+
+    shard: ShardDescription
+    slot: int
+    began_at: float
+
+
+class ObservedHandoff(NamedTuple):
+    """What a leg has ended with."""
+
+    handoff: bytes
+    shard: ShardDescription
+
+
 class ObservedRequest:
     """A request that a router received."""
 
@@ -97,12 +113,15 @@ class ObservedRequest:
         "choices",
         "deadline",
         "had_notice",
+        "handoff",
         "is_duplicate",
         "is_ending",
         "is_held",
         "left_by",
+        "leg",
         "num_attempts",
         "num_ends",
+        "num_legs",
         "num_prefill_chunks",
         "policy",
         "prefill_chunk",
@@ -125,6 +144,11 @@ class ObservedRequest:
         self.num_prefill_chunks = 0
         self.prefill_chunk: tuple[str, int] | None = None
         """Shard and slot of the prefill chunk that is running for it."""
+        self.num_legs = 0
+        self.leg: ObservedLeg | None = None
+        """That for whose end it waits."""
+        self.handoff: ObservedHandoff | None = None
+        """Of its last leg, unless an attempt has used it or gone without."""
         self.avoid_shard_id = ""
         """The shard where it failed last."""
         self.is_duplicate = False
@@ -139,6 +163,8 @@ class ObservedRequest:
 
     @property
     def is_waiting(self) -> bool:
+        if self.leg is not None:
+            return False
         return not self.is_ending and any(choice.state is State.WAITING for choice in self.choices)
 
     @property
@@ -167,7 +193,12 @@ class ObservedRequest:
 
     @property
     def was_dispatched(self) -> bool:
-        return self.num_attempts > 0 or self.num_prefill_chunks > 0
+        return self.num_attempts > 0 or self.num_prefill_chunks > 0 or self.num_legs > 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has had an attempt or a leg: it does not give way to more urgent requests then."""
+        return self.num_attempts > 0 or self.num_legs > 0
 
     @property
     def min_window(self) -> int:
@@ -195,6 +226,7 @@ class ObservedShard:
         "health",
         "is_draining",
         "is_withdrawn",
+        "leg_tenants",
         "limit",
         "load",
         "num_reported_tokens",
@@ -226,8 +258,10 @@ class ObservedShard:
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch
         """How many sequences it may have at most."""
         self.open: dict[int, ObservedChoice | None] = {}
-        """What the shard was sent and has not finished, by slot, including cancelled choices. None stands for a probe
-        or a prefill chunk."""
+        """What the shard was sent and has not finished, by slot, including cancelled choices. None stands for a probe,
+        a prefill chunk or a leg."""
+        self.leg_tenants: dict[int, str] = {}
+        """By slot: the tenants of the legs among them."""
 
     @property
     def has_room(self) -> bool:
@@ -237,6 +271,7 @@ class ObservedShard:
         """Whether the shard may get no more of the tenant's, which has more than its share of the sequences there,
         before something that it was sent has started."""
         tenants = [one.request.request.tenant for one in self.open.values() if one is not None]
+        tenants += self.leg_tenants.values()
         num_mine = tenants.count(tenant)
         return bool(self.open.keys() - self.started) and max(2, len(set(tenants))) * num_mine > len(self.open)
 
@@ -350,6 +385,17 @@ class ObservedShard:
             return None
         return choice
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether it computes prompts for other shards."""
+        return self.description.role in ("prefill", "both")
+
+    def can_fetch_from(self, other: ShardDescription) -> bool:
+        """Whether it can answer with the KV that another shard has computed."""
+        own = self.description
+        is_alike = (own.model, own.engine, own.variant) == (other.model, other.engine, other.variant)
+        return own.role in ("decode", "both") and own.shard_id != other.shard_id and is_alike
+
     def has_adapter_of(self, request: ObservedRequest) -> bool:
         """Whether it has the very adapter of the request, if that has one."""
         adapter = request.request.adapter
@@ -368,8 +414,13 @@ class ObservedShard:
 
 def eligible(shards: dict[str, ObservedShard], request: ObservedRequest) -> list[ObservedShard]:
     """The shards that could run a request. A suspected one, or the one where the request has just failed, is included
-    only if there is no other."""
+    only if there is no other, and so is one that only computes prompts, or cannot use the hand-off."""
     able = [shard for shard in shards.values() if shard.can_take(request)]
+    if any(shard.computes_prompts for shard in shards.values()):
+        able = [shard for shard in able if shard.description.role != "prefill"] or able
+        if request.handoff is not None:
+            prefill = request.handoff.shard
+            able = [shard for shard in able if shard.can_fetch_from(prefill)] or able
     able = [shard for shard in able if not shard.is_suspected] or able
     if request.avoid_shard_id and len(able) > 1:
         return [shard for shard in able if shard.description.shard_id != request.avoid_shard_id]

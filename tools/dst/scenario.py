@@ -12,8 +12,10 @@ from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
+from router.core.dispatch.prefill_legs import DisaggregationSettings
 from router.core.placement import POLICIES
 from router.core.priority_classes import PriorityClass
+from tools.dst.script import Sampling
 
 MODELS: Final = ("model-a", "model-b", "model-c", "model-d", "model-e")
 """The names of all models that shards may serve. The first ones are there from the beginning."""
@@ -81,6 +83,9 @@ it."""
 LIMITS_SHARE: Final = 0.15
 """The share of seeds in which tenants have limits and budgets."""
 
+ROLES_SHARE: Final = 0.1
+"""The share of seeds in which shards have roles in disaggregated prefill."""
+
 ROLLOUT_OUTCOMES: Final = ("rollout_done", "rollout_rolled_back", "rollout_failed")
 
 REGISTRY_FAULTS_PER_SECOND: Final[dict[str, float]] = {
@@ -143,6 +148,8 @@ class ShardShape:
     """See ShardInfo.variant in shard_service.proto."""
     has_scarce_blocks: bool = False
     """Whether sequences wait, and are preempted by the engine, when all blocks are held."""
+    role: str = ""
+    """See ShardInfo.role."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,7 +222,10 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         seed=seed,
         config=_draw_config(seed, rng),
         num_routers=rng.choice((1, 1, 1, 2, 3)),
-        shards=_make_scarce(random.Random(f"{seed} blocks"), _divide(model_rng, _draw_shards(rng))),
+        shards=_give_roles(
+            random.Random(f"{seed} roles"),
+            _make_scarce(random.Random(f"{seed} blocks"), _divide(model_rng, _draw_shards(rng))),
+        ),
         clients_per_router=rng.choice((1, 2, 3)),
         tenants=tuple(f"tenant-{i}" for i in range(num_tenants)),
         tenant_weights=(rng.choice((1.0, 8.0)), *([1.0] * (num_tenants - 1))),
@@ -306,6 +316,25 @@ def _make_scarce(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[Sh
     return tuple(dataclasses.replace(shard, num_blocks=num_blocks, has_scarce_blocks=True) for shard in shards)
 
 
+def _give_roles(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[ShardShape, ...]:
+    """In some seeds with several shards, some compute prompts and some answer."""
+    if len(shards) < 2 or rng.random() >= ROLES_SHARE:
+        return shards
+    roles = [rng.choice(("prefill", "both")), rng.choice(("decode", "both"))]
+    roles += [rng.choice(("prefill", "decode", "decode", "both", "")) for _ in shards[2:]]
+    rng.shuffle(roles)
+    return tuple(dataclasses.replace(shard, role=role) for shard, role in zip(shards, roles, strict=True))
+
+
+def _can_hand_over(sampling: object) -> bool:
+    return isinstance(sampling, Sampling) and not sampling.wants_logprobs
+
+
+def _draw_disaggregation(rng: random.Random) -> DisaggregationSettings:
+    """Sized for simulated prompts, which are short."""
+    return DisaggregationSettings(rng.choice((4, 12)), rng.choice((0.05, 0.3, 30.0)), _can_hand_over)
+
+
 def _draw_registry_rates(rng: random.Random) -> dict[str, float]:
     if rng.random() > 0.35:
         return {}
@@ -333,6 +362,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         brownout=_draw_brownout(random.Random(f"{seed} brownout")),
         fairness=_draw_fairness(random.Random(f"{seed} fairness")),
         classes=_draw_classes(random.Random(f"{seed} classes")),
+        disaggregation=_draw_disaggregation(random.Random(f"{seed} disaggregation")),
         # Sized for simulated prompts, which are short.
         prefill_chunks=random.Random(f"{seed} portions").choice(
             (None, PrefillChunkSettings(1e-6, 0.001, 4), PrefillChunkSettings(1e-6, 0.004, 8))

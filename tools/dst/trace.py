@@ -12,6 +12,7 @@ from router.core.actions import (
     AnswerResampled,
     CancelOnShard,
     CheckPrompt,
+    PrefillLegCounted,
     RequestEnded,
     RequestsMoved,
     ScreenAnswers,
@@ -128,6 +129,8 @@ def _action(action: Action) -> str:
             return f"moved {action.num_requests} requests off {action.shard_id}"
         case SequencesPreempted():
             return f"preempted slots {list(action.slots)} of {action.tenant} on {action.shard_id}"
+        case PrefillLegCounted():
+            return f"prefill leg on {action.shard_id}: {action.outcome or 'begun'}"
         case AnswerResampled():
             return (
                 f"{action.request_id} continues on {action.shard_id}, {action.variant} instead of {action.from_variant}"

@@ -39,7 +39,15 @@ from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.relay.lifecycle import RETRYABLE_REASONS
 from tools.dst.checker import Hooks, Violation
-from tools.dst.observed import Departure, ObservedChoice, ObservedRequest, ObservedShard, State
+from tools.dst.observed import (
+    Departure,
+    ObservedChoice,
+    ObservedHandoff,
+    ObservedLeg,
+    ObservedRequest,
+    ObservedShard,
+    State,
+)
 from tools.dst.views import RouterView
 
 
@@ -200,7 +208,8 @@ class Witness:
             choice = shard.current(finish.slot)
             shard.open.pop(finish.slot, None)
             shard.started.discard(finish.slot)
-            self._drop_prefill_chunk(shard, finish.slot)
+            shard.leg_tenants.pop(finish.slot, None)
+            self._drop_prefill(shard, finish.slot, finish.handoff)
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
                 is_drained = reason == ErrorReason.ERROR_REASON_DRAINING
@@ -213,7 +222,7 @@ class Witness:
             if shard.is_withdrawn and all(other.description.model != model for other in self.shards.values()):
                 self.models.discard(model)
             for slot in list(shard.open):
-                self._drop_prefill_chunk(shard, slot)
+                self._drop_prefill(shard, slot)
                 choice = shard.current(slot)
                 if choice is not None:
                     self._leave(choice, shard, can_retry=True, is_drained=shard.empty_by is not None)
@@ -251,6 +260,10 @@ class Witness:
                 case SubmitAttempt() if action.request.client_id == PROBE_CLIENT_ID:
                     hooks.on_probe(node, action)
                     self.shards[action.shard_id].open[action.choices[0].slot] = None
+                case SubmitAttempt() if action.prefill_only:
+                    observed = self.live.get(action.prepares)
+                    hooks.on_prefill_leg(node, observed, action)
+                    self._take_prefill_leg(observed, action)
                 case SubmitAttempt() if action.prepares:
                     observed = self.live.get(action.prepares)
                     hooks.on_prefill_chunk(node, observed, action)
@@ -331,6 +344,7 @@ class Witness:
 
     def _take_attempt(self, observed: ObservedRequest, action: SubmitAttempt) -> None:
         observed.num_attempts += 1
+        observed.handoff = None
         self.dispatched.append(observed)
         shard = self.shards[action.shard_id]
         for spec in action.choices:
@@ -349,19 +363,32 @@ class Witness:
             observed.num_prefill_chunks += 1
             observed.prefill_chunk = (action.shard_id, slot)
 
-    def _drop_prefill_chunk(self, shard: ObservedShard, slot: int) -> None:
-        """Record that the prefill chunk in a slot has ended or is about to."""
+    def _take_prefill_leg(self, observed: ObservedRequest | None, action: SubmitAttempt) -> None:
+        shard, slot = self.shards[action.shard_id], action.choices[0].slot
+        shard.open[slot] = None
+        shard.leg_tenants[slot] = action.request.tenant
+        if observed is not None:
+            observed.num_legs += 1
+            observed.leg = ObservedLeg(shard.description, slot, self.now)
+            self.dispatched.append(observed)
+
+    def _drop_prefill(self, shard: ObservedShard, slot: int, handoff: bytes = b"") -> None:
+        """Record that the prefill chunk or the leg in a slot has ended, or is about to."""
         former = () if self._former is None else (self._former,)
         for observed in (*self.live.values(), *former):
             if observed.prefill_chunk == (shard.description.shard_id, slot):
                 observed.prefill_chunk = None
+            leg = observed.leg
+            if leg is not None and (leg.shard, leg.slot) == (shard.description, slot):
+                observed.leg = None
+                observed.handoff = ObservedHandoff(handoff, leg.shard) if handoff else None
 
     def _take_cancel(self, action: CancelOnShard) -> None:
         shard = self.shards.get(action.shard_id)
         for slot in action.slots:
             if shard is None:
                 continue
-            self._drop_prefill_chunk(shard, slot)
+            self._drop_prefill(shard, slot)
             choice = shard.current(slot)
             if choice is not None:
                 choice.place = None

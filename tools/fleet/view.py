@@ -147,6 +147,7 @@ def with_loads(view: FleetView, infos: Mapping[str, GetInfoResponse | None]) -> 
             state=state,
             engine=process.engine or info.info.description,
             variant=process.variant or info.info.variant,
+            shard_role=info.info.role,
             model=process.model or info.info.model,
         )
 

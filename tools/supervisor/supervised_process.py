@@ -55,6 +55,8 @@ class ProcessStatus:
     engine: str = ""
     """What computes in it, if it is a shard."""
     variant: str = ""
+    shard_role: str = ""
+    """The part that it takes in disaggregated prefill, if it is a shard with one."""
     model: str = ""
     """The model that it serves, likewise."""
 

@@ -53,6 +53,7 @@ class AttemptSender:
             placer,
             ledger,
             index,
+            service,
             action_buffer,
             add_deadline,
             self._next_dispatch_number,
@@ -141,6 +142,8 @@ class AttemptSender:
         prefill = split.prefill_shard
         is_usable = prefill is not None and shard.can_fetch_from(prefill) and self._is_there(prefill)
         handoff = split.take_handoff(is_usable=is_usable)
+        if had_handoff:
+            self.legs.note_handoff(live, split, is_used=bool(handoff))
         if had_handoff and not handoff:
             candidate = self._placer.candidate(live, shard, now)
         return handoff, candidate

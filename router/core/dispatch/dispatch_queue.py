@@ -158,12 +158,15 @@ class DispatchQueue:
             self.wait_for_any(live, now)
         self._opens_at.pop(shard.shard_id, None)
 
-    def leave_suspected(self, now: float) -> None:
-        """Requests that wait for a suspected shard, since there was no other, are placed again if there is one now."""
+    def leave_last_resorts(self, now: float) -> None:
+        """Requests that wait for a shard that is suspected, or only computes prompts, since there was no other, are
+        placed again if there is one now."""
         for queue_id in self.queues.queue_ids:
             shard = self._fleet.shards.get(queue_id.shard_id)
-            others = (other for other in self._fleet.ready(queue_id.model) if not other.is_suspected)
-            if shard is not None and shard.is_suspected and any(others):
+            if shard is None or not (shard.is_suspected or shard.is_for_prompts):
+                continue
+            resort = _resort(shard)
+            if any(_resort(other) < resort for other in self._fleet.ready(queue_id.model)):
                 self.requeue_all(shard, now)
 
     def unschedulable(self) -> list[LiveRequest]:
@@ -542,3 +545,8 @@ class DispatchQueue:
 def _parked(live: LiveRequest) -> QueueId:
     """The queue of requests of its class that are not placed."""
     return QueueId(live.request.model, parked_class=live.priority_class.name)
+
+
+def _resort(shard: Shard) -> tuple[bool, bool]:
+    """A shard with a higher one gets requests only if there is no other."""
+    return (shard.is_for_prompts, shard.is_suspected)

@@ -19,9 +19,11 @@ from typing import Final, Protocol
 
 import msgspec
 
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import CancelOnShard, SubmitAttempt
+from router.core.actions import CancelOnShard, LegOutcome, PrefillLegCounted, SubmitAttempt
 from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
+from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
@@ -48,7 +50,9 @@ class DisaggregationSettings:
 
 
 class WaitingRequests(Protocol):
-    """The methods of DispatchQueue that legs call; the queue sends legs, so it cannot be imported here."""
+    """What legs use of DispatchQueue; the queue sends legs, so it cannot be imported here."""
+
+    check_unschedulable: bool
 
     def enter(self, live: LiveRequest, now: float) -> None:
         """Place the request."""
@@ -67,6 +71,7 @@ class PrefillLegs:
         placer: Placer,
         ledger: LoadLedger,
         index: PrefixIndex,
+        service: ServiceCounters,
         action_buffer: ActionBuffer,
         add_deadline: Callable[[float, LiveRequest], None],
         next_dispatch_number: Callable[[], int],
@@ -77,6 +82,7 @@ class PrefillLegs:
         self._placer = placer
         self._ledger = ledger
         self._index = index
+        self._service = service
         self._action_buffer = action_buffer
         self._add_deadline = add_deadline
         self._next_dispatch_number = next_dispatch_number
@@ -123,6 +129,8 @@ class PrefillLegs:
         request = live.request
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+            if self._service.has_rivals(live):
+                self._service.note_dispatch(live, candidate.num_prefill_tokens)
         self._tell_decision(live, shard, now)
         split.num_legs += 1
         leg = msgspec.structs.replace(
@@ -155,6 +163,7 @@ class PrefillLegs:
         shard.open_slot(slot, attempt)
         split.begin_leg(attempt, slot, shard.description, now + self._settings.leg_timeout_seconds)
         self._add_deadline(split.leg_expires_at, live)
+        self._action_buffer.add(PrefillLegCounted(shard.shard_id, request.model))
         self._action_buffer.add(
             SubmitAttempt(
                 shard.shard_id,
@@ -184,11 +193,14 @@ class PrefillLegs:
         split.end_leg()
         if finish.handoff:
             split.handoff = finish.handoff
+            self.queue.check_unschedulable = True
             self.queue.enter(live, now)
             return
         if finish.error is None:
             split.num_legs = MAX_LEGS  # the answer has one token, or the engine hands nothing over
-        self.queue.wait_for_any(live, now)
+        outcome = LegOutcome.FAILED if finish.reason == FINISH_REASON_ERROR else LegOutcome.NOTHING_HANDED_OVER
+        self._count(live, split, outcome)
+        self._wait(live, now)
 
     def on_shard_lost(self, attempts: list[Attempt], now: float) -> None:
         """The shard that had these attempts is gone."""
@@ -196,26 +208,48 @@ class PrefillLegs:
             live, split = attempt.prepares, _split_of(attempt)
             if live is not None and split is not None:
                 split.end_leg()
-                self.queue.wait_for_any(live, now)
+                self._count(live, split, LegOutcome.SHARD_LOST)
+                self._wait(live, now)
 
     def move_off(self, shard: Shard, now: float) -> None:
         """The shard is suspected, or hands its work over: its legs are sent elsewhere."""
         for attempt in list(shard.attempts.values()):
-            live = attempt.prepares
-            if live is not None and _split_of(attempt) is not None:
-                self.give_up(live, now)
+            live, split = attempt.prepares, _split_of(attempt)
+            if live is not None and split is not None:
+                self._give_up(live, split, attempt, LegOutcome.MOVED)
+                self._wait(live, now)
 
-    def give_up(self, live: LiveRequest, now: float) -> None:
-        """The leg takes too long: the request is placed again."""
-        self.cancel(live)
-        self.queue.wait_for_any(live, now)
-
-    def cancel(self, live: LiveRequest) -> None:
-        """The request ends, or does not wait for its leg any more."""
+    def expire(self, live: LiveRequest, now: float) -> None:
+        """If the request waits for a leg that takes too long, it is placed again."""
         split = live.split
         if split is not None and split.attempt is not None:
-            self._action_buffer.add(CancelOnShard(split.attempt.shard_id, [split.slot]))
-            split.end_leg()
+            self._give_up(live, split, split.attempt, LegOutcome.TIMED_OUT)
+            self._wait(live, now)
+
+    def cancel(self, live: LiveRequest, split: Split) -> None:
+        """The request ends: it needs neither its leg nor a hand-off."""
+        if split.attempt is not None:
+            self._give_up(live, split, split.attempt, LegOutcome.CANCELLED)
+        elif split.handoff:
+            split.take_handoff(is_usable=False)
+            self._count(live, split, LegOutcome.CANCELLED)
+
+    def note_handoff(self, live: LiveRequest, split: Split, *, is_used: bool) -> None:
+        """An attempt is sent with the hand-off, or without it as the prefill shard is gone."""
+        self._count(live, split, LegOutcome.USED if is_used else LegOutcome.SHARD_LOST)
+
+    def _wait(self, live: LiveRequest, now: float) -> None:
+        """There may be no shard any more that can run the request, which it has not noticed as long as it had a leg."""
+        self.queue.check_unschedulable = True
+        self.queue.wait_for_any(live, now)
+
+    def _give_up(self, live: LiveRequest, split: Split, attempt: Attempt, outcome: LegOutcome) -> None:
+        self._action_buffer.add(CancelOnShard(attempt.shard_id, [split.slot]))
+        split.end_leg()
+        self._count(live, split, outcome)
+
+    def _count(self, live: LiveRequest, split: Split, outcome: LegOutcome) -> None:
+        self._action_buffer.add(PrefillLegCounted(split.prefill_shard_id, live.request.model, outcome))
 
 
 def _split_of(attempt: Attempt) -> Split | None:

@@ -139,7 +139,7 @@ class WaitingQueues:
         self._num_of_tenant[tenant] = self._num_of_tenant.get(tenant, 0) + 1
         self.num_requests += 1
         self.num_with_objectives += request.objectives is not None
-        self._num_begun += request.has_prefill_chunks
+        self._num_begun += request.has_prefill
         key = (queue_id.model, request.priority_class.rank)
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
 
@@ -166,7 +166,7 @@ class WaitingQueues:
             del self._num_of_tenant[tenant]
         self.num_requests -= 1
         self.num_with_objectives -= request.objectives is not None
-        self._num_begun -= request.has_prefill_chunks
+        self._num_begun -= request.has_prefill
         key = (queue_id.model, request.priority_class.rank)
         self._num_waiting[key] -= 1
         if not self._num_waiting[key]:
@@ -203,12 +203,12 @@ class WaitingQueues:
         """Make room for one more request: remove, from the least urgent rank that waits, the youngest request of the
         tenant with most requests waiting. If that rank is `rank`, only for a tenant that is below its share, by more
         than one."""
-        lowest = max((request.priority_class.rank for request in self if not request.has_prefill_chunks), default=rank)
+        lowest = max((request.priority_class.rank for request in self if not request.has_prefill), default=rank)
         if lowest < rank:
             return None
         waiting: dict[str, list[LiveRequest]] = {}
         for request in self:
-            if request.priority_class.rank == lowest and not request.has_prefill_chunks:
+            if request.priority_class.rank == lowest and not request.has_prefill:
                 waiting.setdefault(request.request.tenant, []).append(request)
         longest = max(waiting, key=lambda name: len(waiting[name]), default="")
         if lowest == rank and len(waiting.get(longest, ())) <= len(waiting.get(tenant, ())) + 1:

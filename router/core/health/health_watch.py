@@ -187,7 +187,7 @@ class HealthWatch:
         if health.state is not before:
             if before is HealthState.SUSPECTED:
                 shard.limit = 1
-                self._attempt_sender.queue.leave_suspected(now)  # for this one
+                self._attempt_sender.queue.leave_last_resorts(now)  # for this one
             self._num_unhealthy -= health.state is HealthState.HEALTHY
             if health.is_suspected:
                 self._attempt_sender.queue.requeue_all(shard, now)

@@ -303,8 +303,8 @@ class Lifecycle:
             live.pending.remove(choice)
             if live.is_queued and not live.pending:
                 self._attempt_sender.queue.leave(live)
-            elif live.has_leg:
-                self._attempt_sender.legs.cancel(live)
+            if live.split is not None:
+                self._attempt_sender.legs.cancel(live, live.split)
 
     def _forget_tokens(self, choice: Choice, count: int) -> None:
         """Forget withheld tokens that no client will get: they are not output."""

@@ -15,6 +15,7 @@ from router.core.actions import (
     BrownoutStepChanged,
     FleetChanged,
     PlacementDecided,
+    PrefillLegCounted,
     RequestDegraded,
     RequestEnded,
     RequestsMoved,
@@ -83,6 +84,8 @@ class Silent:
     def requests_moved(self, moved: RequestsMoved) -> None: ...
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None: ...
+
+    def prefill_leg_counted(self, counted: PrefillLegCounted) -> None: ...
 
     def answer_resampled(self, change: AnswerResampled) -> None: ...
 

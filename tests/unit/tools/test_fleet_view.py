@@ -213,3 +213,10 @@ def test_a_part_of_a_fabric_needs_the_fleets_redis() -> None:
     config.fabric.roles, config.edge.colocate = ["shard"], True
     with pytest.raises(CommandError, match="--colocate"):
         check_roles(config)
+
+
+def test_a_shard_is_shown_with_its_role_in_disaggregated_prefill():
+    """An operator sees which shards compute prompts for others."""
+    infos = {"b-shard-0": GetInfoResponse(info=ShardInfo(role="prefill"))}
+    roles = {process.name: process.shard_role for process in with_loads(VIEW, infos).processes}
+    assert {name: role for name, role in roles.items() if role} == {"b-shard-0": "prefill"}

@@ -7,6 +7,7 @@ delivery.py    what clients read: every token, all of the text, well-formed fram
 ends.py        how requests end: once, metered exactly, and for a reason
 fairness.py    who is preempted for other tenants, and what is left to them
 fleet.py       the fleet reports that clients get
+handoffs.py    prompts that one shard computes for the answer of another
 health.py      hung and draining shards, and the bounds of suspicion
 kv_shares.py   guaranteed shares of cached blocks
 limits.py      budgets, rates, leases and charges, in seeds with limits
@@ -44,6 +45,7 @@ from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextI
 from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
 from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
+from tools.dst.checkers.handoffs import HandoffsKept, LegsFit
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
 from tools.dst.checkers.kv_shares import KvSharesKept
@@ -79,6 +81,8 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     PlacementsFit,
     VariantsKept,
     PrefillChunksFit,
+    LegsFit,
+    HandoffsKept,
     NoIdleWait,
     NoStarvation,
     PreemptionsJustified,
@@ -123,6 +127,8 @@ LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
     Integrity,
     Fence,
     SlotsExclusive,
+    LegsFit,
+    HandoffsKept,
     SafetyKept,
     BudgetsKept,
     RatesKept,

@@ -14,6 +14,7 @@ from router.core.actions import (
     LeasesWanted,
     LimitsCounted,
     PlacementDecided,
+    PrefillLegCounted,
     RequestEnded,
     ShardHealthChanged,
     SubmitAttempt,
@@ -46,7 +47,10 @@ class Fence(Checker):
             shard = node.witness.shards.get(event.shard_id)
             step = event.step
             slots = {*step.slots, *(start.slot for start in step.starts), *(finish.slot for finish in step.finishes)}
-            self._is_late = shard is None or not any(shard.current(slot) for slot in slots)
+            is_current = shard is not None and any(shard.current(slot) for slot in slots)
+            legs = [observed.leg for observed in node.witness.live.values() if observed.leg is not None]
+            is_of_leg = any(leg.shard.shard_id == event.shard_id and leg.slot in slots for leg in legs)
+            self._is_late = not (is_current or is_of_leg)
         if self._is_late:
             waiting = node.witness.waiting()
             self._hopeless = {
@@ -76,7 +80,10 @@ class Fence(Checker):
                 shard.open.get(slot) for slot in action.slots
             )  # a probe that is cancelled
         # Leases are asked for as time passes.
-        return isinstance(action, SubmitAttempt | PlacementDecided | AnswerResampled | LeasesWanted | LimitsCounted)
+        return isinstance(
+            action,
+            SubmitAttempt | PlacementDecided | PrefillLegCounted | AnswerResampled | LeasesWanted | LimitsCounted,
+        )
 
     def _is_overdue(self, action: Action) -> bool:
         """Whether a request ended because of its deadline or of a long outage (see OutagePatience)."""
@@ -97,6 +104,9 @@ class SlotsExclusive(Checker):
         self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         self.on_probe(node, prefill_chunk)
+
+    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+        self.on_probe(node, leg)
 
     def on_probe(self, node: RouterView, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)

@@ -32,6 +32,9 @@ class DeadlinesKept(Checker):
     ) -> None:
         self.on_dispatch(node, observed, prefill_chunk)
 
+    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+        self.on_dispatch(node, observed, leg)
+
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
         if not isinstance(event, Tick | RequestArrived):
             return

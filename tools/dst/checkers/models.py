@@ -48,6 +48,9 @@ class ModelsKeptApart(Checker):
         if shard is not None and observed is not None and not shard.has_adapter_of(observed):
             self.fail(f"{request.request_id} was sent to {prefill_chunk.shard_id}, which does not have its adapter")
 
+    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+        self.on_prefill_chunk(node, observed, leg)
+
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         if attempt.request.model != shard.shape.model:
             self.fail(

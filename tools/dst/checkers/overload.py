@@ -61,7 +61,7 @@ class TiersKept(Checker):
             observed is None
             or observed.request.tier is Tier.INTERACTIVE
             or node.config.classes
-            or observed.num_attempts
+            or observed.has_begun
             or node.holds_requests
         ):
             return

@@ -28,6 +28,8 @@ class Sequence:
     position: int
     num_chars: int
     has_started: bool = False
+    handoff: bytes = b""
+    """What its finish has, so that another shard can fetch its KV."""
 
 
 class Engine:
@@ -40,12 +42,15 @@ class Engine:
         shape: ShardShape,
         cache: BlockCache,
         on_stored: Callable[[Request, list[KvChange]], None],
+        on_handoff: Callable[[Sequence], None],
     ) -> None:
-        """`on_stored` is called when the blocks of a request have entered the cache."""
+        """`on_stored` is called when the blocks of a request have entered the cache, `on_handoff` when a sequence ends
+        whose KV another shard may fetch."""
         self._env = env
         self._shape = shape
         self._cache = cache
         self._on_stored = on_stored
+        self._on_handoff = on_handoff
         self.failure_share = 0.0
         """How many of its sequences fail, apart from those that fail by chance."""
         self.sequences: dict[tuple[ShardStream, int], Sequence] = {}
@@ -121,7 +126,10 @@ class Engine:
             _add_entry(stream.parts, slot, (), text[sequence.num_chars :])
         at_limit = len(sequence.tokens) >= sequence.max_tokens
         reason = FinishReason.FINISH_REASON_LENGTH if at_limit else FinishReason.FINISH_REASON_STOP
-        stream.parts.finishes.append(Finish(slot, reason, num_output_tokens=len(sequence.tokens)))
+        if sequence.handoff:
+            self._on_handoff(sequence)
+        finish = Finish(slot, reason, num_output_tokens=len(sequence.tokens), handoff=sequence.handoff)
+        stream.parts.finishes.append(finish)
 
     def _is_to_fail(self, sequence: Sequence) -> bool:
         """It depends on the request, so that the failures of one engine change nothing for others."""

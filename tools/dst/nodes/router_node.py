@@ -19,6 +19,7 @@ from router.core.actions import (
     LeasesWanted,
     LimitsCounted,
     PlacementDecided,
+    PrefillLegCounted,
     RequestEnded,
     RequestsMoved,
     ScreenAnswers,
@@ -289,6 +290,7 @@ class RouterNode:
                 | ShardHealthChanged()
                 | RequestsMoved()
                 | SequencesPreempted()
+                | PrefillLegCounted()
                 | AnswerResampled()
                 | LimitsCounted()
             ):

@@ -65,7 +65,7 @@ class SimShard:
         self._loaded_adapter = ""
         """The name of the one that is loaded: there is room for one."""
         self.cache = BlockCache(shape)
-        self.engine = Engine(env, shape, self.cache, self._note_stored)
+        self.engine = Engine(env, shape, self.cache, self._note_stored, self._note_handoff)
         self._kv_number = 0
         self._step_is_due = False
         self.on_start: Callable[[], None] = lambda: None
@@ -82,7 +82,7 @@ class SimShard:
         self.slowness = 1.0
         self._loaded_adapter = ""
         self.cache = BlockCache(self.shape)
-        self.engine = Engine(self._env, self.shape, self.cache, self._note_stored)
+        self.engine = Engine(self._env, self.shape, self.cache, self._note_stored, self._note_handoff)
         if self._failure_share:
             self.break_engine(self._failure_share)
         self.num_submitted = 0
@@ -220,6 +220,20 @@ class SimShard:
     def _note_stored(self, request: Request, changes: list[KvChange]) -> None:
         self._env.checks.on_stored(self, request, changes)
 
+    def _note_handoff(self, sequence: Sequence) -> None:
+        """The KV can be fetched as long as this process lives, and does not hang."""
+        incarnation = self.incarnation
+
+        def can_fetch() -> bool:
+            return self.is_up and not self.is_stuck and self.incarnation == incarnation
+
+        self._env.handoffs[sequence.handoff] = can_fetch
+        self._env.checks.on_handoff(self, sequence.request, sequence.handoff)
+
+    def _can_fetch(self, handoff: bytes) -> bool:
+        can_fetch = self._env.handoffs.pop(handoff, None)
+        return can_fetch is not None and can_fetch()
+
     def touch_cache(self, block_hash: int) -> None:
         """Store an unrelated block. Its event reveals whether an earlier one was lost."""
         self._send_kv(self.cache.store([block_hash]))
@@ -243,6 +257,8 @@ class SimShard:
             shape.max_model_len,
             capabilities=frozenset({SEEDED_RESUME}),
             variant=shape.variant,
+            engine="sim",
+            role=shape.role,
         )
         snapshot = KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks))
         adapters = [self._adapter_report()] if self.adapters else []
@@ -286,6 +302,8 @@ class SimShard:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING)
             elif len(self.engine.sequences) >= self.shape.max_sequences:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_QUEUE_FULL)
+            elif attempt.handoff and not self._can_fetch(attempt.handoff):
+                self._refuse(stream, spec, ErrorReason.ERROR_REASON_ENGINE_FAILED)
             else:
                 self._add_sequence(stream, attempt, spec)
 
@@ -299,13 +317,22 @@ class SimShard:
         if request.adapter is not None and request.adapter.name != self._loaded_adapter:
             self._loaded_adapter = request.adapter.name
             self._send_adapters()
-        if request.client_id in ROUTER_CLIENT_IDS:
+        handoff = b""
+        if request.client_id in ROUTER_CLIENT_IDS and not attempt.prefill_only:
             tokens = PROBE_TOKEN_IDS
         else:
             assert isinstance(request.sampling, script.Sampling)
-            tokens = script.answer(request.sampling.script_key, spec.index)[: attempt.max_tokens]
+            whole = script.answer(request.sampling.script_key, spec.index)
+            tokens = whole[: attempt.max_tokens]
+            if attempt.prefill_only and len(whole) > 1:
+                handoff = f"{self.shard_id}-{self.incarnation}/{self.num_submitted}".encode()
         sequence = Sequence(
-            request, tokens, attempt.max_tokens, position=len(spec.output_token_ids), num_chars=spec.num_delivered_chars
+            request,
+            tokens,
+            attempt.max_tokens,
+            position=len(spec.output_token_ids),
+            num_chars=spec.num_delivered_chars,
+            handoff=handoff,
         )
         if sequence.position >= len(tokens):
             # The sequence had already ended: only its remaining text and its finish are sent.

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
-from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SubmitAttempt
+from router.core.actions import (
+    Action,
+    CancelOnShard,
+    LegOutcome,
+    PlacementDecided,
+    PrefillLegCounted,
+    RequestEnded,
+    SubmitAttempt,
+)
+from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_legs import DisaggregationSettings
-from router.core.events import KvSnapshotArrived, RequestCancelled, ShardDown, Tick
+from router.core.events import KvSnapshotArrived, LoadReported, RequestCancelled, ShardDown, ShardLoad, ShardUp, Tick
 from router.core.frames import Finish, Start
 from tests.fakes.core_rig import CoreRig, has, only, sent
 
@@ -47,7 +57,8 @@ def fail(rig: CoreRig, leg: SubmitAttempt) -> list[Action]:
 
 
 def begin(rig: CoreRig, **changes: Any) -> SubmitAttempt:
-    return only(rig.submit(**({"prompt_token_ids": PROMPT} | changes)), SubmitAttempt)
+    fields: dict[str, Any] = {"prompt_token_ids": PROMPT} | changes
+    return only(rig.submit(**fields), SubmitAttempt)
 
 
 def answer(rig: CoreRig, attempt: SubmitAttempt, token_ids: Sequence[int]) -> list[Action]:
@@ -227,3 +238,97 @@ def test_the_client_gets_nothing_of_a_leg():
     slot = attempt.choices[0].slot
     first = sent(rig.step(attempt.shard_id, (slot, [7], "a"), starts=[Start(slot, 40)]))
     assert (first.token_ids, first.starts[0].num_cached_tokens) == ([7], 8)
+
+
+def outcomes(actions: Sequence[Action]) -> list[LegOutcome | None]:
+    return [action.outcome for action in actions if isinstance(action, PrefillLegCounted)]
+
+
+def test_each_leg_is_counted_with_its_single_outcome():
+    """The counters of a router add up: what has begun and has no outcome is under way."""
+    rig = rig_of("p0", "p1", "d0")
+    begun = rig.submit(prompt_token_ids=PROMPT)
+    leg = only(begun, SubmitAttempt)
+    failed = fail(rig, leg)
+    again = only(failed, SubmitAttempt)
+    used = hand_over(rig, again)
+    assert [outcomes(begun), outcomes(failed), outcomes(used)] == [[None], [LegOutcome.FAILED, None], [LegOutcome.USED]]
+    assert not outcomes(answer(rig, only(used, SubmitAttempt), [7, 8]))
+
+
+@pytest.mark.parametrize("has_handed_over", [False, True])
+def test_a_leg_of_a_request_that_ends_is_counted_as_cancelled(has_handed_over: bool):
+    """Its KV is lost, whether it was computed or not."""
+    rig = rig_of("p0", "d0")
+    rig.core._fleet.shards["d0"].limit = 1
+    leg = begin(rig)
+    if has_handed_over:
+        rig.core._fleet.shards["d0"].limit = 0
+        assert not outcomes(hand_over(rig, leg))
+    assert outcomes(rig.handle(RequestCancelled("r"))) == [LegOutcome.CANCELLED]
+
+
+@pytest.mark.parametrize("way", ["lost", "slow", "empty"])
+def test_the_loss_of_a_leg_is_counted_by_cause(way: str):
+    """An operator sees whether prefill shards are lost, slow, or hand nothing over."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig)
+    if way == "lost":
+        assert outcomes(rig.handle(ShardDown("p0"))) == [LegOutcome.SHARD_LOST]
+    elif way == "slow":
+        rig.now += 5.0
+        assert outcomes(rig.handle(Tick())) == [LegOutcome.TIMED_OUT]
+    else:
+        assert outcomes(hand_over(rig, leg, handoff=b"")) == [LegOutcome.NOTHING_HANDED_OVER]
+
+
+def test_a_prompt_on_a_prefill_shard_counts_as_service_of_its_tenant():
+    """Another tenant that waits is served first, as if the prompt had been computed where its answer is."""
+    rig = rig_of("p0", "d0")
+    other = begin(rig, tenant="t2", prompt_token_ids=[1, 2])
+    begin(rig, request_id="long", slots=(2,), tenant="t1")
+    rig.core._fleet.shards["d0"].limit = 1
+    for name, slot in (("t1", 3), ("t2", 4)):
+        assert not has(rig.submit(request_id=name, slots=(slot,), tenant=name, prompt_token_ids=[1, 2]), SubmitAttempt)
+    served = only(rig.finish("d0", other.choices[0].slot), SubmitAttempt)
+    assert served.request.request_id == "t2"
+
+
+def test_a_request_whose_last_shard_leaves_during_its_leg_does_not_wait_for_ever():
+    """While it had a leg it was not looked at when the fleet changed."""
+    rig = rig_of("p0", "d0", overload=OverloadSettings(outage_patience_seconds=1.0))
+    leg = begin(rig)
+    rig.core._fleet.shards["p0"].limit = rig.core._fleet.shards["d0"].limit = 0
+    rig.submit(request_id="r2", slots=(2,))
+    rig.handle(ShardDown("d0"))
+    rig.handle(LoadReported("p0", ShardLoad(draining=True)))
+    assert not has(fail(rig, leg), RequestEnded)
+    rig.now += 1.0
+    ended = [action.request_id for action in rig.handle(Tick()) if isinstance(action, RequestEnded)]
+    assert sorted(ended) == ["r", "r2"]
+
+
+def test_a_request_whose_prompt_is_computed_takes_no_place_in_the_queue():
+    """Its KV waits, and the queue's bound is for requests for which nothing has been done."""
+    rig = rig_of("p0", "d0", max_queued_requests=1)
+    leg = begin(rig)
+    rig.core._fleet.shards["d0"].limit = 0
+    hand_over(rig, leg)
+    second = rig.submit(request_id="r2", slots=(2,), prompt_token_ids=[1, 2])
+    third = rig.submit(request_id="r3", slots=(3,), prompt_token_ids=[1, 2])
+    assert not has(second, RequestEnded)
+    assert only(third, RequestEnded).error_reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+    assert rig.core._lifecycle.requests.keys() == {"r", "r2"}
+
+
+def test_requests_that_wait_for_a_prefill_shard_leave_it_for_one_that_answers():
+    """A shard for prompts gives whole answers only while there is no other."""
+    rig = CoreRig(policy="ect")
+    rig.add_shard("p0", role="prefill", max_model_len=40_000, num_blocks=20_000)
+    begin(rig, prompt_token_ids=range(20_000))
+    assert not has(rig.submit(request_id="r2", slots=(2,), prompt_token_ids=range(9, 20_000)), SubmitAttempt)
+    description = rig.core._fleet.shards["p0"].description
+    answers = msgspec.structs.replace(description, shard_id="d0", role="decode")
+    sent_now = [action for action in rig.handle(ShardUp(answers)) if isinstance(action, SubmitAttempt)]
+    assert sent_now
+    assert all(one.shard_id == ("p0" if one.prefill_only else "d0") for one in sent_now)
