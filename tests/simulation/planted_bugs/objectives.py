@@ -18,10 +18,10 @@ def drops_the_deadline_upon_failover(patch: Patch) -> None:
     """An answer that continues on another shard has all the time that any request has."""
     original = Lifecycle.retry
 
-    def retry(self: Lifecycle, choice: Choice, *args: Any) -> None:
+    def retry(self: Lifecycle, choice: Choice, *args: Any, **options: Any) -> None:
         if choice.request.objectives is not None:
             choice.request.deadline = choice.request.arrived_at + 600.0
-        original(self, choice, *args)
+        original(self, choice, *args, **options)
 
     patch.setattr(Lifecycle, "retry", retry)
 

@@ -14,7 +14,7 @@ from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.health.health_watch import HealthWatch
-from router.core.live import LiveRequest
+from router.core.live import LiveRequest, QueueId
 from router.core.priority_classes import BATCH
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
@@ -64,7 +64,12 @@ def degrades_answers_that_continue(patch: Patch) -> None:
 def serves_all_tiers_alike(patch: Patch) -> None:
     """Batch requests wait in the same queue as interactive ones, in the order in which they came."""
     patch.setattr(DispatchQueue, "park", lambda self, live, now: self.wait_for_any(live, now))
-    patch.setattr(WaitingQueues, "_in_order", lambda self, queue_id, _now: self._queues.get(queue_id, {}).values())
+
+    def in_order(self: WaitingQueues, queue_id: QueueId, _now: float) -> Any:
+        queue = self._queues.get(queue_id)
+        return () if queue is None else queue.flows.values()
+
+    patch.setattr(WaitingQueues, "_in_order", in_order)
 
 
 @caught_by(TiersKept)
