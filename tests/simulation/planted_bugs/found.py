@@ -115,7 +115,7 @@ def brings_a_forgotten_rollout_back(patch: Patch) -> None:
     patch.setattr(RolloutAnnouncement, "_renew", renew)
 
 
-@caught_by(RolloutsHarmless, first_seed=101600)
+@caught_by(RolloutsHarmless, first_seed=101600, is_rare=True)
 def refuses_what_comes_with_a_withdrawal(patch: Patch) -> None:
     """A request that an edge without the registry sends before it hears that the old version has been withdrawn, which
     the router knows already, gets 404 although the new version is there."""
@@ -130,7 +130,7 @@ def leaves_the_names_to_a_withdrawn_version(patch: Patch) -> None:
     refuses_what_comes_with_a_withdrawal(patch)
 
 
-@caught_by(UnloadsHarmless, first_seed=120)
+@caught_by(UnloadsHarmless, first_seed=120, is_rare=True)
 def overlooks_what_comes_and_goes_between_polls(patch: Patch) -> None:
     """A model counts as idle if nothing runs at the moment of a poll. A prompt is prefilled in chunks, between which
     nothing does."""
@@ -142,7 +142,7 @@ def overlooks_what_comes_and_goes_between_polls(patch: Patch) -> None:
     patch.setattr(IdleWatch, "take", take)
 
 
-@caught_by(EndsJustified, first_seed=1030)
+@caught_by(EndsJustified, first_seed=1030, is_rare=True)
 def cancels_what_took_the_place_of_a_lost_sequence(patch: Patch) -> None:
     """An event ends a request and replaces its shard by another process: the cancellation reaches that one, where the
     slot belongs to another request."""

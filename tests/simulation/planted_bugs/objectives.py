@@ -26,7 +26,7 @@ def drops_the_deadline_upon_failover(patch: Patch) -> None:
     patch.setattr(Lifecycle, "retry", retry)
 
 
-@caught_by(EndsJustified)
+@caught_by(EndsJustified, first_seed=120)
 def refuses_admitted_requests_as_impossible(patch: Patch) -> None:
     """A request that another router has admitted, and begun to answer, is refused because its TTFT cannot be met."""
     original = LiveObjectives.__init__

@@ -54,7 +54,7 @@ def forgets_the_cap_on_another_shard(patch: Patch) -> None:
     patch.setattr(LiveRequest, "capped", capped)
 
 
-@caught_by(BrownoutAtAdmission, max_seeds=8, first_seed=12)
+@caught_by(BrownoutAtAdmission, first_seed=80)
 def degrades_answers_that_continue(patch: Patch) -> None:
     """An answer that another router has begun is shortened by the brownout of this one."""
     patch.setattr("router.core.brownout.brownout.is_continued", lambda _request: False)

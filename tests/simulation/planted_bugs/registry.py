@@ -23,6 +23,9 @@ class PlantedBug:
     """Within which it must be caught."""
     first_seed: int = 0
     """For rare bugs: near a seed that finds it."""
+    is_rare: bool = False
+    """Whether it takes so many seeds to catch it that the suite does not search for it. It is tested as long as the
+    table of known seeds has one."""
 
     @property
     def name(self) -> str:
@@ -37,13 +40,18 @@ PLANTED_BUGS: list[PlantedBug] = []
 
 
 def caught_by(
-    checker: type[Checker] | None, invariant: str = "", max_seeds: int = 60, first_seed: int = 0
+    checker: type[Checker] | None,
+    invariant: str = "",
+    max_seeds: int = 60,
+    first_seed: int = 0,
+    *,
+    is_rare: bool = False,
 ) -> Callable[[Callable[[Patch], None]], Any]:
     """Register a planted bug. Without a checker the simulation itself must break the invariant."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         name = invariant if checker is None else checker.invariant
-        PLANTED_BUGS.append(PlantedBug(plant, checker, name, max_seeds, first_seed))
+        PLANTED_BUGS.append(PlantedBug(plant, checker, name, max_seeds, first_seed, is_rare))
         return plant
 
     return register

@@ -22,7 +22,7 @@ def leaves_the_tenant_out_of_the_key(patch: Patch) -> None:
     patch.setattr(ResultCache, "key", key)
 
 
-@caught_by(CachedAnswersOwn, max_seeds=20, first_seed=300)
+@caught_by(CachedAnswersOwn, max_seeds=20, first_seed=300, is_rare=True)
 def leaves_the_policy_out_of_the_key(patch: Patch) -> None:
     """An answer that another policy has allowed is given although the policy in force was not asked."""
     original = ResultCache.key

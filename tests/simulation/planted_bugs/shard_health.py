@@ -15,7 +15,7 @@ from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import HungShardsAbandoned, PlacementsFit, SuspicionBounded
 
 
-@caught_by(HungShardsAbandoned)
+@caught_by(HungShardsAbandoned, first_seed=100)
 def takes_reports_for_progress(patch: Patch) -> None:
     """A load report counts as progress, as the answer to a ping would: a shard whose engine hangs is never
     suspected."""
