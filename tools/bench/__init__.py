@@ -22,6 +22,9 @@ brownout.py                 `kvloom bench brownout`
 brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
+preemption.py               `kvloom bench preemption`
+preemption_run.py           urgent requests on shards that batch answers fill, with preemption and without
+streams.py                  streams as their clients see them, and whether two runs have the same answers
 spot_notice.py              `kvloom bench spot-notice`
 spot_notice_run.py          a shard with notice under load, and what its streams noticed
 tenant_timing.py            `kvloom bench tenant-timing`: what the time to the first token tells another tenant

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import aiohttp
-import grpc.aio
 import msgspec
 import psutil
 
 from kvloom.config import KvloomConfig
 from kvloom.trust.fabric_trust import FabricTrust
-from kvloom.v1.router_service_pb2 import ExplainRequest, ExplainResponse
-from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom.v1.shard_service_pb2 import DrainRequest, GetInfoRequest
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
+from tools.bench.streams import (
+    CALL_TIMEOUT_SECONDS,
+    Stream,
+    explain,
+    num_differing_bytes,
+    num_tokens_computed_again,
+    numbered_prompt,
+    open_session,
+    play,
+)
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 from tools.supervisor.supervised_process import ProcessStatus
 
-_CALL_TIMEOUT_SECONDS: Final = 10.0
-_STREAM_TIMEOUT_SECONDS: Final = 600.0
 _POLL_SECONDS: Final = 0.02
 _BEGUN_SHARE: Final = 0.1
 """Notice is given when every stream has its first token, and together they have this share of their tokens."""
@@ -42,23 +46,6 @@ class NoticePlan(msgspec.Struct, frozen=True):
     num_prompt_words: int
     max_tokens: int
     within_seconds: float
-
-
-class Stream(msgspec.Struct):
-    """One answer as its client saw it."""
-
-    name: str
-    max_tokens: int
-    text: str = ""
-    finish_reason: str = ""
-    error: str = ""
-    pieces_at: list[float] = []
-    """When each piece of text came, in seconds since the epoch."""
-
-    @property
-    def longest_pause_seconds(self) -> float:
-        gaps = [later - earlier for earlier, later in zip(self.pieces_at, self.pieces_at[1:], strict=False)]
-        return max(gaps, default=0.0)
 
 
 class NoticeReport(msgspec.Struct, frozen=True):
@@ -89,79 +76,33 @@ async def run(config: KvloomConfig, folder: Path, plan: NoticePlan) -> NoticeRep
             raise CommandError("the fabric has ended")
         shards = [process for process in state.processes if process.role == "shard"]
         trust = trust_of_running(RunFolder(folder))
-        undisturbed = await _play(url, config.model.name, plan, "undisturbed")
-        disturbed = _streams(plan, "noticed")
-        playing = asyncio.create_task(_play_all(url, config.model.name, plan, disturbed), name="streams")
-        try:
-            await _until_begun(disturbed, playing)
-            ended = await _give_notice(trust, shards, plan.within_seconds)
-            await playing
-        finally:
-            playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
+        undisturbed, disturbed = _streams(plan, "undisturbed"), _streams(plan, "noticed")
+        async with open_session(url) as session:
+            await play(session, config.model.name, undisturbed)
+            playing = asyncio.create_task(play(session, config.model.name, disturbed), name="streams")
+            try:
+                await _until_begun(disturbed, playing)
+                ended = await _give_notice(trust, shards, plan.within_seconds)
+                await playing
+            finally:
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
         router = next(process for process in state.processes if process.role == "router")
-        explained = await _explain(trust, router.internal_address or router.router_address, disturbed)
+        explained = await explain(trust, router.internal_address or router.router_address, disturbed)
         return _report(undisturbed, disturbed, explained, ended)
 
 
 def _streams(plan: NoticePlan, run_name: str) -> list[Stream]:
     short = max(1, plan.max_tokens // 5)
     return [
-        Stream(f"{run_name}-{number}", plan.max_tokens if number % _SHORT_SHARE else short)
+        Stream(
+            f"{run_name}-{number}",
+            plan.max_tokens if number % _SHORT_SHARE else short,
+            numbered_prompt(number, plan.num_prompt_words),
+            seed=number,
+        )
         for number in range(plan.num_streams)
     ]
-
-
-async def _play(url: str, model: str, plan: NoticePlan, run_name: str) -> list[Stream]:
-    streams = _streams(plan, run_name)
-    await _play_all(url, model, plan, streams)
-    return streams
-
-
-async def _play_all(url: str, model: str, plan: NoticePlan, streams: Sequence[Stream]) -> None:
-    timeout = aiohttp.ClientTimeout(total=_STREAM_TIMEOUT_SECONDS)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session,
-        asyncio.TaskGroup() as tasks,
-    ):
-        for number, stream in enumerate(streams):
-            tasks.create_task(_read(session, model, plan, stream, number), name=stream.name)
-
-
-async def _read(session: aiohttp.ClientSession, model: str, plan: NoticePlan, stream: Stream, number: int) -> None:
-    words = " ".join(f"{number * 7 + word}" for word in range(plan.num_prompt_words))
-    body = {
-        "model": model,
-        "prompt": f"Story {number}. {words}",
-        "max_tokens": stream.max_tokens,
-        "ignore_eos": True,
-        "temperature": 0.9,
-        "seed": number,
-        "stream": True,
-    }
-    try:
-        async with session.post("/v1/completions", json=body, headers={"x-request-id": stream.name}) as response:
-            if response.status != 200:
-                stream.error = (await response.text())[:200]
-                return
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    _take(stream, json.loads(line[6:]))
-    except (aiohttp.ClientError, TimeoutError) as error:
-        stream.error = repr(error)
-    if not stream.finish_reason and not stream.error:
-        stream.error = "the stream ended without a finish"
-
-
-def _take(stream: Stream, chunk: dict[str, Any]) -> None:
-    if "error" in chunk:
-        stream.error = str(chunk["error"])
-        return
-    for choice in chunk["choices"]:
-        stream.text += choice.get("text") or ""
-        stream.pieces_at.append(time.time())
-        stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
 
 
 async def _until_begun(streams: Sequence[Stream], playing: asyncio.Task[None]) -> None:
@@ -188,7 +129,7 @@ async def _give_notice(trust: FabricTrust, shards: Sequence[ProcessStatus], with
     began = time.monotonic()
     async with trust.open_channel(shard.address, "shard", shard.name) as channel:
         order = DrainRequest(draining=True, empty_within_seconds=within_seconds, exit=True)
-        answer = await ShardServiceStub(channel).Drain(order, timeout=_CALL_TIMEOUT_SECONDS)
+        answer = await ShardServiceStub(channel).Drain(order, timeout=CALL_TIMEOUT_SECONDS)
         if answer.HasField("error"):
             raise CommandError(answer.error.message)
     while time.monotonic() < began + within_seconds:
@@ -203,7 +144,7 @@ async def _give_notice(trust: FabricTrust, shards: Sequence[ProcessStatus], with
 
 async def _num_running(trust: FabricTrust, shard: ProcessStatus) -> int:
     async with trust.open_channel(shard.address, "shard", shard.name) as channel:
-        info = await ShardServiceStub(channel).GetInfo(GetInfoRequest(), timeout=_CALL_TIMEOUT_SECONDS)
+        info = await ShardServiceStub(channel).GetInfo(GetInfoRequest(), timeout=CALL_TIMEOUT_SECONDS)
         return info.load.num_running + info.load.num_waiting
 
 
@@ -212,20 +153,6 @@ def _runs(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-async def _explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-    """What the router says of each stream, by its name."""
-    async with trust.open_channel(router_address, "router") as channel:
-        stub = RouterServiceStub(channel)
-        answers: dict[str, ExplainResponse] = {}
-        for stream in streams:
-            request = ExplainRequest(client_request_id=stream.name)
-            try:
-                answers[stream.name] = await stub.Explain(request, timeout=_CALL_TIMEOUT_SECONDS)
-            except grpc.aio.AioRpcError as error:
-                raise CommandError(f"{stream.name} cannot be explained: {error.details()}") from error
-        return answers
 
 
 def _report(
@@ -243,12 +170,7 @@ def _report(
             continue
         num_moved += answer.outcome.num_notice_migrations > 0
         num_returned += not answer.outcome.num_notice_migrations
-        num_again += sum(
-            answer.outcome.num_prompt_tokens
-            + sum(at <= decision.decided_at_seconds for at in stream.pieces_at)
-            - next(s.num_overlap_tokens for s in decision.plan.shards if s.shard_id == decision.plan.picked_shard_id)
-            for decision in answer.decisions[1:]
-        )
+        num_again += num_tokens_computed_again(stream, answer)
     return NoticeReport(
         num_streams=len(disturbed),
         num_errors=sum(bool(stream.error) for stream in (*undisturbed, *disturbed)),
@@ -265,9 +187,3 @@ def _report(
         shard_ended_after_seconds=ended.after_seconds,
         shard_was_killed=ended.was_killed,
     )
-
-
-def num_differing_bytes(one: str, other: str) -> int:
-    """Position by position, and what only one of them has."""
-    a, b = one.encode(), other.encode()
-    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))

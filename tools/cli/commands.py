@@ -65,6 +65,7 @@ def main() -> None:
         "fair-queue": "tools.bench.fair_queue:bench_fair_queue",
         "fairness": "tools.bench.fairness:bench_fairness",
         "overload": "tools.bench.overload:bench_overload",
+        "preemption": "tools.bench.preemption:bench_preemption",
         "spot-notice": "tools.bench.spot_notice:bench_spot_notice",
         "tenant-timing": "tools.bench.tenant_timing:bench_tenant_timing",
         "tenants": "tools.bench.tenants.command:bench_tenants",

@@ -1,0 +1,136 @@
+"""Streams as their clients see them, and whether those of a disturbed run are those of an undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import aiohttp
+import grpc.aio
+import msgspec
+
+from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.v1.router_service_pb2 import ExplainRequest, ExplainResponse
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from tools.failures import CommandError
+
+CALL_TIMEOUT_SECONDS: Final = 10.0
+_STREAM_TIMEOUT_SECONDS: Final = 600.0
+
+
+class Stream(msgspec.Struct):
+    """One request, and its answer as its client saw it."""
+
+    name: str
+    """Its `x-request-id`."""
+    max_tokens: int
+    prompt: str = ""
+    seed: int = 0
+    priority_class: str = ""
+    text: str = ""
+    finish_reason: str = ""
+    error: str = ""
+    sent_at: float = 0.0
+    """In seconds since the epoch."""
+    pieces_at: list[float] = []
+    """When each piece of text came, in seconds since the epoch."""
+    num_preemptions: int = 0
+    """As its last event says."""
+
+    @property
+    def longest_pause_seconds(self) -> float:
+        gaps = [later - earlier for earlier, later in zip(self.pieces_at, self.pieces_at[1:], strict=False)]
+        return max(gaps, default=0.0)
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """None if no text came."""
+        return self.pieces_at[0] - self.sent_at if self.pieces_at else None
+
+
+def numbered_prompt(number: int, num_words: int, title: str = "Story") -> str:
+    return f"{title} {number}. {' '.join(f'{number * 7 + word}' for word in range(num_words))}"
+
+
+def open_session(url: str) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=_STREAM_TIMEOUT_SECONDS)
+    return aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def play(session: aiohttp.ClientSession, model: str, streams: Sequence[Stream]) -> None:
+    """All at the same time. What goes wrong with a stream is its `error`."""
+    async with asyncio.TaskGroup() as tasks:
+        for stream in streams:
+            tasks.create_task(play_one(session, model, stream), name=stream.name)
+
+
+async def play_one(session: aiohttp.ClientSession, model: str, stream: Stream) -> None:
+    body = {
+        "model": model,
+        "prompt": stream.prompt,
+        "max_tokens": stream.max_tokens,
+        "ignore_eos": True,
+        "temperature": 0.9,
+        "seed": stream.seed,
+        "stream": True,
+    }
+    headers = {"x-request-id": stream.name, "x-kvloom-details": "true"}
+    if stream.priority_class:
+        headers["x-kvloom-priority-class"] = stream.priority_class
+    stream.sent_at = time.time()
+    try:
+        async with session.post("/v1/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                stream.error = (await response.text())[:200]
+                return
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    _take(stream, json.loads(line[6:]))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        stream.error = repr(error)
+    if not stream.finish_reason and not stream.error:
+        stream.error = "the stream ended without a finish"
+
+
+def _take(stream: Stream, chunk: Mapping[str, Any]) -> None:
+    if "error" in chunk:
+        stream.error = str(chunk["error"])
+        return
+    for choice in chunk["choices"]:
+        stream.text += choice.get("text") or ""
+        stream.pieces_at.append(time.time())
+        stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
+    stream.num_preemptions = chunk.get("kvloom", {}).get("moves", {}).get("preempted", stream.num_preemptions)
+
+
+async def explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
+    """What the router says of each stream, by its name. Raises CommandError."""
+    async with trust.open_channel(router_address, "router") as channel:
+        stub = RouterServiceStub(channel)
+        answers: dict[str, ExplainResponse] = {}
+        for stream in streams:
+            request = ExplainRequest(client_request_id=stream.name)
+            try:
+                answers[stream.name] = await stub.Explain(request, timeout=CALL_TIMEOUT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                raise CommandError(f"{stream.name} cannot be explained: {error.details()}") from error
+        return answers
+
+
+def num_tokens_computed_again(stream: Stream, explained: ExplainResponse) -> int:
+    """Tokens of prompt and answer that the stream's later shards had to compute, because they were not cached there."""
+    return sum(
+        explained.outcome.num_prompt_tokens
+        + sum(at <= decision.decided_at_seconds for at in stream.pieces_at)
+        - next(s.num_overlap_tokens for s in decision.plan.shards if s.shard_id == decision.plan.picked_shard_id)
+        for decision in explained.decisions[1:]
+    )
+
+
+def num_differing_bytes(one: str, other: str) -> int:
+    """Position by position, and what only one of them has."""
+    a, b = one.encode(), other.encode()
+    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
