@@ -93,7 +93,7 @@ _COUNTS: Final = (
     default=20,
     show_default=True,
     scope="bench-preemption",
-    help="Urgent requests, sent while the batch has between 5% and 60% of its text.",
+    help="Urgent requests, sent while the batch has between 10% and 60% of its text.",
 )
 @option(
     "--urgent-tokens",

@@ -35,7 +35,7 @@ IDLE: Final = "idle fabric"
 WITH: Final = "preemption"
 WITHOUT: Final = "no preemption"
 _BATCH: Final = "batch"
-_ARRIVAL_SHARES: Final = (0.05, 0.6)
+_ARRIVAL_SHARES: Final = (0.1, 0.6)
 """Urgent requests arrive while the batch has between these shares of its text, at equal distances: then its answers
 fill all places, on any machine."""
 _POLL_SECONDS: Final = 0.01

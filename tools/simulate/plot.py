@@ -13,7 +13,8 @@ from tools.simulate.runs import Curves
 from tools.simulate.workload import ShardSample
 
 SUFFIXES: Final = (".svg", ".png")
-_MAX_STEPS: Final = 2000
+_MAX_STEPS: Final = 250
+"""Of a distribution: a figure shows no more apart."""
 
 _PANELS: Final[tuple[tuple[str, Callable[[ShardSample], float]], ...]] = (
     ("in flight", lambda sample: sample.num_running + sample.num_waiting),
@@ -50,12 +51,13 @@ def draw(path: Path, curves: Mapping[str, Curves], title: str) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Equal data give equal bytes: an .svg gets no date, and its identifiers do not change from run to run."""
+    """Equal data give equal bytes: an .svg gets no date, and its identifiers do not change from run to run. Its letters
+    are text, which is smaller than their outlines and can be searched."""
     from matplotlib import rc_context
 
     is_svg = path.suffix.lower() == ".svg"
     try:
-        with rc_context({"svg.hashsalt": "kvloom"}):
+        with rc_context({"svg.hashsalt": "kvloom", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=110, metadata={"Date": None} if is_svg else None)
     except OSError as error:
         raise CommandError(f"--plot {path}: {error.strerror or error}") from error
@@ -65,7 +67,7 @@ def _draw_distributions(axes: Any, curves: Mapping[str, Curves]) -> None:
     for policy, curve in curves.items():
         count = len(curve.ttfts)
         if count:
-            places = range(0, count, max(1, count // _MAX_STEPS))
+            places = shown_places(count)
             axes.step([curve.ttfts[p] for p in places], [(p + 1) / count for p in places], where="post", label=policy)
     axes.set_xscale("log")
     axes.set_xlabel("TTFT, seconds")
@@ -73,6 +75,12 @@ def _draw_distributions(axes: Any, curves: Mapping[str, Curves]) -> None:
     axes.set_ylim(0, 1)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="best")
+
+
+def shown_places(count: int) -> list[int]:
+    """Which of `count` ordered values are drawn: at most 250 at equal distances, and the last one always."""
+    num_steps = min(count, _MAX_STEPS)
+    return [(step * count - 1) // num_steps for step in range(1, num_steps + 1)]
 
 
 def _draw_timelines(axes: Any, samples: list[ShardSample], value_of: Callable[[ShardSample], float]) -> None:

@@ -13,8 +13,8 @@ def test_batch_answers_end_one_after_the_other_and_urgent_requests_come_before_t
     """If all places were freed at once, or urgent requests came to idle shards, preemption would have nothing to do."""
     plan = PreemptionPlan(5, 1, 100, 3, 1)
     assert [batch_length(number, plan) for number in range(5)] == [50, 62, 75, 87, 100]
-    assert arrival_shares(3) == pytest.approx([0.05, 0.325, 0.6])
-    assert arrival_shares(1) == [0.05]
+    assert arrival_shares(3) == pytest.approx([0.1, 0.35, 0.6])
+    assert arrival_shares(1) == [0.1]
 
 
 def test_a_row_counts_what_preemption_cost_and_broke() -> None:

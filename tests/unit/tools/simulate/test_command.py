@@ -18,7 +18,7 @@ from tests.unit.tools.simulate.test_traces import session, turn, write_lines
 from tools.failures import CommandError
 from tools.simulate.command import simulate_command
 from tools.simulate.fleet.profile import PROFILES, load_profile
-from tools.simulate.plot import draw
+from tools.simulate.plot import draw, shown_places
 from tools.simulate.runs import Curves, RunReport
 from tools.simulate.statistics import Slo, combine, summarise
 from tools.simulate.study.command import study_command
@@ -205,6 +205,15 @@ def test_a_plot_is_drawn(mooncake: Path, tmp_path: Path, suffix: str):
     path = tmp_path / f"plot.{suffix}"
     rows("--trace", mooncake, "--shards", "2", "--policy", "ect", "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+@pytest.mark.parametrize("count", [1, 2, 250, 251, 474, 100_000])
+def test_a_distribution_is_drawn_to_its_end(count: int):
+    """A curve that stops before the slowest requests hides them."""
+    places = shown_places(count)
+    assert len(places) == len(set(places)) == min(count, 250)
+    assert 0 <= places[0] <= count // 250
+    assert places[-1] == count - 1
 
 
 def test_equal_figures_are_drawn_in_equal_bytes(tmp_path: Path):
