@@ -323,6 +323,8 @@ class RouterCore:
         self._serve_queue(now)
         if self._outage.expire(now):
             self._serve_queue(now)  # for requests that waited behind the expired ones
+        if self._fleet_may_differ:
+            self._send_fleet(now)  # the ends of waiting requests may have changed the step of a brownout
         if self._limits is not None:
             self._limits.conclude(now)
         if self._action_buffer.clients:

@@ -219,6 +219,19 @@ def test_it_ends_by_itself() -> None:
     assert only(rig.submit("r", slots=(1,)), SubmitAttempt).max_tokens == 10
 
 
+def test_the_fleets_state_has_the_step_that_the_ends_of_waiting_requests_caused() -> None:
+    """Requests that are given up with their last shard end after the loss of the shard is known: clients would learn
+    of the step only with the next event."""
+    rig = degraded_rig(0)
+    rig.handle(ShardDown("s0"))
+    rig.add_shard("s0", max_batch=1)
+    for number in range(3):
+        rig.submit(f"r{number}", slots=(number,))
+    rig.now += 0.6
+    assert has(rig.handle(ShardDown("s0")), BrownoutStepChanged)
+    assert rig.core.fleet.models[0].brownout_step == 1
+
+
 def test_refusals_for_overload_count_and_those_of_the_ladder_do_not() -> None:
     """A queue that refuses interactive requests misses the objective; the ladder must not feed itself."""
     rig = degraded_rig(0, max_queued_requests=1)
