@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
@@ -17,7 +16,7 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.objectives import OBJECTIVE_HEADERS, has_objectives, objectives_of
+from edge_http.endpoints.objectives import OBJECTIVE_HEADERS, TimedJob, has_objectives, seconds_left, with_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
@@ -57,7 +56,7 @@ from edge_http.wire.headers import (
     wants_resume,
 )
 from edge_http.wire.request_callers import credential_digest
-from edge_http.wire.request_record import begin_answer, seconds_since_arrival
+from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
@@ -66,16 +65,13 @@ from kvloom.models.served_model import ServedModel
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import Objectives
 
 _SCHEDULING_HEADERS: Final = frozenset({PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, *OBJECTIVE_HEADERS})
 """Hardly any request has one, so that all are looked for at once."""
-MIN_TIMEOUT_SECONDS: Final = 0.001
 _BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
-"""0 would mean that there is no limit."""
 
 
-class GenerationJob(msgspec.Struct, frozen=True):
+class GenerationJob(TimedJob, frozen=True):
     """A validated and tokenized request, whatever the API that it came by."""
 
     operation: str
@@ -104,13 +100,10 @@ class GenerationJob(msgspec.Struct, frozen=True):
     """What the answer repeats of its prompt."""
     has_fallback_model: bool = False
     """Whether another model may take it."""
-    deadline: float | None = None
-    """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
     service_tier: str = ""
     priority_class: str = ""
     """See GenerateRequest in router_service.proto, likewise the next one. "": the router decides by the tier."""
     fairness_id: str = ""
-    objectives: Objectives | None = None
 
     @property
     def num_choices(self) -> int:
@@ -181,25 +174,6 @@ def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> Gen
         return job
     headers = {**job.headers, **served.headers}
     return msgspec.structs.replace(job, priority_class=served.name, fairness_id=served.fairness_id, headers=headers)
-
-
-def with_objectives(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
-    """The job with what the headers say, which has been checked before if it has them already. Raises KvloomError
-    (INVALID_ARGUMENT)."""
-    if job.objectives is not None:
-        return job
-    objectives = objectives_of(request.headers, seconds_since_arrival())
-    deadline = within_deadline(edge, job.deadline, objectives)
-    return msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
-
-
-def within_deadline(edge: Edge, deadline: float | None, objectives: Objectives) -> float | None:
-    """The job's deadline, on the event loop's clock, or that of its objectives if it is earlier."""
-    if not objectives.HasField("deadline_ms"):
-        return deadline
-    now = asyncio.get_running_loop().time()
-    latest = now + edge.config.request_timeout_seconds if deadline is None else deadline
-    return min(latest, now + (objectives.deadline_ms - objectives.elapsed_ms) / 1e3)
 
 
 def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
@@ -365,14 +339,8 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
     }
 
 
-def seconds_left(deadline: float) -> float:
-    """The time until a job's deadline, on the event loop's clock."""
-    return max(deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
-
-
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
-    # Without a deadline, a request has all of its time.
-    timeout_seconds = edge.config.request_timeout_seconds if job.deadline is None else seconds_left(job.deadline)
+    timeout_seconds = seconds_left(edge, job)
     return Submission(
         operation=job.operation,
         model=job.model.name,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final
 
-import msgspec
 from aiohttp import web
 
 from edge_http.answers.embedded_inputs import EmbeddedInputs
 from edge_http.edge import Edge, ServedModel
-from edge_http.endpoints.answering import seconds_left, within_deadline
-from edge_http.endpoints.objectives import has_objectives, objectives_of
+from edge_http.endpoints.objectives import TimedJob, has_objectives, seconds_left, with_objectives
 from edge_http.endpoints.priority_class import ServedClass, served_class
 from edge_http.formatting.json_bytes import Buffer
 from edge_http.openai.prompt import Prompt
@@ -28,17 +26,16 @@ from edge_http.wire.headers import (
     wants_explanation,
     wants_receipt,
 )
-from edge_http.wire.request_record import begin_answer, seconds_since_arrival
+from edge_http.wire.request_record import begin_answer
 from kvloom.limits.byte_budget import ByteLease
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import Objectives
 
 OPERATION: Final = "embeddings"
 """The operation's OpenTelemetry name."""
 
 
-class EmbeddingJob(msgspec.Struct, frozen=True):
+class EmbeddingJob(TimedJob, frozen=True):
     """A validated and tokenized request, whatever the API that it came by."""
 
     model: ServedModel
@@ -48,9 +45,6 @@ class EmbeddingJob(msgspec.Struct, frozen=True):
     """Makes the JSON of the response from the vectors and the response's id."""
     headers: Mapping[str, str] = {}
     """Further headers of the response."""
-    deadline: float | None = None
-    """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
-    objectives: Objectives | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,9 +57,7 @@ async def embedding_body(
     """Raises KvloomError."""
     inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
     if has_objectives(request.headers):
-        objectives = objectives_of(request.headers, seconds_since_arrival())
-        deadline = within_deadline(edge, job.deadline, objectives)
-        job = msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
+        job = with_objectives(edge, request, job)
     begin_answer(response_id, job.model.name, inputs)
     served = served_class(edge, request)
     await run_submission(edge, _submission(edge, request, job, response_id, served), inputs)
@@ -87,7 +79,7 @@ async def embedding_body(
 def _submission(
     edge: Edge, request: web.BaseRequest, job: EmbeddingJob, response_id: str, served: ServedClass | None
 ) -> Submission:
-    timeout_seconds = edge.config.request_timeout_seconds if job.deadline is None else seconds_left(job.deadline)
+    timeout_seconds = seconds_left(edge, job)
     return Submission(
         operation=OPERATION,
         model=job.model.name,

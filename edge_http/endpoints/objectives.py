@@ -1,11 +1,17 @@
-"""The deadline and the objectives of a request (docs/deadlines.md): what its headers say."""
+"""The deadline and the objectives of a request (docs/deadlines.md): what its headers say, and how much time it has."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
+from aiohttp import web
+
+from edge_http.edge import Edge
 from edge_http.wire.headers import DEADLINE, SLO_TPOT, SLO_TPOT_LLM_D, SLO_TTFT, SLO_TTFT_LLM_D
+from edge_http.wire.request_record import seconds_since_arrival
 from kvloom.errors import invalid_argument
 from kvloom.objectives import MAX_MILLISECONDS, check_milliseconds
 from kvloom.v1.router_service_pb2 import Objectives
@@ -13,10 +19,49 @@ from kvloom.v1.router_service_pb2 import Objectives
 OBJECTIVE_HEADERS: Final = (DEADLINE, SLO_TTFT, SLO_TPOT, SLO_TTFT_LLM_D, SLO_TPOT_LLM_D)
 MAX_CHARS: Final = 32
 """No number of milliseconds needs more."""
+MIN_TIMEOUT_SECONDS: Final = 0.001
+"""0 would mean that there is no limit."""
+
+
+class TimedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What every job has that is submitted to the router."""
+
+    deadline: float | None = None
+    """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
+    objectives: Objectives | None = None
+
+
+_Job = TypeVar("_Job", bound=TimedJob)
 
 
 def has_objectives(headers: Mapping[str, str]) -> bool:
     return any(name in headers for name in OBJECTIVE_HEADERS)
+
+
+def with_objectives(edge: Edge, request: web.BaseRequest, job: _Job) -> _Job:
+    """The job with what the headers say, which has been checked before if it has them already. Raises KvloomError
+    (INVALID_ARGUMENT)."""
+    if job.objectives is not None:
+        return job
+    objectives = objectives_of(request.headers, seconds_since_arrival())
+    deadline = _earlier_deadline(edge, job.deadline, objectives)
+    return msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
+
+
+def seconds_left(edge: Edge, job: TimedJob) -> float:
+    """The time until the job's deadline. Without one, it has all of a request's time."""
+    if job.deadline is None:
+        return edge.config.request_timeout_seconds
+    return max(job.deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
+
+
+def _earlier_deadline(edge: Edge, deadline: float | None, objectives: Objectives) -> float | None:
+    """The job's deadline, or that of its objectives if it is earlier."""
+    if not objectives.HasField("deadline_ms"):
+        return deadline
+    now = asyncio.get_running_loop().time()
+    latest = now + edge.config.request_timeout_seconds if deadline is None else deadline
+    return min(latest, now + (objectives.deadline_ms - objectives.elapsed_ms) / 1e3)
 
 
 def objectives_of(headers: Mapping[str, str], elapsed_seconds: float) -> Objectives:

@@ -13,11 +13,11 @@ import msgspec
 from aiohttp import web
 
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_body, with_objectives
+from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_body
 from edge_http.endpoints.cascading import hold_candidate
 from edge_http.endpoints.continuing import ContinuedRun, may_be_continued
 from edge_http.endpoints.model_choice import NamesModels, outlives_connection, pass_on, route_headers, share_key
-from edge_http.endpoints.objectives import has_objectives
+from edge_http.endpoints.objectives import has_objectives, with_objectives
 from edge_http.submission import RunAnswer, run_submission
 from kvloom.errors import KvloomError
 from kvloom.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
