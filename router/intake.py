@@ -36,6 +36,7 @@ from kvloom.sampling import (
     check_sampling,
     check_stop,
     draw_seed,
+    is_greedy,
     max_cached_tokens,
 )
 from kvloom.tenancy.usage_record import answer_id_of
@@ -362,7 +363,7 @@ class Intake:
             if not (self._classes or name or wanted.fairness_id):
                 return request
         found = known.get(name or CLASS_OF_TIER[request.tier].name)
-        if found is None and any(choice.output_token_ids for choice in request.choices):
+        if found is None and request.has_output:
             found = known[CLASS_OF_TIER[request.tier].name]  # it began where the class was declared
         if found is None or name == SHADOW.name:
             raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")
@@ -372,7 +373,7 @@ class Intake:
         self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, model: ServedModel | None
     ) -> Request:
         """The request, with whether its answer may be cached, and whether it gets a receipt."""
-        is_new = not any(choice.output_token_ids for choice in request.choices)
+        is_new = not request.has_output
         is_cacheable = (
             self._caches_results and is_new and not wanted.no_result_cache and _is_deterministic(wanted, request, model)
         )
@@ -655,7 +656,7 @@ def _is_deterministic(
     assert isinstance(sampling, SamplingParams)
     if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
         return False
-    if _has_pooling(wanted) or (sampling.HasField("temperature") and sampling.temperature == 0):
+    if _has_pooling(wanted) or is_greedy(sampling):
         return True
     defaults = None if model is None else model.default_sampling
     return (wanted.sampling.HasField("seed") and not wanted.seed_is_drawn) or (

@@ -131,7 +131,7 @@ class GenerateCall:
         request = accepted.request
         given_id = self._scope.given_id(request.request_id)
         num_open = len(request.choices)
-        has_output = any(choice.output_token_ids for choice in request.choices)
+        has_output = request.has_output
         is_first = True
         while num_open:
             await self._wake.wait()

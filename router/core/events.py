@@ -118,6 +118,11 @@ class Request(msgspec.Struct, frozen=True):
     """How its answer is degraded. The core sets this when it admits the request; None: it is not."""
 
     @property
+    def has_output(self) -> bool:
+        """Whether another router, edge or model has begun one of its choices."""
+        return any(choice.output_token_ids for choice in self.choices)
+
+    @property
     def num_earlier_tokens(self) -> int:
         """Output tokens of this answer that earlier routers have delivered."""
         num_given = sum(len(choice.output_token_ids) for choice in self.choices)

@@ -112,7 +112,8 @@ def _check_request(live: LiveRequest, fleet: Fleet) -> None:
     assert live.num_open_choices == len(open_choices) > 0
     assert (live.is_queued or live.is_held or live.has_leg) == bool(live.pending)
     assert live.is_queued + live.is_held + live.has_leg <= 1
-    if live.split is not None and live.split.attempt is not None:
+    if live.has_leg:
+        assert live.split is not None
         assert fleet.shards[live.split.prefill_shard_id].attempts[live.split.slot] is live.split.attempt
     for choice in open_choices:
         is_pending = choice in live.pending

@@ -19,7 +19,7 @@ from kvloom.v1.generation_pb2 import (
 from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter
 from router.core.frames import Finish, Step
 from router.core.load.load_ledger import ReservationKey
-from router.core.objectives import LiveObjectives, Objectives
+from router.core.objectives import LiveObjectives
 from router.core.priority_classes import CLASS_OF_TIER
 from router.core.request_end import NO_MOVES, Moves
 from router.core.request_usage import UsageMeter
@@ -345,9 +345,10 @@ class LiveRequest:
         """Its whole answer, if the result cache has it."""
         self.is_exact = True
         """Whether its tokens are those of an answer that was neither moved nor cut short."""
-        objectives = request.objectives
-        self.objectives = None if objectives is None else _live_objectives(objectives, request, now)
+        self.objectives: LiveObjectives | None = None
         """What its caller expects of its speed; None: nothing."""
+        if request.objectives is not None:
+            self.objectives = LiveObjectives(request.objectives, now, is_continued=request.has_output)
         self.is_screened = True
         """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
 
@@ -424,8 +425,3 @@ class LiveRequest:
         if request.max_tokens is not None:
             return len(request.prompt_token_ids) + request.max_tokens
         return self.num_context_tokens + 1
-
-
-def _live_objectives(objectives: Objectives, request: Request, now: float) -> LiveObjectives:
-    is_continued = any(choice.output_token_ids for choice in request.choices)
-    return LiveObjectives(objectives, now, is_continued=is_continued)

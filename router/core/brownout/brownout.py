@@ -117,4 +117,4 @@ class Brownout:
 
 def is_continued(request: Request) -> bool:
     """Whether another router, edge or model has begun the answer."""
-    return request.num_ended_tokens > 0 or any(choice.output_token_ids for choice in request.choices)
+    return request.num_ended_tokens > 0 or request.has_output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -47,6 +48,7 @@ class AttemptSender:
         disaggregation: DisaggregationSettings,
         add_deadline: Callable[[float, LiveRequest], None],
     ) -> None:
+        self._next_dispatch_number = itertools.count(1).__next__
         self.legs = PrefillLegs(
             disaggregation,
             fleet,
@@ -68,7 +70,6 @@ class AttemptSender:
         self._ledger = ledger
         self._placer = placer
         self._action_buffer = action_buffer
-        self._num_dispatches = 0
         self._decision_sample_limit = int(decision_sample_share * 2**64)
 
     def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
@@ -101,18 +102,15 @@ class AttemptSender:
         live.variant = variant
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
-            live.first_dispatched_at = now
-            if self.service.has_rivals(live):
-                self.service.note_dispatch(live, candidate.num_prefill_tokens)
+            self.service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
         hashes = self._placer.hashes(live, candidate.block_size)
         if not live.num_ready_tokens:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)
-        self._num_dispatches += 1
         tenant = None if request.tier is SHADOW_TIER else request.tenant
         attempt = Attempt(
             request.request_id,
             live.num_attempts,
-            self._num_dispatches,
+            self._next_dispatch_number(),
             shard.shard_id,
             len(live.pending),
             now,
@@ -144,8 +142,8 @@ class AttemptSender:
         handoff = split.take_handoff(is_usable=is_usable)
         if had_handoff:
             self.legs.note_handoff(live, split, is_used=bool(handoff))
-        if had_handoff and not handoff:
-            candidate = self._placer.candidate(live, shard, now)
+            if not handoff:
+                candidate = self._placer.candidate(live, shard, now)
         return handoff, candidate
 
     def _is_there(self, described: ShardDescription) -> bool:
@@ -156,10 +154,6 @@ class AttemptSender:
         """See PrefillLegs.begin."""
         return self.legs.begin(live, candidate, now)
 
-    def _next_dispatch_number(self) -> int:
-        self._num_dispatches += 1
-        return self._num_dispatches
-
     def _tell_leg(self, live: LiveRequest, shard: Shard, now: float) -> None:
         self._tell_decision(live, shard, 0, self._placer.hashes(live, shard.description.block_size), now)
 
@@ -168,9 +162,7 @@ class AttemptSender:
     ) -> None:
         """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
         if live.first_dispatched_at is None:
-            live.first_dispatched_at = now
-            if self.service.has_rivals(live):
-                self.service.note_dispatch(live, candidate.num_prefill_tokens)
+            self.service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
         block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
         hashes = self._placer.hashes(live, block_size)
         is_first = not live.num_ready_tokens
@@ -191,8 +183,7 @@ class AttemptSender:
             stop=None,
             block_hashes=None if live.request.block_hashes is None else {block_size: hashes},
         )
-        self._num_dispatches += 1
-        attempt = Attempt(request.request_id, 0, self._num_dispatches, shard.shard_id, 1, now, request.tenant)
+        attempt = Attempt(request.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, request.tenant)
         attempt.prepares = live
         reservation = Reservation(
             shard_id=shard.shard_id,
@@ -241,8 +232,7 @@ class AttemptSender:
     def send_probe(self, shard: Shard, now: float) -> int:
         """Send a request for one token, or for the embedding of one, which reaches no client. Returns its slot."""
         slot = shard.slots.allocate()
-        self._num_dispatches += 1
-        number = self._num_dispatches
+        number = self._next_dispatch_number()
         request = Request(
             f"{PROBE_CLIENT_ID}-{number}", PROBE_CLIENT_ID, shard.description.model, PROBE_TOKEN_IDS, "", ()
         )

@@ -103,9 +103,9 @@ class PrefillLegs:
         if not shards:
             return False
         shard, on_prefill = self._placer.pick_among(shards, live, now)
-        if live.split is None:
-            live.split = Split()
-        self._send(live, live.split, shard, on_prefill, now)
+        if split is None:
+            split = live.split = Split()
+        self._send(live, split, shard, on_prefill, now)
         return True
 
     def _shards_for(self, live: LiveRequest) -> list[Shard]:
@@ -128,9 +128,7 @@ class PrefillLegs:
     def _send(self, live: LiveRequest, split: Split, shard: Shard, candidate: Candidate, now: float) -> None:
         request = live.request
         if live.first_dispatched_at is None:
-            live.first_dispatched_at = now
-            if self._service.has_rivals(live):
-                self._service.note_dispatch(live, candidate.num_prefill_tokens)
+            self._service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
         self._tell_decision(live, shard, now)
         split.num_legs += 1
         leg = msgspec.structs.replace(

@@ -26,9 +26,9 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if not fleet.knows(request.model):
         return _model_not_found(unknown_name(request.model, fleet.adapters()))
     shards = fleet.ready(request.model)
-    if (not shards or shards[0].is_withdrawn) and fleet.is_withdrawn(request.model) and not _is_continued(request):
+    if (not shards or shards[0].is_withdrawn) and fleet.is_withdrawn(request.model) and not request.has_output:
         return _model_not_found(f"The model {request.model!r} is being withdrawn.")
-    if (not shards or shards[0].is_asleep) and fleet.is_asleep(request.model) and not _is_continued(request):
+    if (not shards or shards[0].is_asleep) and fleet.is_asleep(request.model) and not request.has_output:
         return model_asleep(request.model, request.request_id)
     if not shards:
         return no_shard_ready(request.model, request.request_id)
@@ -64,14 +64,9 @@ def _model_not_found(message: str) -> KvloomError:
 def adapter_not_found(request: Request) -> KvloomError:
     """No shard of the model has the request's adapter, or none has the one of this name with which it began."""
     assert request.adapter is not None
-    name, is_other = full_name(request.model, request.adapter.name), _is_continued(request)
+    name, is_other = full_name(request.model, request.adapter.name), request.has_output
     message = f"The adapter {name!r} does not exist" + (" any more as it was." if is_other else ".")
     return _model_not_found(message)
-
-
-def _is_continued(request: Request) -> bool:
-    """An answer that another router or edge has begun."""
-    return any(choice.output_token_ids for choice in request.choices)
 
 
 def draining(request_id: str) -> KvloomError:

@@ -167,8 +167,14 @@ class ServiceCounters:
         for counters, name, _ in self._levels(live):
             counters.leave(name)
 
-    def note_dispatch(self, live: LiveRequest, num_prefill_tokens: int) -> None:
+    def note_first_dispatch(self, live: LiveRequest, num_prefill_tokens: int, now: float) -> None:
         """The first part of the request is on its way to a shard, which is to compute so many tokens of its prompt."""
+        live.first_dispatched_at = now
+        if self.has_rivals(live):
+            self.note_dispatch(live, num_prefill_tokens)
+
+    def note_dispatch(self, live: LiveRequest, num_prefill_tokens: int) -> None:
+        """The same of a request that has rivals."""
         for counters, name, share in self._levels(live):
             counters.dispatch(name)
             counters.charge(name, share * self._prompt_token_weight * num_prefill_tokens)

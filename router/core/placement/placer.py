@@ -292,15 +292,11 @@ class Placer:
             if limit is not None:
                 num_overlap_blocks = min(num_overlap_blocks, limit // block_size)
             candidates.append(self._candidate(shard, num_tokens, num_overlap_blocks, now))
-        if live.split is not None and live.split.handoff:
-            candidates = [
-                self._candidate(
-                    shard, num_tokens, -(-num_tokens // shard.description.block_size), now
-                )  # all is fetched
-                if self._can_fetch(live, shard)
-                else candidate
-                for shard, candidate in zip(shards, candidates, strict=True)
-            ]
+        if live.handoff:
+            for number, shard in enumerate(shards):
+                if self._can_fetch(live, shard):
+                    num_blocks = -(-num_tokens // shard.description.block_size)  # all of them are fetched
+                    candidates[number] = self._candidate(shard, num_tokens, num_blocks, now)
         rank = live.priority_class.rank
         if self._has_classes or rank != INTERACTIVE_RANK:
             self._has_classes = True

@@ -119,7 +119,7 @@ class SimEdge:
     def tell(self, request: Request) -> Told:
         """The versions of the model that the request names, best first. What continues an answer stays with the version
         that has begun it."""
-        is_continued = any(choice.output_token_ids for choice in request.choices)
+        is_continued = request.has_output
         session = request.session_key or request.tenant
         found = [request.model] if is_continued else self.versions_of(request.model, share_key(request))
         rollout = self.rollouts.get(request.model)
