@@ -150,6 +150,7 @@ class PrefillLegs:
             num_blocks=-(-num_tokens // candidate.block_size),
             placed_at=now,
             is_prefill_chunk=True,
+            class_rank=live.priority_class.rank,
         )
         self._ledger.reserve(attempt.key, reservation)
         hashes = self._placer.hashes(live, candidate.block_size)

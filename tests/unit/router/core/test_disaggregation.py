@@ -22,8 +22,18 @@ from router.core.actions import (
 )
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_legs import DisaggregationSettings
-from router.core.events import KvSnapshotArrived, LoadReported, RequestCancelled, ShardDown, ShardLoad, ShardUp, Tick
+from router.core.events import (
+    KvSnapshotArrived,
+    LoadReported,
+    RequestCancelled,
+    ShardDown,
+    ShardLoad,
+    ShardUp,
+    Tick,
+    Tier,
+)
 from router.core.frames import Finish, Start
+from router.core.priority_classes import CLASS_OF_TIER
 from tests.fakes.core_rig import CoreRig, has, only, sent
 
 SETTINGS = DisaggregationSettings(min_prompt_tokens=20, leg_timeout_seconds=5.0)
@@ -292,6 +302,18 @@ def test_a_prompt_on_a_prefill_shard_counts_as_service_of_its_tenant():
         assert not has(rig.submit(request_id=name, slots=(slot,), tenant=name, prompt_token_ids=[1, 2]), SubmitAttempt)
     served = only(rig.finish("d0", other.choices[0].slot), SubmitAttempt)
     assert served.request.request_id == "t2"
+
+
+def test_a_leg_has_the_class_of_its_request():
+    """Interactive prompts go first in the engine: counted as one of them, a batch leg would keep them off the shard."""
+    rig = CoreRig(disaggregation=SETTINGS)
+    for shard_id, role in (("p0", "prefill"), ("d0", "decode")):
+        rig.add_shard(shard_id, role=role, engine="sim", yield_tokens=16)
+    begin(rig, tier=Tier.BATCH)
+    view = rig.core._ledger.view("p0")
+    assert view.num_urgent_sequences(CLASS_OF_TIER[Tier.INTERACTIVE].rank) == 0
+    assert view.ranked_sequences == {CLASS_OF_TIER[Tier.BATCH].rank: 1}
+    rig.core.check_integrity()
 
 
 def test_a_request_whose_last_shard_leaves_during_its_leg_does_not_wait_for_ever():
