@@ -36,8 +36,12 @@ def declared_classes(configs: Sequence[PriorityClassConfig]) -> Mapping[str, Pri
 
 
 def _can_hand_over(sampling: object) -> bool:
-    """The state of a guide, and the log-probabilities of the first token, stay in the engine that has begun."""
-    return not (isinstance(sampling, SamplingParams) and (sampling.HasField("guide") or sampling.HasField("logprobs")))
+    """The state of a guide stays in the engine that has begun."""
+    return not (isinstance(sampling, SamplingParams) and sampling.HasField("guide"))
+
+
+def _wants_logprobs(sampling: object) -> bool:
+    return isinstance(sampling, SamplingParams) and sampling.HasField("logprobs")
 
 
 def core_config(config: KvloomConfig) -> CoreConfig:
@@ -55,6 +59,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
             min_prompt_tokens=router.disaggregation.min_prompt_tokens,
             leg_timeout_seconds=router.disaggregation.leg_timeout_seconds,
             can_hand_over=_can_hand_over,
+            wants_logprobs=_wants_logprobs,
         ),
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",

@@ -67,6 +67,8 @@ class Capability(enum.StrEnum):
     """`EngineRequest.predicted_token_ids` makes answers faster. Other engines ignore them."""
     KV_HANDOFF = "kv_handoff"
     """`EngineRequest.prefill_only` and `EngineRequest.handoff`."""
+    HANDOFF_LOGPROBS = "handoff_logprobs"
+    """Hand-offs of an engine with KV_HANDOFF and LOGPROBS have the logprobs of the first token."""
 
 
 class FinishReason(enum.Enum):

@@ -69,6 +69,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.PROMPT_LOGPROBS,
         Capability.ADAPTERS,
         Capability.KV_HANDOFF,
+        Capability.HANDOFF_LOGPROBS,
     }
 )
 _SCRIPTED: Final = frozenset({Capability.GENERATE, Capability.PREFIX_CACHING, Capability.KV_SHARES})

@@ -14,6 +14,7 @@ from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, SequenceFinish
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
+from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
 from tests.conformance.engine_driver import prompt_of
 from tests.fakes.failover_world import MODEL, Collected, FailoverWorld, failover_world
 from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_tensorrt_llm
@@ -95,6 +96,23 @@ async def test_a_split_answer_is_the_one_of_a_single_shard(
         await other.ended()
         assert submitted(world) == {"p0": 1, "d0": 3}
         assert world.metered()["output_tokens"] == 3 * NUM_TOKENS
+
+
+@pytest.mark.parametrize("release", [RELEASE_1_2, NEWEST], ids=["1.2.1", "newest"])
+async def test_an_answer_with_logprobs_is_split_where_they_are_handed_over(
+    redis_url: str, tokenizer: ModelTokenizer, release: Release
+) -> None:
+    """Every token has its log-probability, the first one too, which the prefill shard has computed."""
+    sampling = SamplingParams(temperature=0.0, seed=0, logprobs=2)
+    with installed_tensorrt_llm(Variant(release=release, step_seconds=0.003)):
+        async with failover_world(redis_url, tokenizer) as world:
+            await start(world, tensorrt_llm_shard, "p0", "d0")
+            answer = world.begin(PROMPT, NUM_TOKENS, sampling=sampling)
+            (complete,) = await answer.ended()
+            assert submitted(world)["p0"] == (release is NEWEST)
+            assert len(complete.logprobs) == len(complete.token_ids) == NUM_TOKENS
+            for token_id, (logprob, likeliest, logprobs) in zip(complete.token_ids, complete.logprobs, strict=True):
+                assert (likeliest[0], logprobs[0], len(likeliest)) == (token_id, logprob, 2)
 
 
 async def test_either_shard_may_fail(redis_url: str, tokenizer: ModelTokenizer, library: FakeTensorRtLlm) -> None:

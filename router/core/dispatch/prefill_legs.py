@@ -25,7 +25,7 @@ from router.core.actions import CancelOnShard, LegOutcome, PrefillLegCounted, Su
 from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec
-from router.core.fleet.fleet import Fleet, Shard
+from router.core.fleet.fleet import HANDOFF_LOGPROBS, Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Attempt, LiveRequest, Split
 from router.core.load.load_ledger import LoadLedger, Reservation
@@ -47,6 +47,8 @@ class DisaggregationSettings:
     """A leg that takes longer counts as failed."""
     can_hand_over: Callable[[object], bool] = lambda _sampling: True
     """Whether engines hand over all state of an answer with this sampling, which the core does not read."""
+    wants_logprobs: Callable[[object], bool] = lambda _sampling: False
+    """Whether an answer with this sampling has log-probabilities, which only shards with HANDOFF_LOGPROBS hand over."""
 
 
 class WaitingRequests(Protocol):
@@ -113,10 +115,12 @@ class PrefillLegs:
         ready = self._fleet.ready(live.request.model)
         avoided = "" if live.split is None else live.split.prefill_shard_id
         adapter = live.request.adapter
+        needs_logprobs = self._settings.wants_logprobs(live.request.sampling)
         return [
             shard
             for shard in ready
             if shard.computes_prompts
+            and (not needs_logprobs or HANDOFF_LOGPROBS in shard.description.capabilities)
             and shard.shard_id != avoided
             and not shard.is_suspected
             and shard.description.max_model_len >= live.min_window

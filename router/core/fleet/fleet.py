@@ -24,6 +24,8 @@ GENERATE = "generate"
 SEEDED_RESUME = "seeded_resume"
 BATCH_INVARIANT = "batch_invariant"
 """Capabilities that decide whether an answer continues on a shard with the tokens that it would have had elsewhere."""
+HANDOFF_LOGPROBS = "handoff_logprobs"
+"""The capability to hand over a prompt of an answer with log-probabilities."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 """See ShardInfo.role in shard_service.proto."""
 OUTSTANDING_PER_BATCH = 2
@@ -101,12 +103,14 @@ class Shard:
         return self.description.role == PREFILL
 
     def can_fetch_from(self, other: ShardDescription) -> bool:
-        """Whether it can continue with KV that the other shard has computed: engines of one kind and variant can."""
+        """Whether it can continue with KV that the other shard has computed: engines of one kind and variant can, if
+        their hand-offs have the same parts."""
         own = self.description
         return (
             self.can_fetch
             and self.shard_id != other.shard_id
             and (own.engine, own.variant) == (other.engine, other.variant)
+            and (HANDOFF_LOGPROBS in own.capabilities) == (HANDOFF_LOGPROBS in other.capabilities)
         )
 
     def open_slot(self, slot: int, attempt: Attempt) -> None:

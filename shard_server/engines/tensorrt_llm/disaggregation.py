@@ -6,20 +6,21 @@
 
 The engine that prefilled keeps the KV until it is fetched, at most for
 `shard.tensorrt_llm.cache_transceiver.timeout_ms`; the same time bounds how long the decoding engine waits for it.
-Fields that only newer versions have are passed where the installed version has them; `first_gen_log_probs` is not,
-because requests for log-probabilities are never split.
+Fields that only newer versions have are passed where the installed version has them. Without `first_gen_log_probs`,
+which the decoding engine puts before its own, an answer with log-probabilities would lack those of its first token:
+see Capability.HANDOFF_LOGPROBS.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from shard_server.engines.tensorrt_llm.api import RequestOutput, TensorRtLlm
+from shard_server.engines.tensorrt_llm.api import Logprob, RequestOutput, TensorRtLlm
 
 _PATH: Final = "llmapi.DisaggregatedParams"
 _OPTION: Final = "disaggregation"
@@ -45,6 +46,9 @@ class Handoff:
     """Where the decoding engine asks for the layout of the KV."""
     schedule_style: int | None = None
     """The value of the library's enumeration: whether context or generation is scheduled first."""
+    first_log_probs: Sequence[Mapping[int, tuple[float, int | None]]] | None = None
+    """For each of `first_token_ids`: (log-probability, rank) of the likeliest tokens and of the chosen one, by token.
+    None: the request did not ask for them."""
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -56,6 +60,11 @@ class Handoff:
             return msgspec.msgpack.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"not a hand-off: {error}") from error
+
+
+def hands_over_logprobs(library: TensorRtLlm) -> bool:
+    """Whether this version's hand-offs have the log-probabilities of the first token."""
+    return library.knows(_PATH, "first_gen_log_probs")
 
 
 def context_only(library: TensorRtLlm) -> Any:
@@ -82,6 +91,7 @@ def handoff_of(output: RequestOutput) -> Handoff | None:
         ctx_dp_rank=getattr(params, "ctx_dp_rank", None),
         ctx_info_endpoint=getattr(params, "ctx_info_endpoint", None),
         schedule_style=None if style is None else int(style),
+        first_log_probs=_plain(getattr(params, "first_gen_log_probs", None)),
     )
 
 
@@ -93,6 +103,12 @@ def generation_only(library: TensorRtLlm, handoff: Handoff) -> Any:
         for name in ("disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style")
         if (value := getattr(handoff, name)) is not None
     }
+    if handoff.first_log_probs is not None:
+        make = library.symbol("executor.result.Logprob")
+        optional["first_gen_log_probs"] = [
+            {token_id: make(logprob=logprob, rank=rank) for token_id, (logprob, rank) in entry.items()}
+            for entry in handoff.first_log_probs
+        ]
     return library.build(
         _PATH,
         _OPTION,
@@ -103,3 +119,9 @@ def generation_only(library: TensorRtLlm, handoff: Handoff) -> Any:
         draft_tokens=None if handoff.draft_token_ids is None else list(handoff.draft_token_ids),
         **optional,
     )
+
+
+def _plain(entries: Sequence[Mapping[int, Logprob]] | None) -> Sequence[Mapping[int, tuple[float, int | None]]] | None:
+    if entries is None:
+        return None
+    return [{token_id: (one.logprob, one.rank) for token_id, one in entry.items()} for entry in entries]

@@ -158,7 +158,7 @@ class TensorRtLlmEngine:
             max_model_len=min(self._max_model_len, num_blocks * block_size),
             vocab_size=self._vocab_size,
             eos_token_ids=self._eos_token_ids,
-            capabilities=capabilities_of(self._shard),
+            capabilities=capabilities_of(self._library, self._shard),
         )
         self._in_flight = InFlight(self._shard.max_batch, num_blocks, block_size)
         roots = RootLedger(block_size, MAX_TRACES_PER_BLOCK * num_blocks)
@@ -281,10 +281,12 @@ class TensorRtLlmEngine:
     def _leg_of(self, request: EngineRequest) -> Any:
         """The DisaggregatedParams of a request of which only one part is computed here; None: all of it is. Raises
         EngineError for a hand-off that this version cannot use."""
-        if request.prefill_only:
-            return context_only(self._library)
-        if request.handoff is None:
+        if not request.prefill_only and request.handoff is None:
             return None
+        if request.sampling.num_logprobs is not None and Capability.HANDOFF_LOGPROBS not in self.info.capabilities:
+            raise EngineError(f"TensorRT-LLM {self._library.version} hands the first token over without its logprobs")
+        if request.handoff is None:
+            return context_only(self._library)
         try:
             return generation_only(self._library, Handoff.from_bytes(request.handoff))
         except ValueError as error:

@@ -13,6 +13,7 @@ SYMBOLS: Final = frozenset(
         "tensorrt_llm.SamplingParams",
         "tensorrt_llm.__version__",
         "tensorrt_llm.executor.LoRARequest",
+        "tensorrt_llm.executor.result.Logprob",
         "tensorrt_llm.executor.utils.RequestError",
         "tensorrt_llm.llmapi.CacheTransceiverConfig",
         "tensorrt_llm.llmapi.CudaGraphConfig",

@@ -13,6 +13,7 @@ from kvloom.config import ShardConfig
 from shard_server.engines.base import Capability, EngineError
 from shard_server.engines.tensorrt_llm.api import Llm, TensorRtLlm, load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
+from shard_server.engines.tensorrt_llm.disaggregation import hands_over_logprobs
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import as_records
 from shard_server.engines.tensorrt_llm.llm_options import llm_options
 from shard_server.engines.tensorrt_llm.stats import IterationStats
@@ -92,7 +93,7 @@ _OF_THE_SAMPLER: Final = frozenset(
 """What the C++ sampler applies. Others ignore some of it without a word, so the operator has to vouch for them."""
 
 
-def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
+def capabilities_of(library: TensorRtLlm, shard: ShardConfig) -> frozenset[Capability]:
     """BATCH_INVARIANT and SEEDED_RESUME are absent because kernels are chosen by batch size: a resumed answer continues
     after exactly the delivered tokens, but not always with the tokens that it would have had."""
     config = shard.tensorrt_llm
@@ -109,6 +110,8 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
         found.add(Capability.STRUCTURAL_TAGS)
     if config.cache_transceiver.backend != "off":
         found.add(Capability.KV_HANDOFF)
+        if hands_over_logprobs(library):
+            found.add(Capability.HANDOFF_LOGPROBS)
     return frozenset(found)
 
 

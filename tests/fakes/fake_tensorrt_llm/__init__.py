@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from tests.fakes.fake_tensorrt_llm import configs
 from tests.fakes.fake_tensorrt_llm.llm import IN_1_2, IN_NEWEST, FakeLlm, Variant, make_llm_class
-from tests.fakes.fake_tensorrt_llm.outputs import RequestError
+from tests.fakes.fake_tensorrt_llm.outputs import Logprob, RequestError
 from tests.fakes.fake_tensorrt_llm.transfers import NewDisaggregatedParams
 
 __all__ = ["IN_1_2", "IN_NEWEST", "FakeTensorRtLlm", "RequestError", "Variant", "installed_tensorrt_llm"]
@@ -103,6 +103,7 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
 def _executor() -> dict[str, types.ModuleType]:
     return {
         "tensorrt_llm.executor": _module("tensorrt_llm.executor", LoRARequest=configs.LoRARequest),
+        "tensorrt_llm.executor.result": _module("tensorrt_llm.executor.result", Logprob=Logprob),
         "tensorrt_llm.executor.utils": _module("tensorrt_llm.executor.utils", RequestError=RequestError),
     }
 

@@ -247,18 +247,20 @@ class Executor:
                 request.is_kept = True
                 response.finish_reason = self._release.context_only_finish
                 response.disaggregated_params = context_params(
-                    request.disaggregated, request.output.request_id, list(generated), state
+                    request.disaggregated, request.output.request_id, list(generated), response.logprobs, state
                 )
 
     def _begin_decode_leg(self, request: Request, batch: list[tuple[Request, Response]]) -> None:
-        """The KV is fetched, and the tokens of the hand-off come first."""
+        """The KV is fetched, and the tokens of the hand-off come first. Their log-probabilities are those of the
+        hand-off, and lacking without them."""
         if not fetch(request.disaggregated, request.output.prompt_token_ids):
             batch.append((request, Response(error=RequestError("the KV of the context request cannot be fetched"))))
             self._end(request)
             return
         first = list(request.disaggregated.first_gen_tokens)
         request.generated[0] += first
-        batch.append((request, Response(token_ids=first)))
+        log_probs = getattr(request.disaggregated, "first_gen_log_probs", None)
+        batch.append((request, Response(token_ids=first, logprobs=list(log_probs or ()))))
 
     def _release_transfers(self) -> None:
         for referenced, num_blocks in self.transfers.take_released():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.fake_tensorrt_llm.configs import DisaggregatedParams
+from tests.fakes.fake_tensorrt_llm.outputs import Logprob
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -89,12 +90,15 @@ def fetch(params: DisaggregatedParams, prompt: Sequence[int]) -> bool:
     return is_the_prompts
 
 
-def context_params(given: DisaggregatedParams, request_id: int, first: list[int], state: bytes) -> DisaggregatedParams:
-    """What a finished context-only request has."""
+def context_params(
+    given: DisaggregatedParams, request_id: int, first: list[int], log_probs: list[dict[int, Logprob]], state: bytes
+) -> DisaggregatedParams:
+    """What a finished context-only request has. `log_probs` are empty unless the request asked for them."""
     found = dataclasses.replace(
         given, first_gen_tokens=first, opaque_state=state, ctx_request_id=request_id, draft_tokens=None
     )
     if isinstance(found, NewDisaggregatedParams):
         found.ctx_dp_rank, found.ctx_info_endpoint, found.schedule_style = 0, "tcp://127.0.0.1:1", 0
+        found.first_gen_log_probs = log_probs or None
         found.ctx_request_id = found.disagg_request_id if found.disagg_request_id is not None else request_id
     return found

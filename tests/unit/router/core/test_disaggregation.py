@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,20 @@ def test_kv_is_fetched_only_by_an_engine_of_the_same_kind_and_variant():
     rig.add_shard("d0", role="decode", engine="sim", variant="b")
     rig.add_shard("d1", role="decode", engine="torch", variant="a")
     assert not begin(rig).prefill_only
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "is_split"),
+    [(True, True, True), (False, False, False), (True, False, False), (False, True, False)],
+)
+def test_log_probabilities_are_handed_over_only_between_shards_that_can(prefill: bool, decode: bool, is_split: bool):
+    """Otherwise the answer's first token would have none."""
+    settings = dataclasses.replace(SETTINGS, wants_logprobs=lambda sampling: sampling == "logprobs")
+    rig = CoreRig(disaggregation=settings)
+    for shard_id, role, can in (("p0", "prefill", prefill), ("d0", "decode", decode)):
+        rig.add_shard(shard_id, role=role, capabilities=frozenset({"handoff_logprobs"} if can else ()))
+    assert begin(rig, sampling="logprobs").prefill_only == is_split
+    assert begin(rig, request_id="r2", slots=(2,), prompt_token_ids=PROMPT[::-1]).prefill_only == (prefill == decode)
 
 
 def test_a_prompt_that_the_shard_of_the_answer_has_cached_is_not_split():

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvloom.config import TensorRtCacheTransceiverConfig, TensorRtLlmConfig
-from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason
+from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason, Sampling
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff
 from shard_server.engines.tensorrt_llm.versions import NEWEST
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
@@ -63,6 +63,33 @@ async def test_an_answer_is_the_same_with_its_prompt_computed_elsewhere(variant:
         assert given.max_tokens == 1
         fields = Handoff.from_bytes(handoff)
         assert (fields.disagg_request_id is not None) == (fields.ctx_dp_rank is not None) == (variant.release is NEWEST)
+
+
+async def test_the_first_token_has_its_log_probabilities():
+    """The engine that answers has not computed them: they come with the hand-off."""
+    sampling = Sampling(seed=7, num_logprobs=2)
+    async with two_engines(Variant(release=NEWEST)) as (prefills, decodes, _):
+        await decodes.run(request_of("whole", PROMPT, 20, sampling=sampling))
+        handoff = await prefill(prefills, request_of("a", PROMPT, 20, sampling=sampling))
+        await decodes.run(request_of("a", PROMPT, 20, sampling=sampling, handoff=handoff))
+        assert len(decodes.logprobs["a"]) == 20
+        assert decodes.logprobs["a"] == decodes.logprobs["whole"]
+
+
+async def test_a_version_that_hands_over_no_log_probabilities_refuses_to():
+    """The first token would have none, or that of the second one."""
+    sampling = Sampling(num_logprobs=2)
+    async with two_engines() as (prefills, decodes, _):
+        assert Capability.HANDOFF_LOGPROBS not in prefills.engine.info.capabilities
+        handoff = await prefill(prefills, request_of("a", PROMPT, 20))
+        for request in (
+            request_of("b", PROMPT, 1, sampling=sampling, prefill_only=True),
+            request_of("c", PROMPT, 20, sampling=sampling, handoff=handoff),
+        ):
+            with pytest.raises(EngineError, match="without its logprobs"):
+                prefills.engine.submit(request)
+        (tokens,) = await decodes.run(request_of("d", PROMPT, 20, handoff=handoff))
+        assert len(tokens) == 20
 
 
 async def test_kv_that_is_never_fetched_is_freed_after_the_timeout():
@@ -119,5 +146,5 @@ async def test_only_an_engine_with_a_transceiver_hands_over():
 
 def test_hand_offs_keep_all_fields():
     """They cross three processes as bytes."""
-    full = Handoff(1, b"\x00\xff", [2], [3, 4], 5, 6, "tcp://10.0.0.1:5", 1)
+    full = Handoff(1, b"\x00\xff", [2], [3, 4], 5, 6, "tcp://10.0.0.1:5", 1, [{2: (-0.5, 1), 9: (-3.0, None)}])
     assert Handoff.from_bytes(full.to_bytes()) == full

@@ -130,6 +130,7 @@ async def test_info_is_what_the_runner_and_the_configuration_say() -> None:
             Capability.SCORE,
             Capability.ADAPTERS,  # the runner cannot compute with them
             Capability.KV_HANDOFF,
+            Capability.HANDOFF_LOGPROBS,
         }
 
 
