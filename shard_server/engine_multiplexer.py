@@ -116,7 +116,10 @@ class EngineMultiplexer:
             sequence = connection.by_slot.get(slot)
             if sequence is None:  # its finish is on its way, or has arrived
                 continue
-            if slot in num_arrived:
+            if sequence.request.prefill_only:
+                # Its KV may be complete and wait to be fetched: it ends when the engine says so.
+                self._engine.cancel(sequence.request.request_id)
+            elif slot in num_arrived:
                 self._live.cancel_unwanted(sequence, num_arrived[slot])
             else:
                 self._live.cancel_in_engine(sequence)

@@ -36,7 +36,8 @@ class SubmitAttempt(msgspec.Struct, frozen=True):
     prefill_only: bool = False
     """Whether the KV of the prompt is to be handed to another shard. `prepares` is set then."""
     handoff: bytes = b""
-    """Not empty: the KV of the prompt is fetched with it from the shard that has computed it."""
+    """Not empty: the KV of the prompt is fetched with it from the shard that has computed it. With the attempt_id 0, it
+    is fetched only so that this shard frees it: the token that ends it reaches no client."""
 
 
 class PlacementDecided(msgspec.Struct, frozen=True):

@@ -298,8 +298,9 @@ class SequenceEnd:
     """The vector, if the request had a `pooling` and reason is STOP: `EngineInfo.embedding_size` little-endian
     float32."""
     handoff: bytes = b""
-    """With which another engine of this kind fetches the KV, if the request was `prefill_only` and reason is LENGTH.
-    Empty: nothing waits to be fetched. KV that is not fetched is freed after a bounded time."""
+    """With which another engine of this kind fetches the KV, if the request was `prefill_only` and reason is LENGTH,
+    also if it was cancelled when its KV was complete. Empty: nothing waits to be fetched. KV that is not fetched is
+    freed after a bounded time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

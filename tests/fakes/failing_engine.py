@@ -33,7 +33,7 @@ class FailingEngine:
         self._inner = inner
         self.fails_at: Callable[[EngineRequest], int | None] = lambda _: None
         self.num_failed = 0
-        self.num_submitted = 0
+        self.num_submitted = self.num_cancelled = 0
         self._limits: dict[str, int] = {}
         """By request id: the number of tokens that may still be emitted."""
         self._failed: set[str] = set()
@@ -58,6 +58,7 @@ class FailingEngine:
             self._limits[request.request_id] = max(0, position - len(request.output_token_ids))
 
     def cancel(self, request_id: str) -> None:
+        self.num_cancelled += 1
         self._inner.cancel(request_id)
 
     async def steps(self) -> AsyncIterator[StepOutput]:

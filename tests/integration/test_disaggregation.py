@@ -47,10 +47,16 @@ def sim_shard(role: str) -> tuple[Engine, ShardConfig]:
     return SimEngine(MODEL, config, vocab_size=49152), config
 
 
-def tensorrt_llm_shard(role: str) -> tuple[Engine, ShardConfig]:
-    settings = TensorRtLlmConfig(cache_transceiver=TensorRtCacheTransceiverConfig(backend="NIXL", timeout_ms=300))
+def tensorrt_llm_shard(role: str, timeout_ms: int = 300) -> tuple[Engine, ShardConfig]:
+    transceiver = TensorRtCacheTransceiverConfig(backend="NIXL", timeout_ms=timeout_ms)
+    settings = TensorRtLlmConfig(cache_transceiver=transceiver)
     config = ShardConfig(engine="tensorrt_llm", role=role, tensorrt_llm=settings)  # pyright: ignore[reportArgumentType]
     return make_tensorrt_llm_engine(settings), config
+
+
+def patient_shard(role: str) -> tuple[Engine, ShardConfig]:
+    """One that keeps KV for longer than a test takes."""
+    return tensorrt_llm_shard(role, timeout_ms=600_000)
 
 
 async def start(world: FailoverWorld, shard: Callable[[str], tuple[Engine, ShardConfig]], *ids: str) -> None:
@@ -137,22 +143,64 @@ async def test_either_shard_may_fail(redis_url: str, tokenizer: ModelTokenizer, 
             assert await asyncio.to_thread(llm.executor.wait_until_released, TIMEOUT_SECONDS)
 
 
-async def test_cancelling_between_the_parts_leaves_nothing(
+async def test_a_cancelled_answer_leaves_no_kv(
     redis_url: str, tokenizer: ModelTokenizer, library: FakeTensorRtLlm
 ) -> None:
-    """The KV waits for an answer that never comes, and is freed after the timeout."""
+    """The KV is fetched all the same, and its shard frees it at once instead of after the timeout."""
     async with failover_world(redis_url, tokenizer) as world:
-        await start(world, tensorrt_llm_shard, "p0", "d0")
+        await start(world, patient_shard, "p0", "d0")
         library.llms[1].executor.hangs = True
         answer = Collected(1)
         slot = world.submit(PROMPT, NUM_TOKENS, answer, sampling=GREEDY)
         await eventually(lambda: submitted(world)["d0"])
         assert library.llms[0].num_held_blocks
         world.link.cancel(slot)
+        await eventually(lambda: world.members["d0"].engine.num_cancelled)
+        library.llms[1].executor.hangs = False
         assert await asyncio.to_thread(library.llms[0].executor.wait_until_released, TIMEOUT_SECONDS)
         assert not library.llms[0].cache.num_used
         assert not answer.token_ids[0]
-        library.llms[1].executor.hangs = False
+
+
+async def test_kv_of_a_leg_that_was_cancelled_too_late_is_collected(
+    redis_url: str, tokenizer: ModelTokenizer, library: FakeTensorRtLlm
+) -> None:
+    """A cancel frees no complete KV in TensorRT-LLM: another shard has to fetch it."""
+    async with failover_world(redis_url, tokenizer) as world:
+        await start(world, patient_shard, "p0", "d0")
+        prefill = library.llms[0].executor
+        prefill.hangs = True
+        prefill.ignores_aborts = True  # as if it had been complete
+        answer = Collected(1)
+        slot = world.submit(PROMPT, NUM_TOKENS, answer, sampling=GREEDY)
+        await eventually(lambda: submitted(world)["p0"])
+        world.link.cancel(slot)
+        await eventually(lambda: world.members["p0"].engine.num_cancelled)
+        prefill.hangs = False
+        await eventually(lambda: submitted(world)["d0"])
+        assert await asyncio.to_thread(prefill.wait_until_released, TIMEOUT_SECONDS)
+        await eventually(lambda: all(not llm.cache.num_used for llm in library.llms))
+        assert not world.metered()["output_tokens"]
+
+
+async def test_kv_whose_decode_shard_is_lost_is_freed_after_the_timeout(
+    redis_url: str, tokenizer: ModelTokenizer, library: FakeTensorRtLlm
+) -> None:
+    """Whether the lost shard has fetched it is not known, and a second fetch could block the engine that has it."""
+    async with failover_world(redis_url, tokenizer) as world:
+        await start(world, tensorrt_llm_shard, "p0", "d0", "d1")
+        for llm in library.llms[1:]:
+            llm.executor.hangs = True
+        answer = world.begin(PROMPT, NUM_TOKENS, sampling=GREEDY)
+        await eventually(lambda: submitted(world)["d0"] + submitted(world)["d1"])
+        lost = "d0" if submitted(world)["d0"] else "d1"
+        world.members[lost].proxy.reset()
+        other = library.llms[2 if lost == "d0" else 1]
+        other.executor.hangs = False
+        await answer.ended()
+        assert len(answer.token_ids[0]) == NUM_TOKENS
+        assert not any(fields["is_fetched"] for _, _, fields in other.submitted)
+        assert await asyncio.to_thread(library.llms[0].executor.wait_until_released, TIMEOUT_SECONDS)
 
 
 async def test_a_role_needs_an_engine_that_hands_over(redis_url: str, tokenizer: ModelTokenizer) -> None:

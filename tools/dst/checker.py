@@ -47,6 +47,9 @@ class Hooks:
     def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
         """A shard is asked to compute the prompt of a request whose answer another shard gives."""
 
+    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+        """A shard is asked to fetch KV that no answer needs."""
+
     def on_preemption(self, node: RouterView, preempted: SequencesPreempted) -> None:
         """Sequences leave a shard so that another tenant is served. They have been cancelled."""
 
@@ -104,6 +107,9 @@ class Hooks:
 
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         """A choice arrives at a shard."""
+
+    def on_fetch(self, shard: ShardView, attempt: SubmitAttempt) -> None:
+        """A hand-off arrives at a shard, with an answer or to be collected."""
 
     def on_handoff(self, shard: ShardView, request: Request, handoff: bytes) -> None:
         """A shard has computed the prompt of a leg, and hands its KV over."""

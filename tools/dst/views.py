@@ -13,7 +13,7 @@ from kvloom.discovery.records import RolloutRecord
 from kvloom.models.adapters import Adapter
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, Event, Request
-from tools.dst.observed import ObservedRequest, ObservedShard
+from tools.dst.observed import ObservedHandoff, ObservedRequest, ObservedShard
 from tools.dst.scenario import ShardShape
 from tools.dst.tenancy.sim_limits import SimLimits
 
@@ -28,6 +28,7 @@ class WitnessView(Protocol):
     models: set[str]
     has_served: bool
     contended: set[str]
+    handed_over: list[ObservedHandoff]
     policy: tuple[bool, bool] | None
     safety_waited_for_until: float | None
     arriving: ObservedRequest | None

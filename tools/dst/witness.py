@@ -77,6 +77,8 @@ class Witness:
         """The time of the current event."""
         self.event: Event | None = None
         """The current event."""
+        self.handed_over: list[ObservedHandoff] = []
+        """The hand-offs that came with the current event, whether they are wanted or not."""
         self.dispatched: list[ObservedRequest] = []
         """The requests that were sent to shards in the current event."""
         self._moving: list[ObservedChoice] = []
@@ -136,6 +138,7 @@ class Witness:
         self._waiting = None
         self.arriving = None
         self.dispatched.clear()
+        self.handed_over.clear()
         self.gone_client = ""
         match event:
             case StepArrived():
@@ -210,6 +213,8 @@ class Witness:
             shard.started.discard(finish.slot)
             shard.leg_tenants.pop(finish.slot, None)
             self._drop_prefill(shard, finish.slot, finish.handoff)
+            if finish.handoff:
+                self.handed_over.append(ObservedHandoff(finish.handoff, shard.description))
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
                 is_drained = reason == ErrorReason.ERROR_REASON_DRAINING
@@ -259,6 +264,9 @@ class Witness:
                     self._take_client_step(action, hooks, node)
                 case SubmitAttempt() if action.request.client_id == PROBE_CLIENT_ID:
                     hooks.on_probe(node, action)
+                    self.shards[action.shard_id].open[action.choices[0].slot] = None
+                case SubmitAttempt() if action.handoff and not action.attempt_id:
+                    hooks.on_collection(node, action)
                     self.shards[action.shard_id].open[action.choices[0].slot] = None
                 case SubmitAttempt() if action.prefill_only:
                     observed = self.live.get(action.prepares)

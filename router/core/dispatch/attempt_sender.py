@@ -18,7 +18,7 @@ from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.dispatch.prefill_legs import DisaggregationSettings, PrefillLegs
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.events import SHADOW_TIER, ChoiceSpec, Request, ShardDescription
+from router.core.events import SHADOW_TIER, ChoiceSpec, Request
 from router.core.fleet.fleet import BATCH_INVARIANT, SEEDED_RESUME, Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest, Split
 from router.core.load.load_ledger import LoadLedger, Reservation
@@ -136,19 +136,14 @@ class AttemptSender:
     ) -> tuple[bytes, Candidate]:
         """The hand-off for an attempt on the shard, if its prefill shard is still there, and the shard as the request
         then sees it."""
-        had_handoff = bool(split.handoff)
-        prefill = split.prefill_shard
-        is_usable = prefill is not None and shard.can_fetch_from(prefill) and self._is_there(prefill)
+        had_handoff, prefill = bool(split.handoff), split.prefill_shard
+        is_usable = prefill is not None and shard.can_fetch_from(prefill) and self._fleet.has(prefill)
         handoff = split.take_handoff(is_usable=is_usable)
         if had_handoff:
             self.legs.note_handoff(live, split, is_used=bool(handoff))
             if not handoff:
                 candidate = self._placer.candidate(live, shard, now)
         return handoff, candidate
-
-    def _is_there(self, described: ShardDescription) -> bool:
-        shard = self._fleet.shards.get(described.shard_id)
-        return shard is not None and shard.description.incarnation_id == described.incarnation_id
 
     def begin_prefill_leg(self, live: LiveRequest, candidate: Candidate, now: float) -> bool:
         """See PrefillLegs.begin."""

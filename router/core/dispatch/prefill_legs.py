@@ -9,6 +9,11 @@ of others (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024).
 The prefill shard is chosen like any other, by cached prefix and load; the decode shard by load, since all KV comes to
 it. A leg produces nothing that a client gets. When it fails, it is sent to another prefill shard, and after MAX_LEGS
 the request is computed whole. When the attempt fails, the request continues like any other: the hand-off is used once.
+
+A prefill shard keeps KV until it is fetched. TensorRT-LLM, for one, frees it neither for a cancel nor otherwise before
+a long timeout. So a hand-off that no answer needs, as its request has ended or its leg was given up, is collected:
+sent to a decode shard with a request for one token, which reaches no client. It is never sent twice, because a second
+fetch can block the engine that has the KV. That of an attempt whose shard is lost is therefore left to the timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, LegOutcome, PrefillLegCounted, SubmitAttempt
 from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.events import SHADOW_TIER, ChoiceSpec
+from router.core.events import SHADOW_TIER, ChoiceSpec, ShardDescription
 from router.core.fleet.fleet import HANDOFF_LOGPROBS, Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Attempt, LiveRequest, Split
@@ -191,7 +196,11 @@ class PrefillLegs:
     def on_end(self, attempt: Attempt, finish: Finish, now: float) -> None:
         """A shard has ended an attempt without a choice, perhaps a leg."""
         live, split = attempt.prepares, _split_of(attempt)
-        if live is None or split is None:
+        if live is None:
+            return
+        if split is None:
+            if finish.handoff:  # it was given up when it had ended there
+                self._collect(live, self._fleet.shards[attempt.shard_id].description, finish.handoff, now)
             return
         split.end_leg()
         if finish.handoff:
@@ -229,13 +238,62 @@ class PrefillLegs:
             self._give_up(live, split, split.attempt, LegOutcome.TIMED_OUT)
             self._wait(live, now)
 
-    def cancel(self, live: LiveRequest, split: Split) -> None:
+    def cancel(self, live: LiveRequest, split: Split, now: float) -> None:
         """The request ends: it needs neither its leg nor a hand-off."""
+        handoff = split.handoff
         if split.attempt is not None:
             self._give_up(live, split, split.attempt, LegOutcome.CANCELLED)
-        elif split.handoff:
+        elif handoff:
             split.take_handoff(is_usable=False)
             self._count(live, split, LegOutcome.CANCELLED)
+            self._collect(live, split.prefill_shard, handoff, now)
+
+    def _collect(self, live: LiveRequest, prefill: ShardDescription | None, handoff: bytes, now: float) -> None:
+        """Have KV fetched that no answer needs, so that the shard that has it frees it. If no shard can fetch it, it is
+        left to that shard's timeout."""
+        request, num_tokens = live.request, len(live.request.prompt_token_ids)
+        if prefill is None or not self._fleet.has(prefill):
+            return
+        shards = [
+            shard
+            for shard in self._fleet.ready(request.model)
+            if shard.can_fetch_from(prefill)
+            and not shard.is_suspected
+            and shard.description.max_model_len > num_tokens
+            and (request.adapter is None or shard.adapters.has(request.adapter))
+        ]
+        if not shards:
+            return
+        # It does not wait for room: requests end with unused KV just when decode shards are full.
+        shard = min(shards, key=lambda one: (not one.has_room, len(one.attempts), one.shard_id))
+        collection = msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}~collection",
+            client_id=PREFILL_CHUNK_CLIENT_ID,
+            prompt_text="",
+            choices=(),
+            max_tokens=1,
+            stop=None,
+        )
+        number = self._next_dispatch_number()
+        attempt = Attempt(collection.request_id, 0, number, shard.shard_id, 1, now, None)
+        reservation = Reservation(
+            shard_id=shard.shard_id,
+            num_sequences=1,
+            num_prefill_tokens=1,
+            num_cached_tokens=num_tokens - 1,
+            num_blocks=-(-num_tokens // shard.description.block_size),
+            placed_at=now,
+            is_prefill_chunk=True,
+            is_arrival=False,
+            class_rank=live.priority_class.rank,
+        )
+        self._ledger.reserve(attempt.key, reservation)
+        slot = shard.slots.allocate()
+        shard.open_slot(slot, attempt)
+        self._action_buffer.add(
+            SubmitAttempt(shard.shard_id, 0, collection, [ChoiceSpec(slot, 0)], 1, num_tokens - 1, handoff=handoff)
+        )
 
     def note_handoff(self, live: LiveRequest, split: Split, *, is_used: bool) -> None:
         """An attempt is sent with the hand-off, or without it as the prefill shard is gone."""

@@ -274,6 +274,11 @@ class Fleet:
     def _of(self, model: str) -> list[Shard]:
         return [shard for shard in self.shards.values() if shard.description.model == model]
 
+    def has(self, described: ShardDescription) -> bool:
+        """Whether that very incarnation of the shard is connected."""
+        shard = self.shards.get(described.shard_id)
+        return shard is not None and shard.description.incarnation_id == described.incarnation_id
+
     def ready(self, model: str) -> list[Shard]:
         """Shards that accept new requests for `model`."""
         return [s for s in self.shards.values() if not s.is_draining and s.description.model == model]

@@ -159,7 +159,7 @@ class Lifecycle:
 
     def halt(self, choice: Choice, num_clear_chars: int, error: KvloomError, now: float) -> None:
         """The safety service stops an answer: nothing after `num_clear_chars` may be shown."""
-        self._leave_shard(choice)
+        self._leave_shard(choice, now)
         self._screening.forget(choice)
         finish = Finish(choice.client_slot, FINISH_REASON_CONTENT_FILTER, error=error)
         withheld = choice.withheld
@@ -277,7 +277,7 @@ class Lifecycle:
 
     def end(self, choice: Choice, reason: FinishReason.ValueType, error: KvloomError | None, now: float) -> None:
         """End the choice now, whatever its state; withheld output is dropped."""
-        self._leave_shard(choice)
+        self._leave_shard(choice, now)
         if choice.withheld is not None:
             self._forget_tokens(choice, choice.withheld.num_tokens)
             choice.withheld = None
@@ -290,7 +290,7 @@ class Lifecycle:
             if not choice.is_done:
                 self.end(choice, reason, error, now)
 
-    def _leave_shard(self, choice: Choice) -> None:
+    def _leave_shard(self, choice: Choice, now: float) -> None:
         """Cancel the choice where it runs, or remove it from the queue. Its slot stays in use until the shard has ended
         it."""
         live = choice.request
@@ -304,7 +304,7 @@ class Lifecycle:
             if live.is_queued and not live.pending:
                 self._attempt_sender.queue.leave(live)
             if live.split is not None:
-                self._attempt_sender.legs.cancel(live, live.split)
+                self._attempt_sender.legs.cancel(live, live.split, now)
 
     def _forget_tokens(self, choice: Choice, count: int) -> None:
         """Forget withheld tokens that no client will get: they are not output."""

@@ -77,9 +77,10 @@ def context_only(library: TensorRtLlm) -> Any:
 
 def handoff_of(output: RequestOutput) -> Handoff | None:
     """The hand-off of a finished prefill request. A request that was answered completely (its first token ended it, or
-    the engine does not hand over) has params too: only the id of the context request proves a hand-off."""
+    the engine does not hand over) or aborted has params, too, which are those it was given: only the id of the context
+    request, or the first token, proves a hand-off."""
     params = output.outputs[0].disaggregated_params
-    if params is None or (params.ctx_request_id is None and getattr(params, "disagg_request_id", None) is None):
+    if params is None or (params.ctx_request_id is None and not params.first_gen_tokens):
         return None
     style = getattr(params, "schedule_style", None)
     return Handoff(

@@ -72,14 +72,17 @@ class RunningRequests:
     def abort(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         """Abort a request, which ends with this reason once TensorRT-LLM has ended it.
 
-        Requests that have ended or were aborted before are ignored.
+        Requests that have ended or were aborted before are ignored. One whose KV comes from another engine is not
+        interrupted before its first token shows that it has come: the other engine would keep the KV until its timeout.
         """
         stream = self._streams.get(request_id)
         if stream is None or stream.pending_end is not None:
             return
         stream.pending_end = SequenceEnd(request_id, reason, error)
         stream.cut_off_at = self._loop.time() + self._cancel_timeout_seconds
-        abort(stream.output)
+        stream.aborts_later = stream.request.handoff is not None and not stream.num_tokens
+        if not stream.aborts_later:
+            abort(stream.output)
         self._buffer.release_waiters()
 
     def abort_all(self, error: str) -> None:
@@ -91,6 +94,8 @@ class RunningRequests:
         for request_id, stream in list(self._streams.items()):
             if stream.pending_end is not None and now >= stream.cut_off_at:
                 log.warning("TensorRT-LLM does not end an aborted request; ending it here", request_id=request_id)
+                if stream.aborts_later:
+                    abort(stream.output)
                 self._pumps[request_id].cancel()
                 self._end(stream, stream.pending_end)
 
@@ -116,12 +121,14 @@ class RunningRequests:
             try:
                 await anext(output)
             except StopAsyncIteration:
-                self._end(stream, SequenceEnd(request_id, FinishReason.ERROR, "its stream ended without a finish"))
+                end = SequenceEnd(request_id, FinishReason.ERROR, "its stream ended without a finish")
+                self._end(stream, stream.pending_end or end)
                 return
             except self._request_error as error:
                 if stream.pending_end is None:
                     self._on_request_end(stream, True)
-                self._end(stream, SequenceEnd(request_id, FinishReason.ERROR, str(error)))
+                end = SequenceEnd(request_id, FinishReason.ERROR, str(error))
+                self._end(stream, stream.pending_end or end)
                 return
             self._on_progress(self._loop.time())
             end = self._take(stream)
@@ -136,7 +143,7 @@ class RunningRequests:
         request_id = stream.request.request_id
         output = stream.output
         if stream.pending_end is not None:
-            return stream.pending_end if output.finished else None
+            return self._end_of_aborted(stream, stream.pending_end)
         is_first = not stream.num_tokens
         try:
             delta = stream.take(output)
@@ -153,6 +160,20 @@ class RunningRequests:
         if handoff is None:
             return SequenceEnd(request_id, delta.end, delta.error)
         return SequenceEnd(request_id, delta.end, delta.error, handoff=handoff.to_bytes())
+
+    def _end_of_aborted(self, stream: RequestStream, pending_end: SequenceEnd) -> SequenceEnd | None:
+        """The end of a request that was aborted, if TensorRT-LLM has ended it."""
+        output = stream.output
+        if output.finished:
+            handoff = handoff_of(output) if stream.request.prefill_only else None
+            if handoff is None:
+                return pending_end
+            # The abort came too late, and frees nothing: the KV waits to be fetched, or for its timeout.
+            return SequenceEnd(pending_end.request_id, FinishReason.LENGTH, handoff=handoff.to_bytes())
+        if stream.aborts_later:
+            stream.aborts_later = False
+            abort(output)
+        return None
 
     def _deliver(self, stream: RequestStream, delta: StreamDelta, *, is_first: bool) -> None:
         request_id = stream.request.request_id
@@ -178,7 +199,7 @@ class RunningRequests:
             return
         self._pumps.pop(request_id, None)
         self._in_flight.remove(request_id, self._loop.time())
-        self._buffer.add_end(stream.pending_end or end)
+        self._buffer.add_end(end)
 
     def _on_pump_done(self, pump: asyncio.Task[None]) -> None:
         if pump.cancelled():

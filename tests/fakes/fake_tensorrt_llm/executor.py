@@ -114,6 +114,11 @@ class Executor:
         with self._condition:
             return self._condition.wait_for(lambda: not self.transfers.num_held_blocks, timeout_seconds)
 
+    def wait_until_held(self, timeout_seconds: float) -> bool:
+        """Wait until something is kept for other engines; returns whether that came."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self.transfers.num_held_blocks > 0, timeout_seconds)
+
     def drain_stats(self) -> list[dict[str, Any]]:
         with self._condition:
             stats = list(self._stats)
@@ -245,6 +250,7 @@ class Executor:
             if request.disaggregated is not None and request.disaggregated.request_type == "context_only":
                 state = self.transfers.keep(request.output.prompt_token_ids, request.referenced, request.num_blocks)
                 request.is_kept = True
+                self._condition.notify_all()
                 response.finish_reason = self._release.context_only_finish
                 response.disaggregated_params = context_params(
                     request.disaggregated, request.output.request_id, list(generated), response.logprobs, state

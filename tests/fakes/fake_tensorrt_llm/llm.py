@@ -145,7 +145,9 @@ class FakeLlm:
             raise ValueError("the prompt and max_tokens exceed max_seq_len")
         if disaggregated_params is not None and disaggregated_params.request_type == "context_only":
             params.max_tokens = 1
-        output = RequestOutput(next(self._ids), token_ids, params, self._aborter, self._before_response)
+        output = RequestOutput(
+            next(self._ids), token_ids, params, self._aborter, self._before_response, disaggregated_params
+        )
         self.outputs.append(output)
         self.submit_called.set()
         self.submitted.append(
@@ -160,6 +162,7 @@ class FakeLlm:
                     "scheduling_params": scheduling_params,
                     "trace_headers": trace_headers,
                     "priority": priority,
+                    "is_fetched": getattr(disaggregated_params, "request_type", None) == "generation_only",
                 },
             )
         )

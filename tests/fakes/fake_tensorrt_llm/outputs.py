@@ -65,8 +65,10 @@ class RequestOutput:
         params: SamplingParams,
         aborter: Aborter,
         before_response: Callable[[], None] = lambda: None,
+        disaggregated_params: Any = None,
     ) -> None:
         self._before_response = before_response
+        self._disaggregated_params = disaggregated_params
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -119,11 +121,12 @@ class RequestOutput:
         self.cached_tokens = response.cached_tokens or self.cached_tokens
         output.token_ids += response.token_ids
         output.logprobs += response.logprobs
+        # Without a hand-off, those that the request was given.
+        output.disaggregated_params = response.disaggregated_params or self._disaggregated_params
         if response.finish_reason is None:
             return
         output.finish_reason = response.finish_reason
         output.stop_reason = response.stop_reason
-        output.disaggregated_params = response.disaggregated_params
         if response.stop_reason is not None and not self._params.include_stop_str_in_output:
             output.token_ids = output.token_ids[:-1]
         self.finished = all(output.finish_reason is not None for output in self.outputs)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from router.core.dispatch.prefill_legs import PrefillLegs
 from router.core.live import LiveRequest, Split
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import HandoffsKept, LegsFit
+from tools.dst.checkers import HandoffsCollected, HandoffsKept, LegsFit
 
 
 @caught_by(LegsFit)
 def forgets_legs_of_requests_that_end(patch: Patch) -> None:
     """The prompt of a request that was cancelled is computed all the same."""
 
-    def cancel(_self: PrefillLegs, _live: LiveRequest, split: Split) -> None:
+    def cancel(_self: PrefillLegs, _live: LiveRequest, split: Split, _now: float) -> None:
         split.end_leg()
 
     patch.setattr(PrefillLegs, "cancel", cancel)
@@ -27,3 +27,10 @@ def uses_handoffs_again(patch: Patch) -> None:
         return self.handoff if is_usable else b""
 
     patch.setattr(Split, "take_handoff", take_handoff)
+
+
+@caught_by(HandoffsCollected)
+def leaves_kv_of_cancelled_answers(patch: Patch) -> None:
+    """The KV of an answer that ends before it is sent to a shard, or of a leg that was given up, stays until a
+    timeout."""
+    patch.setattr(PrefillLegs, "_collect", lambda *_: None)

@@ -45,7 +45,7 @@ from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextI
 from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
 from tools.dst.checkers.fairness import PreemptionsJustified, ReserveKept
 from tools.dst.checkers.fleet import FleetReported
-from tools.dst.checkers.handoffs import HandoffsKept, LegsFit
+from tools.dst.checkers.handoffs import HandoffsCollected, HandoffsKept, LegsFit
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
 from tools.dst.checkers.kv_shares import KvSharesKept
@@ -83,6 +83,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     PrefillChunksFit,
     LegsFit,
     HandoffsKept,
+    HandoffsCollected,
     NoIdleWait,
     NoStarvation,
     PreemptionsJustified,
@@ -129,6 +130,7 @@ LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
     SlotsExclusive,
     LegsFit,
     HandoffsKept,
+    HandoffsCollected,
     SafetyKept,
     BudgetsKept,
     RatesKept,

@@ -108,6 +108,9 @@ class SlotsExclusive(Checker):
     def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
         self.on_probe(node, leg)
 
+    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+        self.on_probe(node, collection)
+
     def on_probe(self, node: RouterView, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
         taken = [spec.slot for spec in attempt.choices if shard is not None and spec.slot in shard.open]

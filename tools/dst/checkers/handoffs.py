@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.prefill_legs import MAX_LEGS
-from router.core.events import ChoiceSpec, Event, Request, Tick
+from router.core.events import Event, Request, Tick
 from tools.dst.checker import Checker
-from tools.dst.observed import ObservedRequest, ObservedShard
-from tools.dst.views import RouterView, ShardStreamView, ShardView
+from tools.dst.observed import ObservedHandoff, ObservedRequest, ObservedShard
+from tools.dst.views import RouterView, ShardView
 
 
 class LegsFit(Checker):
@@ -84,14 +84,73 @@ class HandoffsKept(Checker):
                 f"{name} was dispatched with {attempt.handoff!r} to {attempt.shard_id}, which cannot fetch its KV"
             )
 
-    def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
-        if not attempt.handoff:
-            return
+    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+        for observed in node.witness.live.values():
+            own = observed.handoff
+            if own is not None and own.handoff == collection.handoff and not observed.is_ending:
+                self.fail(f"{own} is collected, for which {observed.request.request_id} waits")
+
+    def on_fetch(self, shard: ShardView, attempt: SubmitAttempt) -> None:
         request, made = attempt.request, self._made.pop(attempt.handoff, None)
         if made is None:
             self.fail(f"{request.request_id} came with {attempt.handoff!r}, which was used before or never made")
-        if _prompt(made) != _prompt(request) or spec.output_token_ids:
+        if _prompt(made) != _prompt(request) or attempt.choices[0].output_token_ids:
             self.fail(f"{request.request_id} came with {attempt.handoff!r}, which is for {made.request_id}")
+
+
+class HandoffsCollected(Checker):
+    """KV stays on the shard that has computed it only for an answer: a router that has a hand-off which no answer needs
+    sends it to a shard that fetches the KV in the same event, if there is one. It may be needed no more because its
+    request has ended, or has given its leg up. Whether the KV of an attempt whose shard was lost has been fetched is
+    not known: that is left to a timeout."""
+
+    invariant = "handoffs_collected"
+
+    def __init__(self) -> None:
+        self._legs: dict[bytes, Request] = {}
+        self._kept: dict[RouterView, list[ObservedHandoff]] = {}
+        """By router: the hand-offs that its live requests have."""
+        self._sent: set[bytes] = set()
+        """Those that are sent to shards in the current event, or given up by an attempt that goes without."""
+
+    def on_handoff(self, shard: ShardView, request: Request, handoff: bytes) -> None:
+        self._legs[handoff] = request
+
+    def before_event(self, node: RouterView, event: Event) -> None:
+        self._sent.clear()
+
+    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+        if observed is not None and observed.handoff is not None:
+            self._sent.add(observed.handoff.handoff)
+
+    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+        self._sent.add(collection.handoff)
+
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        kept = self._kept.pop(node, [])
+        if node.witness.handed_over:
+            kept = [*kept, *node.witness.handed_over]
+        kept = [one for one in kept if one.handoff not in self._sent]
+        if not kept:
+            return
+        needed = {observed.handoff.handoff for observed in node.witness.live.values() if observed.handoff is not None}
+        self._kept[node] = [one for one in kept if one.handoff in needed]
+        for one in kept:
+            if one.handoff not in needed and self._can_be_collected(node, one):
+                self.fail(f"no answer needs {one}, and no shard is asked to fetch its KV")
+
+    def _can_be_collected(self, node: RouterView, one: ObservedHandoff) -> bool:
+        leg, prefill = self._legs[one.handoff], node.witness.shards.get(one.shard.shard_id)
+        if prefill is None or prefill.description.incarnation_id != one.shard.incarnation_id:
+            return False
+        return any(
+            shard.can_fetch_from(one.shard)
+            and not shard.is_draining
+            and not shard.is_suspected
+            and shard.description.max_model_len > len(leg.prompt_token_ids)
+            and (leg.adapter is None or shard.adapters.get(leg.adapter.name) == leg.adapter.checksum)
+            for shard in node.witness.shards.values()
+        )
 
 
 def _prompt(request: Request) -> tuple[object, ...]:

@@ -292,6 +292,8 @@ class SimShard:
         self._schedule_step()
 
     def _submit(self, stream: ShardStream, attempt: SubmitAttempt) -> None:
+        if attempt.handoff:
+            self._env.checks.on_fetch(self, attempt)
         for spec in attempt.choices:
             if attempt.request.client_id not in ROUTER_CLIENT_IDS:
                 self._env.checks.on_submit(self, stream, attempt, spec)

@@ -32,6 +32,7 @@ class RequestStream:
 
     __slots__ = (
         "_max_tokens",
+        "aborts_later",
         "cut_off_at",
         "has_root",
         "num_tokens",
@@ -49,6 +50,8 @@ class RequestStream:
         """Set once the request has been aborted: its future end. Its tokens are ignored from then on."""
         self.cut_off_at = 0.0
         """The time at which it ends even if TensorRT-LLM has not ended it; set together with pending_end."""
+        self.aborts_later = False
+        """Whether it has been aborted here, and TensorRT-LLM is to abort it as soon as its KV has been fetched."""
         self.has_root = False
         """Whether its first block is in the RootLedger."""
         self.num_tokens = 0

@@ -219,8 +219,64 @@ def test_a_cancelled_request_cancels_its_leg():
     cancelled = rig.handle(RequestCancelled("r"))
     assert only(cancelled, CancelOnShard) == CancelOnShard("p0", [leg.choices[0].slot])
     assert only(cancelled, RequestEnded).num_output_tokens == 0
-    assert not has(hand_over(rig, leg), SubmitAttempt), "a late hand-off starts nothing"
+    assert not has(rig.step("p0", finishes=[Finish(leg.choices[0].slot, FINISH_REASON_CANCELLED)]), SubmitAttempt)
     assert rig.core.is_idle
+
+
+def collected(rig: CoreRig, actions: Sequence[Action]) -> str:
+    """Assert that the hand-off is collected, and nothing else is sent. Returns by which shard."""
+    collection = only(actions, SubmitAttempt)
+    slot = collection.choices[0].slot
+    assert (collection.handoff, collection.attempt_id, collection.max_tokens) == (b"kv", 0, 1)
+    assert list(collection.request.prompt_token_ids) == PROMPT
+    rig.core.check_integrity()
+    rig.step(collection.shard_id, (slot, [7], "a"), starts=[Start(slot, 40)])
+    assert not rig.finish(collection.shard_id, slot, FINISH_REASON_LENGTH)
+    return collection.shard_id
+
+
+@pytest.mark.parametrize("way", ["cancelled", "slow", "moved"])
+def test_kv_of_a_leg_that_was_given_up_too_late_is_collected(way: str):
+    """The shard would keep it for its timeout, as a cancel does not free it."""
+    rig = rig_of("p0", "d0", "d1")
+    leg = begin(rig)
+    if way == "cancelled":
+        rig.handle(RequestCancelled("r"))
+    elif way == "slow":
+        rig.now += 5.0
+        rig.handle(Tick())
+    else:
+        rig.handle(LoadReported("p0", ShardLoad(draining=True, hand_over=True)))
+    busy = None if way == "cancelled" else rig.core._lifecycle.requests["r"].choices[0].shard_id
+    shard_id = collected(rig, hand_over(rig, leg))
+    assert shard_id in {"d0", "d1"} - {busy}
+    if way == "cancelled":
+        assert rig.core.is_idle
+
+
+@pytest.mark.parametrize("way", ["cancelled", "expired"])
+def test_kv_that_waits_for_an_answer_that_ends_is_collected(way: str):
+    """However full the shards are: a request waits with its hand-off only while they are."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig, timeout_seconds=9.0)
+    rig.core._fleet.shards["d0"].limit = 0
+    assert not has(hand_over(rig, leg), SubmitAttempt)
+    rig.now += 9.0
+    actions = rig.handle(RequestCancelled("r") if way == "cancelled" else Tick())
+    assert only(actions, RequestEnded).num_output_tokens == 0
+    assert collected(rig, actions) == "d0"
+    assert rig.core.is_idle
+
+
+@pytest.mark.parametrize("way", ["prefill", "decode"])
+def test_kv_is_not_collected_where_that_cannot_be(way: str):
+    """It is gone with its shard, or waits for its timeout as no shard could fetch it."""
+    rig = rig_of("p0", "d0")
+    leg = begin(rig)
+    rig.core._fleet.shards["d0"].limit = 0
+    hand_over(rig, leg)
+    actions = [*rig.handle(ShardDown("p0" if way == "prefill" else "d0")), *rig.handle(RequestCancelled("r"))]
+    assert not any(isinstance(action, SubmitAttempt) and action.handoff for action in actions)
 
 
 def test_a_leg_that_takes_too_long_is_given_up():

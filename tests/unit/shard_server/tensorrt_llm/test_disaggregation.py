@@ -24,12 +24,13 @@ PROMPT = prompt_of(1, 200)
 
 @contextlib.asynccontextmanager
 async def two_engines(
-    variant: Variant | None = None, timeout_ms: int = 60_000
+    variant: Variant | None = None, timeout_ms: int = 60_000, cancel_timeout_seconds: float = 10.0
 ) -> AsyncIterator[tuple[EngineDriver, EngineDriver, FakeTensorRtLlm]]:
     """One that prefills, which is the fake's first LLM, and one that decodes."""
     transceiver = TensorRtCacheTransceiverConfig(backend="NIXL", timeout_ms=timeout_ms)
     with installed_tensorrt_llm(variant) as fake:
-        engines = [make_tensorrt_llm_engine(TensorRtLlmConfig(cache_transceiver=transceiver)) for _ in range(2)]
+        config = TensorRtLlmConfig(cache_transceiver=transceiver, cancel_timeout_seconds=cancel_timeout_seconds)
+        engines = [make_tensorrt_llm_engine(config) for _ in range(2)]
         try:
             for engine in engines:
                 await engine.start()
@@ -99,6 +100,79 @@ async def test_kv_that_is_never_fetched_is_freed_after_the_timeout():
         assert fake.llms[0].num_held_blocks > 0
         await until_released(fake.llms[0])
         assert not fake.llms[0].cache.num_used
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(release=NEWEST)], ids=["1.2.1", "newest"])
+async def test_an_abort_of_a_complete_leg_frees_nothing(variant: Variant):
+    """The library knows the request no more: that is why hand-offs are collected."""
+    async with two_engines(variant, timeout_ms=300) as (prefills, _, fake):
+        await prefill(prefills, request_of("a", PROMPT, 20))
+        llm = fake.llms[0]
+        num_held = llm.num_held_blocks
+        llm.outputs[-1].abort()
+        await prefills.run(request_of("b", PROMPT[:50], 5))
+        assert llm.num_held_blocks == num_held > 0
+        await until_released(llm)
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(release=NEWEST)], ids=["1.2.1", "newest"])
+async def test_a_leg_that_is_cancelled_when_it_is_complete_ends_with_its_hand_off(variant: Variant):
+    """Only with it can its KV be collected, before the timeout frees it."""
+    async with two_engines(variant) as (prefills, decodes, fake):
+        llm = fake.llms[0]
+        request = request_of("a", PROMPT, 1, prefill_only=True)
+        prefills.engine.submit(request)
+        assert llm.executor.wait_until_held(TIMEOUT_SECONDS)  # and the event loop has not seen its end
+        prefills.engine.cancel("a")
+        await prefills.step_until(lambda: "a" in prefills.ends)
+        assert prefills.ends["a"] is FinishReason.LENGTH
+        assert "a" not in prefills.tokens
+        await decodes.run(request_of("a", PROMPT, 1, handoff=prefills.handoffs["a"]))
+        await until_released(llm)
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(release=NEWEST)], ids=["1.2.1", "newest"])
+async def test_a_leg_that_is_cancelled_before_ends_as_cancelled(variant: Variant):
+    """Nothing waits to be fetched, although the library gives the request's own params back."""
+    async with two_engines(variant) as (prefills, _, fake):
+        fake.llms[0].executor.hangs = True
+        prefills.engine.submit(request_of("a", PROMPT, 1, prefill_only=True))
+        prefills.engine.cancel("a")
+        fake.llms[0].executor.hangs = False
+        await prefills.step_until(lambda: "a" in prefills.ends)
+        assert prefills.ends["a"] is FinishReason.CANCELLED
+        assert not prefills.handoffs
+        assert not fake.llms[0].num_held_blocks
+
+
+async def test_a_cancelled_answer_fetches_its_kv_first():
+    """Interrupted before, the engine that has the KV would keep it until its timeout."""
+    async with two_engines() as (prefills, decodes, fake):
+        handoff = await prefill(prefills, request_of("a", PROMPT, 20))
+        executor = fake.llms[1].executor
+        executor.hangs = True
+        decodes.engine.submit(request_of("a", PROMPT, 20, handoff=handoff))
+        decodes.engine.cancel("a")
+        assert not fake.llms[1].outputs[-1].aborted()
+        executor.hangs = False
+        await decodes.step_until(lambda: "a" in decodes.ends)
+        assert decodes.ends["a"] is FinishReason.CANCELLED
+        assert fake.llms[1].outputs[-1].aborted()
+        await until_released(fake.llms[0])
+        assert "a" not in decodes.tokens
+
+
+async def test_a_cancelled_answer_whose_kv_does_not_come_is_cut_off():
+    """The engine that has it may be gone."""
+    async with two_engines(cancel_timeout_seconds=0.1) as (prefills, decodes, fake):
+        handoff = await prefill(prefills, request_of("a", PROMPT, 20))
+        fake.llms[1].executor.hangs = True
+        decodes.engine.submit(request_of("a", PROMPT, 20, handoff=handoff))
+        decodes.engine.cancel("a")
+        await decodes.step_until(lambda: "a" in decodes.ends)
+        assert decodes.ends["a"] is FinishReason.CANCELLED
+        assert fake.llms[1].outputs[-1].aborted()
+        fake.llms[1].executor.hangs = False
 
 
 async def test_a_hand_off_that_cannot_be_fetched_fails_its_request_only():
