@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,33 @@ def test_an_engine_that_cannot_start_is_reported_in_one_line(model_dir: Path):
     assert status == 1
     assert report["checks"][-1]["name"] == "start"
     assert "shard.num_blocks" in report["checks"][-1]["detail"]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("variant", "seen"),
+    [
+        (Variant(release=dataclasses.replace(NEWEST, name="2.7.0")), "2.7.0, used by what it has, else like 1.3.0"),
+        (Variant(is_stub=True), "the index's stub"),
+        (None, "cannot be imported"),
+    ],
+    ids=["unknown", "stub", "absent"],
+)
+def test_the_table_is_there_whatever_is_installed(
+    model_dir: Path, variant: Variant | None, seen: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A version that is refused, or is no library, is the one whose differences are to be known."""
+    with installed_tensorrt_llm(variant):
+        if variant is None:
+            monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+        status, report = doctor(model_dir, "--engine", "tensorrt_llm")
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["release"]["expected"] == "1.2.1 or 1.3.0"
+    assert seen in checks["release"]["detail"]
+    is_there = variant is not None and not variant.is_stub
+    assert (status == 0) == is_there
+    assert (checks["llmapi.KvCacheConfig"]["detail"] == "absent") == (not is_there)
+    assert checks["llmapi.KvCacheConfig"]["expected"].endswith("names")
 
 
 def test_a_machine_without_a_driver_is_no_place_for_tensorrt_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch):

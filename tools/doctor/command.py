@@ -65,6 +65,10 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
         add("GPU", "ok", await asyncio.to_thread(_gpu, config.shard.engine), begin)
     except (CheckFailedError, CheckSkippedError) as problem:
         add("GPU", "skipped" if isinstance(problem, CheckSkippedError) else "failed", str(problem), begin)
+    if config.shard.engine == "tensorrt_llm":
+        # Before the start, which a version may refuse because of one of these.
+        for row in await asyncio.to_thread(library_rows):
+            add(row.name, "ok" if row.is_whole else "skipped", row.seen, time.perf_counter(), row.expected)
     begin = time.perf_counter()
     try:
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))
@@ -80,9 +84,6 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
         f"{info.description or info.engine}; {info.num_blocks} blocks, window {info.max_model_len} tokens",
         begin,
     )
-    if info.engine == "tensorrt_llm":
-        for row in library_rows():
-            add(row.name, "ok" if row.is_whole else "skipped", row.seen, time.perf_counter(), row.expected)
     async with EngineSession(engine, tokenizer) as session:
         for name, check in checks_of(info):
             begin = time.perf_counter()
