@@ -306,12 +306,14 @@ async def test_statistics_that_no_longer_come_are_noticed_and_said():
     """The load would otherwise stay what it was then. Here the getter returns nothing, and then works again."""
     config = TensorRtLlmConfig(stall_timeout_seconds=0.2)
     async with running_tensorrt_llm(config=config, num_blocks=600) as (driver, fake):
-        driver.engine.submit(request_of("a", prompt_of(1, 40), 4000))
+        for number, name in enumerate(("a", "b")):
+            driver.engine.submit(request_of(name, prompt_of(number, 40), 4000))
         await driver.step_until(lambda: driver.load.num_available_blocks < 600)
         assert driver.load.lost_reports == ()
         fake.llm.loses_stats = True
         await driver.step_until(lambda: driver.load.lost_reports == ("statistics",))
-        num_own = -(-(40 + len(driver.tokens["a"])) // 16)
+        await driver.step_until(lambda: len(driver.tokens["a"]) >= 1000)  # far from what was reported last
+        num_own = sum(-(-(40 + len(driver.tokens[name])) // 16) for name in ("a", "b"))
         assert abs(600 - num_own - driver.load.num_available_blocks) <= 8, "our own estimate, of a moment ago"
         fake.llm.loses_stats = False
         await driver.step_until(lambda: driver.load.lost_reports == ())
