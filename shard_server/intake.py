@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import structlog
 
@@ -24,6 +25,9 @@ from shard_server.served_adapters import ServedAdapters
 from shard_server.submits import resolve_submit
 
 log = structlog.get_logger()
+
+_TRY_ELSEWHERE: Final = frozenset({ErrorReason.ERROR_REASON_DRAINING, ErrorReason.ERROR_REASON_QUEUE_FULL})
+"""Reasons that say nothing of the request."""
 
 
 class Intake:
@@ -67,8 +71,10 @@ class Intake:
                 self._adapters.check(submit)
             requests = resolve_submit(submit, self._engine_info, next(self._serials), connection.origin)
         except KvloomError as error:
+            # The KV has not been asked for, and another shard may have room.
+            unused = submit.handoff if error.reason in _TRY_ELSEWHERE else b""
             for choice in choices:
-                connection.parts.finishes.append(rejection(choice.slot, error))
+                connection.parts.finishes.append(rejection(choice.slot, error, unused))
             return
         now = self._clock()
         names = request_fields(submit.request_id, submit.client_request_id, submit.traceparent, submit.tenant)
@@ -121,9 +127,9 @@ class Intake:
             self._live.finish(sequence, reason)
 
 
-def rejection(slot: int, error: KvloomError) -> SequenceFinish:
+def rejection(slot: int, error: KvloomError, unused_handoff: bytes = b"") -> SequenceFinish:
     """The finish of a sequence that was never started."""
-    return SequenceFinish(slot=slot, reason=FINISH_REASON_ERROR, error=error.to_proto())
+    return SequenceFinish(slot=slot, reason=FINISH_REASON_ERROR, error=error.to_proto(), handoff=unused_handoff)
 
 
 def engine_failed() -> KvloomError:

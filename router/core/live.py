@@ -111,6 +111,7 @@ class Split:
     __slots__ = (
         "attempt",
         "handoff",
+        "is_counted",
         "is_used",
         "leg_expires_at",
         "num_cached_tokens",
@@ -134,6 +135,8 @@ class Split:
         """Not empty: KV waits to be fetched with it."""
         self.is_used = False
         """Whether the last attempt was sent with the hand-off."""
+        self.is_counted = False
+        """Whether the outcome of the last leg has been counted."""
 
     @property
     def prefill_shard_id(self) -> str:
@@ -142,12 +145,17 @@ class Split:
     def begin_leg(self, attempt: Attempt, slot: int, shard: ShardDescription, expires_at: float) -> None:
         self.attempt, self.slot, self.prefill_shard, self.leg_expires_at = attempt, slot, shard, expires_at
         self.num_cached_tokens = 0
+        self.is_counted = False
 
     def end_leg(self) -> None:
         self.attempt = None
 
+    def take_back(self, handoff: bytes) -> None:
+        """The shard of the last attempt has refused it, and not used the hand-off."""
+        self.handoff, self.is_used = handoff, False
+
     def take_handoff(self, *, is_usable: bool) -> bytes:
-        """The hand-off for an attempt that is sent now; it can be used once."""
+        """The hand-off for an attempt that is sent now; it can be used once, unless it comes back unused."""
         handoff, self.handoff = self.handoff, b""
         self.is_used = is_usable and bool(handoff)
         return handoff if is_usable else b""

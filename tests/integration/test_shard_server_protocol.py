@@ -113,6 +113,23 @@ async def test_listed_special_tokens_are_shown(router: RouterEnd) -> None:
     assert router.text[2] == text_of([5]) + text_of(router.tokens[2])
 
 
+async def test_a_refused_submit_gives_its_hand_off_back() -> None:
+    """Its KV was not asked for, so that another shard can fetch it; a mistake of the client would recur there."""
+    async with shard_world(sim_config(max_batch=1, max_waiting=0)) as world:
+        router = await world.router()
+        await router.write(submits=[submit_of(0, PROMPT, max_tokens=1000)])
+        full, wrong = submit_of(10, PROMPT), submit_of(11, [])
+        full.handoff = wrong.handoff = b"kv"
+        await router.write(submits=[full])
+        assert (await router.finish_of(10)).handoff == b"kv"
+        await router.write(cancel_slots=[0])
+        await router.finish_of(0)
+        await router.read_until(lambda: not router.load.num_running)
+        await router.write(submits=[wrong])
+        finish = await router.finish_of(11)
+        assert (finish.error.reason, finish.handoff) == (ErrorReason.ERROR_REASON_INVALID_ARGUMENT, b"")
+
+
 async def test_beyond_the_queue_submits_are_refused_whole() -> None:
     """max_batch run, max_waiting wait; of a submit of several choices all run or none."""
     async with shard_world(sim_config(max_batch=2, max_waiting=2)) as world:

@@ -109,7 +109,7 @@ class Hooks:
         """A choice arrives at a shard."""
 
     def on_fetch(self, shard: ShardView, attempt: SubmitAttempt) -> None:
-        """A hand-off arrives at a shard, with an answer or to be collected."""
+        """A shard uses a hand-off, for an answer or to collect it."""
 
     def on_handoff(self, shard: ShardView, request: Request, handoff: bytes) -> None:
         """A shard has computed the prompt of a leg, and hands its KV over."""

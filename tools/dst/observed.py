@@ -127,6 +127,7 @@ class ObservedRequest:
         "prefill_chunk",
         "queue_deadline",
         "request",
+        "sent_handoff",
     )
 
     def __init__(self, request: Request, now: float, config: CoreConfig, policy: tuple[bool, bool] | None) -> None:
@@ -149,6 +150,8 @@ class ObservedRequest:
         """That for whose end it waits."""
         self.handoff: ObservedHandoff | None = None
         """Of its last leg, unless an attempt has used it or gone without."""
+        self.sent_handoff: ObservedHandoff | None = None
+        """That of its last attempt, which may come back unused."""
         self.avoid_shard_id = ""
         """The shard where it failed last."""
         self.is_duplicate = False

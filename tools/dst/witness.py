@@ -211,10 +211,13 @@ class Witness:
             choice = shard.current(finish.slot)
             shard.open.pop(finish.slot, None)
             shard.started.discard(finish.slot)
-            shard.leg_tenants.pop(finish.slot, None)
+            is_leg = shard.leg_tenants.pop(finish.slot, None) is not None
             self._drop_prefill(shard, finish.slot, finish.handoff)
-            if finish.handoff:
+            if finish.handoff and is_leg:
                 self.handed_over.append(ObservedHandoff(finish.handoff, shard.description))
+            elif finish.handoff and choice is not None and choice.request.sent_handoff is not None:
+                choice.request.handoff = choice.request.sent_handoff
+                self.handed_over.append(choice.request.sent_handoff)
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
                 is_drained = reason == ErrorReason.ERROR_REASON_DRAINING
@@ -352,7 +355,7 @@ class Witness:
 
     def _take_attempt(self, observed: ObservedRequest, action: SubmitAttempt) -> None:
         observed.num_attempts += 1
-        observed.handoff = None
+        observed.sent_handoff, observed.handoff = observed.handoff, None
         self.dispatched.append(observed)
         shard = self.shards[action.shard_id]
         for spec in action.choices:

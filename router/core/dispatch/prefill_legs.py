@@ -245,7 +245,8 @@ class PrefillLegs:
             self._give_up(live, split, split.attempt, LegOutcome.CANCELLED)
         elif handoff:
             split.take_handoff(is_usable=False)
-            self._count(live, split, LegOutcome.CANCELLED)
+            if not split.is_counted:
+                self._count(live, split, LegOutcome.CANCELLED)
             self._collect(live, split.prefill_shard, handoff, now)
 
     def _collect(self, live: LiveRequest, prefill: ShardDescription | None, handoff: bytes, now: float) -> None:
@@ -297,7 +298,8 @@ class PrefillLegs:
 
     def note_handoff(self, live: LiveRequest, split: Split, *, is_used: bool) -> None:
         """An attempt is sent with the hand-off, or without it as the prefill shard is gone."""
-        self._count(live, split, LegOutcome.USED if is_used else LegOutcome.SHARD_LOST)
+        if not split.is_counted:
+            self._count(live, split, LegOutcome.USED if is_used else LegOutcome.SHARD_LOST)
 
     def _wait(self, live: LiveRequest, now: float) -> None:
         """There may be no shard any more that can run the request, which it has not noticed as long as it had a leg."""
@@ -310,6 +312,7 @@ class PrefillLegs:
         self._count(live, split, outcome)
 
     def _count(self, live: LiveRequest, split: Split, outcome: LegOutcome) -> None:
+        split.is_counted = True
         self._action_buffer.add(PrefillLegCounted(split.prefill_shard_id, live.request.model, outcome))
 
 

@@ -194,6 +194,8 @@ class Lifecycle:
         if choice.is_at_limit:
             self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
         elif choice.num_attempts - choice.num_moves >= self._max_attempts:
+            if live.split is not None:
+                self._attempt_sender.legs.cancel(live, live.split, now)
             self.end(choice, FINISH_REASON_ERROR, error, now)
         else:
             live.avoid_shard_id = shard_id

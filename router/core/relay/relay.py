@@ -258,6 +258,8 @@ class Relay:
         if finish.reason == FINISH_REASON_ERROR:
             error = error or KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed.")
             if error.reason in RETRYABLE_REASONS:
+                if finish.handoff and choice.request.split is not None:
+                    choice.request.split.take_back(finish.handoff)
                 is_noticed = shard.departure is not None
                 self._lifecycle.retry(choice, error, shard.shard_id, now, is_noticed=is_noticed)
                 return

@@ -230,8 +230,9 @@ class SimShard:
         self._env.handoffs[sequence.handoff] = can_fetch
         self._env.checks.on_handoff(self, sequence.request, sequence.handoff)
 
-    def _can_fetch(self, handoff: bytes) -> bool:
-        can_fetch = self._env.handoffs.pop(handoff, None)
+    def _can_fetch(self, attempt: SubmitAttempt) -> bool:
+        self._env.checks.on_fetch(self, attempt)
+        can_fetch = self._env.handoffs.pop(attempt.handoff, None)
         return can_fetch is not None and can_fetch()
 
     def touch_cache(self, block_hash: int) -> None:
@@ -292,8 +293,6 @@ class SimShard:
         self._schedule_step()
 
     def _submit(self, stream: ShardStream, attempt: SubmitAttempt) -> None:
-        if attempt.handoff:
-            self._env.checks.on_fetch(self, attempt)
         for spec in attempt.choices:
             if attempt.request.client_id not in ROUTER_CLIENT_IDS:
                 self._env.checks.on_submit(self, stream, attempt, spec)
@@ -301,17 +300,20 @@ class SimShard:
             if adapter is not None and self.adapters.get(adapter.name) != adapter.checksum:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_ADAPTER_NOT_FOUND)
             elif self.is_draining:
-                self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING)
+                self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING, attempt.handoff)
             elif len(self.engine.sequences) >= self.shape.max_sequences:
-                self._refuse(stream, spec, ErrorReason.ERROR_REASON_QUEUE_FULL)
-            elif attempt.handoff and not self._can_fetch(attempt.handoff):
+                self._refuse(stream, spec, ErrorReason.ERROR_REASON_QUEUE_FULL, attempt.handoff)
+            elif attempt.handoff and not self._can_fetch(attempt):
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_ENGINE_FAILED)
             else:
                 self._add_sequence(stream, attempt, spec)
 
-    def _refuse(self, stream: ShardStream, spec: ChoiceSpec, reason: ErrorReason.ValueType) -> None:
+    def _refuse(
+        self, stream: ShardStream, spec: ChoiceSpec, reason: ErrorReason.ValueType, unused_handoff: bytes = b""
+    ) -> None:
         error = KvloomError(reason, "refused by the shard")
-        stream.parts.finishes.append(Finish(spec.slot, FinishReason.FINISH_REASON_ERROR, error=error))
+        finish = Finish(spec.slot, FinishReason.FINISH_REASON_ERROR, error=error, handoff=unused_handoff)
+        stream.parts.finishes.append(finish)
 
     def _add_sequence(self, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         request = attempt.request

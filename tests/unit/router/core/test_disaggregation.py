@@ -268,6 +268,36 @@ def test_kv_that_waits_for_an_answer_that_ends_is_collected(way: str):
     assert rig.core.is_idle
 
 
+def refuse(rig: CoreRig, attempt: SubmitAttempt) -> list[Action]:
+    """The shard has no room, and gives the hand-off back."""
+    error = KvloomError(ErrorReason.ERROR_REASON_QUEUE_FULL, "full")
+    finish = Finish(attempt.choices[0].slot, FINISH_REASON_ERROR, error=error, handoff=attempt.handoff)
+    return rig.step(attempt.shard_id, finishes=[finish])
+
+
+def test_a_hand_off_that_a_full_shard_gives_back_is_used_by_the_next_one():
+    """Its KV has not been asked for, and would otherwise stay until its timeout."""
+    rig = rig_of("p0", "d0", "d1")
+    attempt = only(hand_over(rig, begin(rig)), SubmitAttempt)
+    actions = refuse(rig, attempt)
+    again = only(actions, SubmitAttempt)
+    assert (again.handoff, again.attempt_id, again.shard_id == attempt.shard_id) == (b"kv", 2, False)
+    assert not outcomes(actions), "its leg is counted already"
+    ended = only(answer(rig, again, [7, 8, 9]), RequestEnded)
+    assert (ended.num_output_tokens, ended.num_cached_tokens) == (3, 8)
+    assert rig.core.is_idle
+
+
+def test_a_hand_off_that_comes_back_from_the_last_attempt_is_collected():
+    """The request ends, and its KV is no longer needed."""
+    rig = rig_of("p0", "d0", "d1", max_attempts=1)
+    attempt = only(hand_over(rig, begin(rig)), SubmitAttempt)
+    actions = refuse(rig, attempt)
+    assert only(actions, RequestEnded).error_reason
+    assert collected(rig, actions)
+    assert rig.core.is_idle
+
+
 @pytest.mark.parametrize("way", ["prefill", "decode"])
 def test_kv_is_not_collected_where_that_cannot_be(way: str):
     """It is gone with its shard, or waits for its timeout as no shard could fetch it."""
