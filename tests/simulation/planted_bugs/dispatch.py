@@ -91,10 +91,10 @@ def reuses_slots_of_cancelled_sequences(patch: Patch) -> None:
     """A slot counts as free as soon as its sequence is cancelled."""
     original = Lifecycle._leave_shard
 
-    def leave_shard(self: Lifecycle, choice: Choice) -> None:
+    def leave_shard(self: Lifecycle, choice: Choice, now: float) -> None:
         if choice.shard_id:
             self._fleet.shards[choice.shard_id].slots._resting.appendleft(choice.shard_slot)
-        original(self, choice)
+        original(self, choice, now)
 
     def allocate(self: SlotPool) -> int:
         if self._resting:
