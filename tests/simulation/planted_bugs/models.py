@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 
+from kvloom.errors import KvloomError
 from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
+from router.core.admission import arrivals
 from router.core.core import RouterCore
 from router.core.dispatch import refusals
 from router.core.dispatch.attempt_sender import AttemptSender
-from router.core.events import LoadReported
+from router.core.events import LoadReported, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.fleet.shard_adapters import ShardAdapters
 from router.core.live import LiveRequest
@@ -171,7 +173,13 @@ def drains_withdrawn_shards(patch: Patch) -> None:
 @caught_by(EndsJustified)
 def breaks_off_answers_that_other_routers_began(patch: Patch) -> None:
     """A withdrawn model refuses everything that arrives, also the rest of an answer whose router has died."""
-    patch.setattr(refusals, "_is_continued", lambda _request: False)
+    original = refusals.check_servable
+
+    def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
+        choices = tuple(msgspec.structs.replace(choice, output_token_ids=()) for choice in request.choices)
+        return original(msgspec.structs.replace(request, choices=choices), fleet)
+
+    patch.setattr(arrivals, "check_servable", check_servable)
 
 
 @caught_by(EndsJustified, first_seed=60)
