@@ -4,6 +4,7 @@ the limits of the device's memory and matrix units."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -99,6 +100,7 @@ def run_device_bench(
         bench = _DeviceBench(runner, shape, device, limits)
         report[mode] = {"batch_invariant": runner.batch_invariant, **bench.measure(on_progress)}
         del runner, bench
+        gc.collect()  # the runner and its recorded steps refer to one another
         if device.type == "cuda":
             torch.cuda.empty_cache()
     on_progress("logits against transformers")
