@@ -106,8 +106,7 @@ class AcceptedGenerate(NamedTuple):
     @property
     def model(self) -> str:
         """The name of the model, with that of the adapter if there is one."""
-        adapter = self.request.adapter
-        return self.request.model if adapter is None else full_name(self.request.model, adapter.name)
+        return self.request.full_name
 
 
 NO_CLASSES: Final[Mapping[str, PriorityClass]] = {}

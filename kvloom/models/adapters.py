@@ -20,8 +20,8 @@ class Adapter(NamedTuple):
 
 
 def full_name(model: str, adapter: str) -> str:
-    """The name by which clients always can request an adapter."""
-    return f"{model}:{adapter}"
+    """The name by which clients always can request an adapter; the model's own without one."""
+    return f"{model}:{adapter}" if adapter else model
 
 
 def adapter_names(adapters: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvloom.kv_share import KvShare
-from kvloom.models.adapters import Adapter
+from kvloom.models.adapters import Adapter, full_name
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
 from router.core.degradation import Degradation
 from router.core.frames import Finish, Step
@@ -116,6 +116,11 @@ class Request(msgspec.Struct, frozen=True):
     """What its caller expects of its speed; None: nothing."""
     degradation: Degradation | None = None
     """How its answer is degraded. The core sets this when it admits the request; None: it is not."""
+
+    @property
+    def full_name(self) -> str:
+        """The name of the model, with that of the adapter if there is one."""
+        return full_name(self.model, self.adapter.name) if self.adapter is not None else self.model
 
     @property
     def has_output(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvloom.errors import reason_name
+from kvloom.models.adapters import full_name
 from kvloom.tenancy.prices import Prices
 from kvloom.tenancy.usage_record import (
     OUTCOME_EVICTED,
@@ -97,7 +98,7 @@ class Meter:
         cost = _NO_COST
         if usage.tier is not Tier.SHADOW:
             cost = self._cost(
-                f"{ended.model}:{adapter}" if adapter else ended.model,
+                full_name(ended.model, adapter),
                 ended_at - duration_seconds,
                 (num_prompt, ended.num_cached_tokens, num_output),
                 usage.answer_id,

@@ -23,7 +23,7 @@ from kvloom.tenancy.prices import Prices
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
 from router.caller_scope import shown_id
 from router.core.actions import AnswerCompleted
-from router.core.events import Request, Tier
+from router.core.events import Tier
 from router.fingerprints import ModelFingerprint
 
 if TYPE_CHECKING:  # a router without receipts needs no cryptography
@@ -60,7 +60,7 @@ class ReceiptWriter:
             )
             for choice in choices
         ]
-        price = self._prices().at(_full_name(request), now)
+        price = self._prices().at(request.full_name, now)
         is_batch = request.tier is Tier.BATCH
         of_model = UNKNOWN if fingerprint is None or not completed.is_exact else fingerprint
         window = max(of_model.max_model_len - len(request.prompt_token_ids), 0)
@@ -108,7 +108,3 @@ def chat_template_checksum(model: ServedModel | None) -> str:
     """ "" for a model without a template."""
     template = None if model is None else model.tokenizer.template
     return "" if template is None else hashlib.sha256(template.source.encode(errors="surrogatepass")).hexdigest()
-
-
-def _full_name(request: Request) -> str:
-    return request.model if request.adapter is None else f"{request.model}:{request.adapter.name}"

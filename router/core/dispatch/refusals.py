@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Final
 
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, protocol_violation, unsupported
-from kvloom.models.adapters import full_name, unknown_name
+from kvloom.models.adapters import unknown_name
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription
@@ -37,7 +37,7 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
             return adapter_not_found(request)
         shards = [shard for shard in shards if shard.adapters.has(request.adapter)]
         if not shards:
-            return no_shard_ready(full_name(request.model, request.adapter.name), request.request_id)
+            return no_shard_ready(request.full_name, request.request_id)
         if request.pooling is not None:
             return unsupported(f"The adapter {request.adapter.name!r} gives no embeddings: its model may.", "model")
     if not request.prompt_token_ids:
@@ -64,7 +64,7 @@ def _model_not_found(message: str) -> KvloomError:
 def adapter_not_found(request: Request) -> KvloomError:
     """No shard of the model has the request's adapter, or none has the one of this name with which it began."""
     assert request.adapter is not None
-    name, is_other = full_name(request.model, request.adapter.name), request.has_output
+    name, is_other = request.full_name, request.has_output
     message = f"The adapter {name!r} does not exist" + (" any more as it was." if is_other else ".")
     return _model_not_found(message)
 

@@ -35,7 +35,7 @@ class _Known:
         self.entries = entries
         self.table_state = table_state
         self.plan: LimitPlan | None = None
-        """None: the key has no limits."""
+        """None: it has not been made yet."""
         self.begins_at = -math.inf
         """Seconds since 1970."""
         self.ends_at = math.inf

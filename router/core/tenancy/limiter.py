@@ -234,7 +234,7 @@ class Limiter:
     def _price(self, request: Request, plan: LimitPlan, now: float) -> Price:
         if not plan.has_money:
             return FREE
-        return self.table().prices.at(_priced_model(request), self._seconds_since_1970(now))
+        return self.table().prices.at(request.full_name, self._seconds_since_1970(now))
 
     def _check_prompt(self, charge: RequestCharge) -> KvloomError | None:
         """Whether its prompt alone is more than a limit allows."""
@@ -365,11 +365,6 @@ class Limiter:
     def _count_refusal(self, refusal: KvloomError) -> None:
         account, _, kind = refusal.limit.rpartition(" ")
         self._count(kind, "refused", account)
-
-
-def _priced_model(request: Request) -> str:
-    adapter = request.adapter
-    return request.model if adapter is None else f"{request.model}:{adapter.name}"
 
 
 def _least(leases: Sequence[RateLease], now: float) -> RateState | None:
