@@ -24,6 +24,8 @@ overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
 preemption.py               `kvloom bench preemption`
 preemption_run.py           urgent requests on shards that batch answers fill, with preemption and without
+bench_fabric.py             the fabric that a bench starts: its options, its configuration, and what the bench asks it
+plots.py                    plots of cache hits by turn, and of goodput over time
 streams.py                  streams as their clients see them, and whether two runs have the same answers
 spot_notice.py              `kvloom bench spot-notice`
 spot_notice_run.py          a shard with notice under load, and what its streams noticed

@@ -13,16 +13,17 @@ from typing import Any, Final
 
 import click
 
-from kvloom.config import KvloomConfig, ModelConfig
+from kvloom.config import KvloomConfig
 from kvloom.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from kvloom.text.block_hash import root_hash
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineRequest, Sampling, SequenceEnd, SequenceStart
 from shard_server.engines.create import create_engine
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.bench.bench_fabric import Device, shard_config, shard_options
+from tools.bench.plots import draw_hit_rates
 from tools.failures import CommandError
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+from tools.options import option
+from tools.simulate.plot import check_plot_file
 
 ANSWER_TOKENS: Final = 16
 QUESTION_TOKENS: Final = 64
@@ -45,12 +46,31 @@ class KvSharesPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hits:
-    """Of the conversations, without their first questions, which nothing cached can answer."""
+class Turn:
+    """The same turn of all conversations."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
+
+    @property
+    def rate(self) -> float:
+        return self.num_cached_tokens / self.num_prompt_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hits:
+    """Of the conversations. The totals are without their first turns, which nothing cached can answer."""
+
+    turns: Sequence[Turn]
     num_last_resorts: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(turn.num_prompt_tokens for turn in self.turns[1:])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(turn.num_cached_tokens for turn in self.turns[1:])
 
     @property
     def rate(self) -> float:
@@ -108,7 +128,7 @@ async def _play(session: _Session, plan: KvSharesPlan, model: str, *, has_flood:
     rng = random.Random("kv-shares")
     share = KvShare(1, plan.percent) if has_share else None
     histories: list[list[int]] = [[] for _ in range(plan.num_conversations)]
-    num_prompt_tokens = num_cached_tokens = 0
+    turns: list[Turn] = []
     for turn in range(plan.num_turns):
         flood = [
             session.submit(_request(f"flood-{turn}-{i}", model, "flood", _draw(rng, FLOOD_PROMPT_TOKENS), None))
@@ -121,13 +141,12 @@ async def _play(session: _Session, plan: KvSharesPlan, model: str, *, has_flood:
             for i, history in enumerate(histories)
         ]
         answers = await asyncio.gather(*map(session.ask, questions))
-        for history, question, (token_ids, num_cached) in zip(histories, questions, answers, strict=True):
-            if turn:
-                num_prompt_tokens += len(question.prompt_token_ids)
-                num_cached_tokens += num_cached
+        num_prompt_tokens = sum(len(question.prompt_token_ids) for question in questions)
+        turns.append(Turn(num_prompt_tokens, sum(num_cached for _, num_cached in answers)))
+        for history, question, (token_ids, _) in zip(histories, questions, answers, strict=True):
             history[:] = [*question.prompt_token_ids, *token_ids]
         await asyncio.gather(*flood)
-    return Hits(num_prompt_tokens, num_cached_tokens, session.num_last_resorts)
+    return Hits(turns, session.num_last_resorts)
 
 
 def _question(turn: int, conversation: int) -> list[int]:
@@ -149,13 +168,11 @@ def _request(request_id: str, model: str, tenant: str, prompt: Sequence[int], sh
     )
 
 
-def run_bench(engine: str, model: ModelConfig, plan: KvSharesPlan) -> list[dict[str, Any]]:
+def run_bench(config: KvloomConfig, plan: KvSharesPlan) -> list[dict[str, Any]]:
     """One report for each of: alone, a flood without the share, and a flood with it."""
-    config = KvloomConfig(model=model)
-    config.shard.engine = engine
     config.shard.num_blocks = plan.num_blocks
     config.shard.sim.step_ms = 1.0
-    tokenizer = ModelTokenizer.load(Path(model.path))
+    tokenizer = ModelTokenizer.load(Path(config.model.path))
     reports: list[dict[str, Any]] = []
     try:
         for case, has_flood, has_share in (
@@ -167,11 +184,12 @@ def run_bench(engine: str, model: ModelConfig, plan: KvSharesPlan) -> list[dict[
             alone = reports[0]["hit_rate"] if reports else hits.rate
             reports.append(
                 {
-                    "engine": engine,
+                    "engine": config.shard.engine,
                     "case": case,
                     "prompt_tokens": hits.num_prompt_tokens,
                     "cached_tokens": hits.num_cached_tokens,
                     "hit_rate": hits.rate,
+                    "hit_rate_by_turn": [round(turn.rate, 4) for turn in hits.turns],
                     "loss": 1 - hits.rate / alone,
                     "last_resorts": hits.num_last_resorts,
                 }
@@ -183,7 +201,6 @@ def run_bench(engine: str, model: ModelConfig, plan: KvSharesPlan) -> list[dict[
 
 @click.command("kv-shares")
 @option("--engine", type=click.Choice(["sim", "torch"]), default="sim", show_default=True, help="What computes.")
-@option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
 @click.option("--blocks", "num_blocks", type=click.IntRange(64), default=256, show_default=True, help="KV blocks.")
 @click.option(
     "--share",
@@ -203,14 +220,25 @@ def run_bench(engine: str, model: ModelConfig, plan: KvSharesPlan) -> list[dict[
     show_default=True,
     help="Requests of the other tenant in each turn.",
 )
-@data_dir_option
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw the hit rate of each turn into this .svg or .png file.",
+)
+@shard_options()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
-def bench_kv_shares(engine: str, model: str, data_dir: Path | None, as_json: bool, **sizes: int) -> None:
+def bench_kv_shares(
+    engine: str, model: str, device: Device, plot: Path | None, data_dir: Path | None, as_json: bool, **sizes: int
+) -> None:
     """Flood an engine while another tenant holds conversations; print the cache hits of these conversations alone, and
     with the flood without and with a guaranteed share of the KV blocks."""
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
-    found = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
-    reports = run_bench(engine, ModelConfig(name=found.name, path=str(found.path)), KvSharesPlan(**sizes))
+    if plot is not None:
+        check_plot_file(plot)
+    plan = KvSharesPlan(**sizes)
+    reports = run_bench(shard_config(engine, model, device, data_dir), plan)
+    if plot is not None:
+        rates = {row["case"]: row["hit_rate_by_turn"] for row in reports}
+        draw_hit_rates(plot, rates, f"Cache hits of {plan.num_conversations} conversations, {engine}")
     if as_json:
         click.echo(json.dumps(reports))
         return

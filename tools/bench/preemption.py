@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,11 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.config import KvloomConfig, ModelConfig
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.bench.bench_fabric import Device, shard_config, shard_options, show_progress
 from tools.bench.preemption_run import PreemptionPlan, PreemptionReport, run
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+from tools.options import option
 from tools.simulate.plot import check_plot_file, draw
 from tools.simulate.runs import Curves
 
@@ -43,14 +39,6 @@ _COUNTS: Final = (
     show_default=True,
     scope="bench-preemption",
     help="Of the shards.",
-)
-@option(
-    "--model",
-    default=BUILTIN_MODEL_NAME,
-    show_default=True,
-    metavar="NAME|PATH",
-    scope="bench-preemption",
-    help="The model.",
 )
 @option("--shards", "num_shards", type=click.IntRange(1, 16), default=2, show_default=True, scope="bench-preemption")
 @option(
@@ -109,11 +97,12 @@ _COUNTS: Final = (
     type=click.Path(path_type=Path, dir_okay=False),
     help="Draw the distributions of the urgent TTFT into this .svg or .png file.",
 )
-@data_dir_option
+@shard_options("bench-preemption")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_preemption(
     engine: str,
     model: str,
+    device: Device,
     num_shards: int,
     max_batch: int,
     plot: Path | None,
@@ -126,20 +115,10 @@ def bench_preemption(
     differs."""
     if plot is not None:
         check_plot_file(plot)
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
-    found = resolve_model(model, cache_dir, _show_progress)
-    config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
-    config.shard.engine, config.shard.num_shards, config.shard.max_batch = engine, num_shards, max_batch
-    config.safety.answer_mode = "off"  # it would hold the first words back, whose time counts
+    config = shard_config(engine, model, device, data_dir)
+    config.shard.num_shards, config.shard.max_batch = num_shards, max_batch
     curves: dict[str, Curves] = {}
-    folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
-    try:
-        folders = folder / "with", folder / "without"
-        for one in folders:
-            one.mkdir()
-        report = asyncio.run(run(config, folders, PreemptionPlan(**sizes), curves, _show_progress))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    report = asyncio.run(run(config, PreemptionPlan(**sizes), curves, show_progress))
     if plot is not None:
         draw(plot, curves, f"TTFT of urgent requests, {num_shards} x {engine}, {max_batch} places each")
     if as_json:
@@ -148,10 +127,6 @@ def bench_preemption(
         _show(report)
     if not report.is_clean:
         raise SystemExit(1)
-
-
-def _show_progress(message: str) -> None:
-    click.echo(message, err=True)
 
 
 def _show(report: PreemptionReport) -> None:

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import aiohttp
 import msgspec
 
 from kvloom.config import KvloomConfig, PriorityClassConfig
 from kvloom.v1.router_service_pb2 import ExplainResponse
+from tools.bench.bench_fabric import Fabric, bench_fabric
 from tools.bench.streams import (
     Stream,
-    explain,
     num_differing_bytes,
     num_tokens_computed_again,
     numbered_prompt,
-    open_session,
     play,
     play_one,
 )
-from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.simulate.runs import Curves
 from tools.simulate.statistics import quantile
-from tools.supervisor.child_fabric import child_fabric
-from tools.supervisor.state import RunFolder
 
 URGENT: Final = "urgent"
 IDLE: Final = "idle fabric"
@@ -85,16 +78,15 @@ class PreemptionReport(msgspec.Struct, frozen=True):
 
 async def run(
     config: KvloomConfig,
-    folders: tuple[Path, Path],
     plan: PreemptionPlan,
     curves: dict[str, Curves],
     on_progress: Callable[[str], None],
 ) -> PreemptionReport:
-    """Start two fabrics, one after the other, in these empty folders. `curves` gets the TTFT of each run, in the order
-    of the rows. Raises CommandError."""
+    """Start two fabrics, one after the other. `curves` gets the TTFT of each run, in the order of the rows. Raises
+    CommandError."""
     config.router.classes = [PriorityClassConfig(name=URGENT, rank=0)]
     on_progress("a fabric with preemption: the batch by itself, urgent requests by themselves, and both")
-    async with _fabric(config, folders[0]) as fabric:
+    async with bench_fabric(config) as fabric:
         alone = _batch(plan, "alone")
         await play(fabric.session, fabric.model, alone)
         on_idle = _urgent(plan, "idle")
@@ -108,7 +100,7 @@ async def run(
         ]
     on_progress("a fabric without preemption: both")
     config.router.fairness.enabled = False
-    async with _fabric(config, folders[1]) as fabric:
+    async with bench_fabric(config) as fabric:
         # As on the first fabric, the prompts of the batch are cached, and the first tokens of each shard are known.
         warm_up = [msgspec.structs.replace(stream, max_tokens=1) for stream in _batch(plan, "warm-up")]
         await play(fabric.session, fabric.model, warm_up)
@@ -118,22 +110,6 @@ async def run(
     for name, streams in ((IDLE, on_idle), (WITH, urgent), (WITHOUT, waiting)):
         curves[name] = Curves(_ttfts(streams), [])
     return PreemptionReport(config.shard.engine, config.shard.num_shards, config.shard.max_batch, plan, rows)
-
-
-class _Fabric(msgspec.Struct, frozen=True):
-    model: str
-    session: aiohttp.ClientSession
-    folder: RunFolder
-
-    async def explain(self, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-        router = next(process for process in self.folder.require_running().processes if process.role == "router")
-        return await explain(trust_of_running(self.folder), router.internal_address or router.router_address, streams)
-
-
-@asynccontextmanager
-async def _fabric(config: KvloomConfig, folder: Path) -> AsyncIterator[_Fabric]:
-    async with child_fabric(config, folder) as url, open_session(url) as session:
-        yield _Fabric(config.model.name, session, RunFolder(folder))
 
 
 def _batch(plan: PreemptionPlan, run_name: str) -> list[Stream]:
@@ -171,7 +147,7 @@ def _urgent(plan: PreemptionPlan, run_name: str) -> list[Stream]:
 
 
 async def _play_both(
-    fabric: _Fabric, batch: Sequence[Stream], urgent: Sequence[Stream], alone: Sequence[Stream]
+    fabric: Fabric, batch: Sequence[Stream], urgent: Sequence[Stream], alone: Sequence[Stream]
 ) -> None:
     """Send each urgent request when the batch has its share of the text that it had alone."""
     num_pieces = sum(len(stream.pieces_at) for stream in alone)

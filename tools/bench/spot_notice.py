@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from pathlib import Path
 
 import click
@@ -12,11 +10,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.config import KvloomConfig, ModelConfig
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.bench.bench_fabric import Device, shard_config, shard_options
 from tools.bench.spot_notice_run import NoticePlan, NoticeReport, run
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, Seconds, data_dir_option, option
+from tools.options import Seconds, option
 
 _ROWS = (
     ("streams", "num_streams"),
@@ -67,7 +63,7 @@ _ROWS = (
     scope="bench-spot-notice",
     help="How long after the notice the shard is killed.",
 )
-@data_dir_option
+@shard_options("bench-spot-notice")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_spot_notice(
     num_shards: int,
@@ -75,22 +71,16 @@ def bench_spot_notice(
     num_prompt_words: int,
     max_tokens: int,
     within_seconds: float,
+    model: str,
+    device: Device,
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
     """Run streams on torch shards, give the busiest shard notice, and kill it when the time is over. Compares every
     answer with that of the same request in an undisturbed run before. Exits with 1 if one failed or differs."""
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
-    found = resolve_model(BUILTIN_MODEL_NAME, cache_dir, lambda message: click.echo(message, err=True))
-    config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
+    config = shard_config("torch", model, device, data_dir)
     config.shard.num_shards = num_shards
-    config.safety.answer_mode = "off"
-    plan = NoticePlan(num_streams, num_prompt_words, max_tokens, within_seconds)
-    folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
-    try:
-        report = asyncio.run(run(config, folder, plan))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    report = asyncio.run(run(config, NoticePlan(num_streams, num_prompt_words, max_tokens, within_seconds)))
     if as_json:
         click.echo(msgspec.json.encode(report).decode())
     else:

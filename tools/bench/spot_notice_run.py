@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -18,20 +17,17 @@ from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom.v1.shard_service_pb2 import DrainRequest, GetInfoRequest
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
+from tools.bench.bench_fabric import bench_fabric
 from tools.bench.streams import (
     CALL_TIMEOUT_SECONDS,
     Stream,
-    explain,
     num_differing_bytes,
     num_tokens_computed_again,
     numbered_prompt,
-    open_session,
     play,
 )
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
-from tools.supervisor.child_fabric import child_fabric
-from tools.supervisor.state import RunFolder
 from tools.supervisor.supervised_process import ProcessStatus
 
 _POLL_SECONDS: Final = 0.02
@@ -68,28 +64,21 @@ class NoticeReport(msgspec.Struct, frozen=True):
     """Whether it had not ended by itself when the time was over."""
 
 
-async def run(config: KvloomConfig, folder: Path, plan: NoticePlan) -> NoticeReport:
+async def run(config: KvloomConfig, plan: NoticePlan) -> NoticeReport:
     """Raises CommandError."""
-    async with child_fabric(config, folder) as url:
-        state = RunFolder(folder).read_running()
-        if state is None:
-            raise CommandError("the fabric has ended")
-        shards = [process for process in state.processes if process.role == "shard"]
-        trust = trust_of_running(RunFolder(folder))
+    async with bench_fabric(config) as fabric:
         undisturbed, disturbed = _streams(plan, "undisturbed"), _streams(plan, "noticed")
-        async with open_session(url) as session:
-            await play(session, config.model.name, undisturbed)
-            playing = asyncio.create_task(play(session, config.model.name, disturbed), name="streams")
-            try:
-                await _until_begun(disturbed, playing)
-                ended = await _give_notice(trust, shards, plan.within_seconds)
-                await playing
-            finally:
-                playing.cancel()
-                await asyncio.gather(playing, return_exceptions=True)
-        router = next(process for process in state.processes if process.role == "router")
-        explained = await explain(trust, router.internal_address or router.router_address, disturbed)
-        return _report(undisturbed, disturbed, explained, ended)
+        await play(fabric.session, fabric.model, undisturbed)
+        playing = asyncio.create_task(play(fabric.session, fabric.model, disturbed), name="streams")
+        try:
+            await _until_begun(disturbed, playing)
+            trust = trust_of_running(fabric.folder)
+            ended = await _give_notice(trust, fabric.processes("shard"), plan.within_seconds)
+            await playing
+        finally:
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+        return _report(undisturbed, disturbed, await fabric.explain(disturbed), ended)
 
 
 def _streams(plan: NoticePlan, run_name: str) -> list[Stream]:

@@ -30,6 +30,9 @@ class Stream(msgspec.Struct):
     prompt: str = ""
     seed: int = 0
     priority_class: str = ""
+    api_key: str = ""
+    is_batch: bool = False
+    """Whether it is in the batch tier."""
     text: str = ""
     finish_reason: str = ""
     error: str = ""
@@ -39,6 +42,9 @@ class Stream(msgspec.Struct):
     """When each piece of text came, in seconds since the epoch."""
     num_preemptions: int = 0
     """As its last event says."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    """Both as its usage says, 0 if it had none: it failed, or its client left."""
 
     @property
     def longest_pause_seconds(self) -> float:
@@ -49,6 +55,10 @@ class Stream(msgspec.Struct):
     def ttft_seconds(self) -> float | None:
         """None if no text came."""
         return self.pieces_at[0] - self.sent_at if self.pieces_at else None
+
+    @property
+    def has_finished(self) -> bool:
+        return bool(self.finish_reason) and not self.error
 
 
 def numbered_prompt(number: int, num_words: int, title: str = "Story") -> str:
@@ -76,10 +86,14 @@ async def play_one(session: aiohttp.ClientSession, model: str, stream: Stream) -
         "temperature": 0.9,
         "seed": stream.seed,
         "stream": True,
+        "stream_options": {"include_usage": True},
+        "service_tier": "flex" if stream.is_batch else "default",
     }
     headers = {"x-request-id": stream.name, "x-kvloom-details": "true"}
     if stream.priority_class:
         headers["x-kvloom-priority-class"] = stream.priority_class
+    if stream.api_key:
+        headers["authorization"] = f"Bearer {stream.api_key}"
     stream.sent_at = time.time()
     try:
         async with session.post("/v1/completions", json=body, headers=headers) as response:
@@ -103,6 +117,8 @@ def _take(stream: Stream, chunk: Mapping[str, Any]) -> None:
         stream.text += choice.get("text") or ""
         stream.pieces_at.append(time.time())
         stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
+    if usage := chunk.get("usage"):
+        stream.num_prompt_tokens, stream.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     stream.num_preemptions = chunk.get("kvloom", {}).get("moves", {}).get("preempted", stream.num_preemptions)
 
 

@@ -29,14 +29,14 @@ def check_plot_file(path: Path) -> None:
         raise CommandError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
         raise CommandError(f"--plot {path}: no such directory")
-    _figure_class()
+    figure_class()
 
 
 def draw(path: Path, curves: Mapping[str, Curves], title: str) -> None:
     """Draw the TTFT CDFs of all policies on top, and below them a row of timelines for each policy that has samples.
     Raises CommandError."""
     with_timelines = [policy for policy in curves if curves[policy].samples]
-    figure = _figure_class()(figsize=(15, 5 + 2.6 * len(with_timelines)), layout="constrained")
+    figure = figure_class()(figsize=(15, 5 + 2.6 * len(with_timelines)), layout="constrained")
     grid = figure.add_gridspec(1 + len(with_timelines), len(_PANELS), height_ratios=[2] + [1] * len(with_timelines))
     figure.suptitle(title)
     _draw_distributions(figure.add_subplot(grid[0, :]), curves)
@@ -47,10 +47,10 @@ def draw(path: Path, curves: Mapping[str, Curves], title: str) -> None:
             axes.set_title(f"{policy}: {name}, a line for each shard", fontsize="small")
             if row == len(with_timelines):
                 axes.set_xlabel("virtual seconds")
-    _save(figure, path)
+    save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     """Equal data give equal bytes: an .svg gets no date, and its identifiers do not change from run to run. Its letters
     are text, which is smaller than their outlines and can be searched."""
     from matplotlib import rc_context
@@ -95,7 +95,7 @@ def _draw_timelines(axes: Any, samples: list[ShardSample], value_of: Callable[[S
     axes.set_ylim(bottom=0)
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
     try:
         with naming_extras():
             from matplotlib.figure import Figure
