@@ -31,6 +31,7 @@ from tools.supervisor.supervised_process import ProcessStatus
 MODELLED: Final = "model"
 """In place of an engine: shards that `kvloom simulate` models, in virtual time."""
 Device = Literal["cpu", "cuda"]
+_BLOCKS_ON_GPU: Final = 8192
 
 
 def shard_options(scope: str = "") -> Callable[[F], F]:
@@ -63,6 +64,8 @@ def shard_config(engine: str, model: str, device: Device, data_dir: Path | None)
     found = resolve_model(model, (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models", show_progress)
     config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
     config.shard.engine, config.shard.torch.device = engine, device
+    if device == "cuda":  # several shards share the GPU, and each would take most of the memory that is free
+        config.shard.num_blocks = _BLOCKS_ON_GPU
     config.safety.answer_mode = "off"  # it holds the first words back, whose time counts
     return config
 
