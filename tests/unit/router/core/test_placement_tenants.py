@@ -7,6 +7,7 @@ import pytest
 from router.core.events import ChoiceSpec, Request
 from router.core.placement.plan import ShardPlan
 from tests.fakes.core_rig import CoreRig
+from tests.unit.router.core.test_placement_policies import CANDIDATE, cost, other
 
 LONG = 4000
 
@@ -68,3 +69,10 @@ def test_what_waits_of_another_tenant_is_no_wait_but_for_its_turns() -> None:
     assert flood.predicted_ttft_seconds > 19 * own_seconds
     assert calm.predicted_ttft_seconds < 4 * own_seconds
     assert calm.cost_terms["delay_of_others"] < flood.cost_terms["delay_of_others"] + own_seconds
+
+
+@pytest.mark.parametrize("policy", ["ect", "least_requests"])
+def test_sequences_of_another_tenant_beyond_equal_parts_make_a_shard_no_dearer(policy: str) -> None:
+    """Its own load has made them many."""
+    few, many = cost(policy, CANDIDATE, other(num_running=104, num_beyond_parts=100))
+    assert many == pytest.approx(few)
