@@ -104,6 +104,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             prefill_only=submit.prefill_only,
             handoff=submit.handoff or None,
             class_rank=class_rank,
+            tenant=submit.tenant,
             traceparent=submit.traceparent,
             origin=origin,
         )
@@ -132,6 +133,7 @@ def _pooled_request(
         num_expected_cached_tokens=submit.num_expected_cached_tokens,
         root_hash=root,
         adapter=submit.adapter.name,
+        tenant=submit.tenant,
         origin=origin,
     )
 

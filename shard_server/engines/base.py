@@ -69,6 +69,9 @@ class Capability(enum.StrEnum):
     """`EngineRequest.prefill_only` and `EngineRequest.handoff`."""
     HANDOFF_LOGPROBS = "handoff_logprobs"
     """Hand-offs of an engine with KV_HANDOFF and LOGPROBS have the logprobs of the first token."""
+    FAIR_PREFILL = "fair_prefill"
+    """`EngineRequest.tenant`: within a class, prefill of the tenant that had least goes first, and that of another
+    one gives way to it at the next step (prefill_order.py). Only with EngineInfo.yield_tokens."""
 
 
 class FinishReason(enum.Enum):
@@ -248,6 +251,9 @@ class EngineRequest:
     Capability.KV_HANDOFF."""
     class_rank: int = INTERACTIVE_RANK
     """How urgent it is: the lower, the more. Engines without EngineInfo.yield_tokens need not honour it."""
+    tenant: str = ""
+    """Whose it is; all requests with "" count as those of one tenant. Engines without Capability.FAIR_PREFILL need not
+    honour it."""
     traceparent: str = ""
     """The request's place in a trace, as in W3C Trace Context. Engines that trace nothing need not honour it."""
     origin: int = 0

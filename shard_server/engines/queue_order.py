@@ -2,8 +2,8 @@
 shortest prefill first; both with aging. Pure; shared by the engines.
 
 Each rank by which a class is less urgent counts as CLASS_PATIENCE_SECONDS of waiting, so that the order of classes is
-that of `submit time + rank x CLASS_PATIENCE_SECONDS`. Prefill that has begun follows the same order: one of a less
-urgent class gives way to a waiting sequence at the next step, and continues when that has its first token.
+that of `submit time + rank x CLASS_PATIENCE_SECONDS`. Prefill that has begun follows the same order, and within a class
+tenants take turns: prefill_order.py.
 
 With shortest prefill first, a sequence's rank is its uncached prefill in seconds less AGING times the seconds it has
 waited; the lowest goes first. Time passes equally for all waiting sequences, so the order is that of `submit time +
@@ -26,8 +26,6 @@ from kvloom.class_rank import INTERACTIVE_RANK
 AGING: Final = 0.1
 """The seconds of prefill that one second of waiting compensates."""
 MAX_PATIENCE_SECONDS: Final = 30.0
-
-
 CLASS_PATIENCE_SECONDS: Final = 30.0
 """The seconds of waiting that make up for one rank of the class."""
 
@@ -35,11 +33,6 @@ CLASS_PATIENCE_SECONDS: Final = 30.0
 def class_order(class_rank: int, submit_time: float) -> float:
     """The lower goes first; equal ones are in the order of arrival. Comparable only for one clock."""
     return submit_time + (class_rank - INTERACTIVE_RANK) * CLASS_PATIENCE_SECONDS
-
-
-def goes_before(rank: int, submit_time: float, other_rank: int, other_submit_time: float) -> bool:
-    """Whether prefill of the other sequence, which has begun, gives way to a waiting one."""
-    return rank < other_rank and class_order(rank, submit_time) < class_order(other_rank, other_submit_time)
 
 
 def admission_rank(

@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.config import ShardConfig
 from shard_server.engines.adapters.host import AdapterHost
 from shard_server.engines.base import (
@@ -36,13 +35,8 @@ from shard_server.engines.base import (
     StepOutput,
 )
 from shard_server.engines.eviction_order import has_others_outside, preempted_for
-from shard_server.engines.queue_order import (
-    MAX_PATIENCE_SECONDS,
-    admission_rank,
-    class_order,
-    count_cached_blocks,
-    goes_before,
-)
+from shard_server.engines.prefill_order import PrefillOrder
+from shard_server.engines.queue_order import MAX_PATIENCE_SECONDS, admission_rank, class_order, count_cached_blocks
 from shard_server.engines.sim_adapters import SimAdapterReader
 from shard_server.engines.sim_blocks import SimBlockPool
 from shard_server.engines.sim_embedding import EMBEDDING_SIZE, sim_embedding
@@ -65,6 +59,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.BATCH_INVARIANT,
         Capability.PREFIX_CACHING,
         Capability.KV_SHARES,
+        Capability.FAIR_PREFILL,
         Capability.MIN_TOKENS,
         Capability.PROMPT_LOGPROBS,
         Capability.ADAPTERS,
@@ -72,7 +67,9 @@ _CAPABILITIES: Final = frozenset(
         Capability.HANDOFF_LOGPROBS,
     }
 )
-_SCRIPTED: Final = frozenset({Capability.GENERATE, Capability.PREFIX_CACHING, Capability.KV_SHARES})
+_SCRIPTED: Final = frozenset(
+    {Capability.GENERATE, Capability.PREFIX_CACHING, Capability.KV_SHARES, Capability.FAIR_PREFILL}
+)
 """Of an engine whose tokens do not follow from the prompt."""
 MAX_LAG_SECONDS: Final = 1.0
 """Steps catch up when they are late, so that the pace has no drift; when they are later than this, the clock is
@@ -136,8 +133,7 @@ class SimEngine:
         self._cancelled: set[str] = set()
         self._num_submitted = 0
         self._num_preemptions = 0
-        self._has_classes = False
-        """Whether sequences of other classes than interactive ones were there in the last step."""
+        self._order = PrefillOrder(config.max_prefill_tokens_per_step)
         self._step_ends_at = 0.0
         self._closed = False
         self._wake = asyncio.Event()
@@ -165,6 +161,7 @@ class SimEngine:
         else:
             self._waiting.append(sequence)
         self._live[request.request_id] = sequence
+        self._order.add(sequence)
         self._num_submitted += 1
         self._wake.set()
 
@@ -253,7 +250,7 @@ class SimEngine:
         planned: list[tuple[SimSequence, int]] = []
         budget = self._max_prefill_tokens
         any_decodes = False
-        self._has_classes = any(s.request.class_rank != INTERACTIVE_RANK for s in (*self._running, *self._waiting))
+        is_mixed = self._order.is_mixed
         self._step_number += 1
         position = 0
         while position < len(self._running):  # preemption shortens the list from its end
@@ -266,7 +263,7 @@ class SimEngine:
                     continue
                 if not self._make_room(sequence):
                     break
-            elif self._has_classes:
+            elif is_mixed:
                 num_tokens = 0
             else:
                 num_tokens = min(num_tokens, budget)
@@ -276,10 +273,10 @@ class SimEngine:
             position += 1
         has_room = budget and len(self._running) < self._info.max_batch
         if self._queue_order == "shortest_prefill" and has_room and len(self._waiting) > 1:
-            self._waiting = deque(sorted(self._waiting, key=self._admission_rank))
-        elif self._has_classes:
-            self._waiting = deque(sorted(self._waiting, key=_class_order))
-        if self._has_classes:
+            self._waiting = deque(self._order.sort_waiting(self._waiting, self._admission_rank))
+        elif is_mixed:
+            self._waiting = deque(self._order.sort_waiting(self._waiting))
+        if is_mixed:
             budget = self._continue_prefill(planned, budget)
         budget = self._admit_waiting(planned, budget)
         num_prefilled = self._max_prefill_tokens - budget
@@ -287,9 +284,9 @@ class SimEngine:
         return planned, seconds
 
     def _continue_prefill(self, planned: list[tuple[SimSequence, int]], budget: int) -> int:
-        """Continue prefill that has begun, in the order of classes; waiting sequences of more urgent ones are admitted
-        before it. Returns what is left of the budget."""
-        for sequence in sorted((one for one in self._running if not one.is_decoding), key=_class_order):
+        """Continue prefill that has begun, in the order of classes and tenants; waiting sequences that it gives way to
+        are admitted before it. Returns what is left of the budget."""
+        for sequence in self._order.sort_begun(one for one in self._running if not one.is_decoding):
             budget = self._admit_waiting(planned, budget, before=sequence)
             num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
             if num_tokens:
@@ -308,7 +305,7 @@ class SimEngine:
             sequence = self._waiting[0]
             if sequence.request.request_id in self._cancelled:
                 break
-            if before is not None and not _goes_before(sequence, before):
+            if before is not None and not self._order.goes_before(sequence, before):
                 break
             if skipped and not self._fits_into_share(sequence):
                 skipped.append(self._waiting.popleft())
@@ -319,10 +316,10 @@ class SimEngine:
                 skipped.append(self._waiting.popleft())
                 continue
             self._running.append(self._waiting.popleft())
-            num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
-            if sequence.has_foreign_kv:
-                num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens  # they are fetched
-            else:
+            num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+            self._order.begin(sequence, 0 if sequence.has_foreign_kv else num_tokens)
+            if not sequence.has_foreign_kv:  # otherwise all of them are fetched
+                num_tokens = min(num_tokens, budget)
                 budget -= num_tokens
             planned.append((sequence, num_tokens))
         self._waiting.extendleft(reversed(skipped))
@@ -335,7 +332,8 @@ class SimEngine:
 
     def _admission_rank(self, sequence: SimSequence) -> float:
         if sequence.scheduled_at is not None:  # it was preempted, and resumes before others of its class start
-            return _class_order(sequence) - MAX_PATIENCE_SECONDS if self._has_classes else float("-inf")
+            order = class_order(sequence.class_rank, sequence.submit_time)
+            return order - MAX_PATIENCE_SECONDS if self._order.is_mixed else float("-inf")
         hashes = sequence.known_hashes()
         block_size = self._info.block_size
         sequence.num_expected_blocks = count_cached_blocks(
@@ -344,8 +342,8 @@ class SimEngine:
             sequence.num_expected_blocks,
         )
         num_uncached = len(sequence.token_ids) - sequence.num_expected_blocks * block_size
-        rank = sequence.request.class_rank
-        return admission_rank(num_uncached, self._prefill_tokens_per_second, sequence.submitted_at, rank)
+        speed = self._prefill_tokens_per_second
+        return admission_rank(num_uncached, speed, sequence.submit_time, sequence.class_rank)
 
     def _admit(self, sequence: SimSequence) -> bool:
         """Allocate the blocks of a waiting sequence, cached ones if possible; returns False if too few are left."""
@@ -430,7 +428,7 @@ class SimEngine:
 
     def _stamp(self, sequence: SimSequence) -> int:
         now = time.monotonic()
-        return self._stamps[stamp_of(now if sequence.num_output_tokens else now - sequence.submitted_at)]
+        return self._stamps[stamp_of(now if sequence.num_output_tokens else now - sequence.submit_time)]
 
     def _end(self, sequence: SimSequence, reason: FinishReason, output: StepOutput) -> None:
         if sequence.request.request_id in self._live:
@@ -447,6 +445,7 @@ class SimEngine:
 
     def _forget(self, sequence: SimSequence) -> None:
         del self._live[sequence.request.request_id]
+        self._order.remove(sequence)
         if sequence.request.adapter:
             self.adapters.release(sequence.request.request_id)
 
@@ -511,11 +510,3 @@ def _unavailable(max_loaded_adapters: int) -> frozenset[Capability]:
 def _fire(timer: asyncio.Future[None]) -> None:
     if not timer.done():
         timer.set_result(None)
-
-
-def _class_order(sequence: SimSequence) -> float:
-    return class_order(sequence.request.class_rank, sequence.submitted_at)
-
-
-def _goes_before(waiting: SimSequence, begun: SimSequence) -> bool:
-    return goes_before(waiting.request.class_rank, waiting.submitted_at, begun.request.class_rank, begun.submitted_at)

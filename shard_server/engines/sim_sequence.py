@@ -37,8 +37,9 @@ class SimSequence:
         "request",
         "scheduled_at",
         "started",
-        "submitted_at",
+        "submit_time",
         "token_ids",
+        "turn",
     )
 
     def __init__(
@@ -71,11 +72,25 @@ class SimSequence:
         """Whether all tokens but the newest are computed."""
         self.next_decode_step = 0
         self.started = False
-        self.submitted_at = now
+        self.submit_time = now
+        self.turn = 0
+        """See prefill_order.py."""
         self.scheduled_at: float | None = None
         self._key = sequence_key(request.prompt_token_ids, request.sampling.seed, adapter_checksum, answer_seed)
         self._block_size = info.block_size
         self._hashes: list[int] = []
+
+    @property
+    def class_rank(self) -> int:
+        return self.request.class_rank
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def num_expected_prefill_tokens(self) -> int:
+        return self.request.num_expected_prefill_tokens
 
     @property
     def num_blocks(self) -> int:
@@ -106,7 +121,7 @@ class SimSequence:
 
     @property
     def queue_time_seconds(self) -> float:
-        return (self.scheduled_at or self.submitted_at) - self.submitted_at
+        return (self.scheduled_at or self.submit_time) - self.submit_time
 
     def known_hashes(self) -> list[int]:
         """The hashes of all full blocks of the current tokens."""

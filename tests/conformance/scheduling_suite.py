@@ -104,6 +104,27 @@ class SchedulingSuite(StartedEngines):
         (tokens,) = await driver.run(request_of("a", prompt_of(1, 50), 14))
         assert len(tokens) == 14
 
+    async def test_a_flood_of_one_tenant_does_not_delay_anothers_first_token(self, start: StartEngine) -> None:
+        """What Capability.FAIR_PREFILL promises: the newcomer is prefilled in the next step, before what has begun, and
+        the tokens of all stay the same."""
+        driver = await start(max_prefill_tokens_per_step=16, num_blocks=256)
+        if Capability.FAIR_PREFILL not in driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        flood = [request_of(f"flood {i}", prompt_of(i, 64), 2, tenant="flood") for i in range(12)]
+        calm = request_of("calm", prompt_of(99, 16), 2, tenant="calm")
+        for request in (*flood, calm):
+            driver.engine.submit(request)
+        await driver.step_until(lambda: len(driver.ends) == 13)
+        # Those of the flood that an engine had begun when the newcomer came, and one of the steps in which both share.
+        assert list(driver.starts).index("calm") <= 2
+        if Capability.BATCH_INVARIANT in driver.engine.info.capabilities:
+            together = [driver.tokens[request.request_id] for request in (flood[0], flood[11], calm)]
+            alone = [
+                (await driver.run(request_of(f"alone {one.request_id}", one.prompt_token_ids, 2)))[0]
+                for one in (flood[0], flood[11], calm)
+            ]
+            assert together == alone
+
     async def test_many_sequences_at_once_lose_and_double_nothing(self, start: StartEngine) -> None:
         """More than fit in a batch, ragged, with prompts longer than a prefill chunk; alone, each has the same
         tokens."""

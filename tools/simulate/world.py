@@ -245,6 +245,7 @@ class _World:
                     num_expected_cached_tokens=action.num_expected_cached_tokens,
                     router_index=link.index,
                     class_rank=class_of(request).rank,
+                    tenant=request.tenant,
                 ),
                 self._now,
             )

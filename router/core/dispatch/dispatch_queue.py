@@ -19,7 +19,7 @@ from router.core.dispatch.ttft_order import ttft_order
 from router.core.dispatch.waiting_queues import WaitingQueues, flow_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest, QueueId
-from router.core.load.load_ledger import LoadLedger, LoadView
+from router.core.load.load_ledger import HeldRequest, LoadLedger, LoadView
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 
@@ -144,7 +144,7 @@ class DispatchQueue:
         self.queues.remove(live)
         if queue_id.shard_id:
             self._sender.cancel_prefill_chunk(live, queue_id.shard_id)
-            self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
+            del self._ledger.view(queue_id.shard_id).held[live.request.request_id]
 
     def mark_dirty(self, shard_id: str) -> None:
         """The shard has less to do than before."""
@@ -379,7 +379,7 @@ class DispatchQueue:
         self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
-        view.hold(live.request.request_id, candidate.own_seconds, live.priority_class.rank)
+        _hold(view, live, candidate.own_seconds)
         self._note_opening(shard, now)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
@@ -426,7 +426,7 @@ class DispatchQueue:
         self._push(live, queue_id, now)
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
-        view.hold(live.request.request_id, live.own_seconds, live.priority_class.rank)
+        _hold(view, live, live.own_seconds)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _turn_on(self, shard: Shard) -> Callable[[LiveRequest], bool]:
@@ -473,7 +473,7 @@ class DispatchQueue:
             now,
         )
         if live is not None:
-            self._ledger.view(queue_id.shard_id).unhold(live.request.request_id)
+            del self._ledger.view(queue_id.shard_id).held[live.request.request_id]
         return live
 
     def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
@@ -482,7 +482,7 @@ class DispatchQueue:
         others = [queue_id for queue_id in self.queues.queue_ids if queue_id.shard_id and queue_id.model == model]
         if not others:
             return None
-        longest = max(others, key=lambda queue_id: sum(self._ledger.view(queue_id.shard_id).held.values()))
+        longest = max(others, key=lambda queue_id: self._ledger.view(queue_id.shard_id).held_seconds)
         waiting = sorted(
             (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
             key=lambda live: (live.priority_class.rank, live.own_seconds),
@@ -504,10 +504,10 @@ class DispatchQueue:
         It does not queue behind itself."""
         assert live.queue_id is not None
         target = self._fleet.shards[live.queue_id.shard_id]
-        view, request_id, rank = self._ledger.view(target.shard_id), live.request.request_id, live.priority_class.rank
-        own_seconds = view.unhold(request_id)
+        held, request_id = self._ledger.view(target.shard_id).held, live.request.request_id
+        own_place = held.pop(request_id)
         picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
-        view.hold(request_id, own_seconds, rank)
+        held[request_id] = own_place
         return picked
 
     def _place_again(self, model: str, now: float) -> None:
@@ -530,8 +530,7 @@ class DispatchQueue:
             live.placed_at = now
             shard, candidate = self._pick_again(live, self._placer.open_shards(live), now)
             if shard.shard_id == live.queue_id.shard_id:
-                view, rank = self._ledger.view(shard.shard_id), live.priority_class.rank
-                view.hold(live.request.request_id, candidate.own_seconds, rank)
+                _hold(self._ledger.view(shard.shard_id), live, candidate.own_seconds)
                 live.own_seconds = candidate.own_seconds
             else:
                 self.leave(live)
@@ -545,6 +544,12 @@ class DispatchQueue:
 def _parked(live: LiveRequest) -> QueueId:
     """The queue of requests of its class that are not placed."""
     return QueueId(live.request.model, parked_class=live.priority_class.name)
+
+
+def _hold(view: LoadView, live: LiveRequest, own_seconds: float) -> None:
+    """The request waits for that shard, or its prefill time is another one by now."""
+    request = live.request
+    view.held[request.request_id] = HeldRequest(own_seconds, live.priority_class.rank, request.tenant)
 
 
 def _resort(shard: Shard) -> tuple[bool, bool]:

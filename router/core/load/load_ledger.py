@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -60,6 +60,15 @@ class Reservation(msgspec.Struct, frozen=True):
         return self.num_prefill_tokens + self.num_cached_tokens
 
 
+class HeldRequest(NamedTuple):
+    """A request that waits in the router for a shard."""
+
+    own_seconds: float
+    """Its own prefill time."""
+    class_rank: int
+    tenant: str
+
+
 class Rate:
     """Arrivals per second, over about the last minutes."""
 
@@ -89,7 +98,6 @@ class LoadView:
         "foreign_running",
         "foreign_waiting",
         "held",
-        "held_ranks",
         "is_mixed",
         "model",
         "num_blocks",
@@ -132,10 +140,8 @@ class LoadView:
         """Own attempts placed there, each weighted by its share of cached tokens: those that had to come here."""
         self.busy = Rate()
         """Their prefill time: the share of its time that the shard is busy with them."""
-        self.held: dict[str, float] = {}
-        """request_id → own prefill time of requests that wait in the router for this shard."""
-        self.held_ranks: dict[str, int] = {}
-        """request_id → class rank of those whose rank is not that of interactive requests."""
+        self.held: dict[str, HeldRequest] = {}
+        """By request_id: the requests that wait in the router for this shard."""
         self.running: dict[ReservationKey, float] = {}
         """Own attempts with a first token → when it came."""
         self.residence_seconds = 0.0
@@ -228,6 +234,11 @@ class LoadView:
             seconds -= min(max(elapsed, 0.0), self.speed.seconds(first.work, num_context_tokens))
         return max(seconds, 0.0)
 
+    @property
+    def held_seconds(self) -> float:
+        """Own prefill time of all requests that wait in the router for this shard."""
+        return sum(one.own_seconds for one in self.held.values())
+
     def yielding(self, class_rank: int, now: float) -> tuple[float, int]:
         """What of `queue_seconds` and of the queued tokens a request of that rank does not wait for: prefill of less
         urgent ones, beyond the step that is under way. Other routers' prefill is of unknown classes and never counts.
@@ -256,17 +267,6 @@ class LoadView:
         num_ranked = sum(self.ranked_sequences.values())
         num_urgent = sum(count for rank, count in self.ranked_sequences.items() if rank < class_rank)
         return num_urgent + (self.own_running + self.own_waiting - num_ranked if class_rank > INTERACTIVE_RANK else 0)
-
-    def hold(self, request_id: str, own_seconds: float, class_rank: int) -> None:
-        """A request waits in the router for this shard, or its prefill time is another one by now."""
-        self.held[request_id] = own_seconds
-        if class_rank != INTERACTIVE_RANK:
-            self.held_ranks[request_id] = class_rank
-
-    def unhold(self, request_id: str) -> float:
-        """It waits no longer. Returns its prefill time."""
-        self.held_ranks.pop(request_id, None)
-        return self.held.pop(request_id)
 
     def note_queued(self, reservation: Reservation) -> None:
         """An attempt was sent, and there are several classes; its work is in `queued_work`."""
@@ -445,5 +445,4 @@ class LoadLedger:
             assert sum(view.ranked_sequences.values()) == sum(
                 r.num_sequences for r in reserved.values() if r.class_rank != INTERACTIVE_RANK
             )
-            assert view.held_ranks.keys() <= view.held.keys()
             assert min(view.num_waiting, view.num_running, view.num_queued_prefill_tokens) >= 0

@@ -19,12 +19,13 @@ class RoundRobin(Policy):
 
 
 class LeastRequests(Policy):
-    """Picks the shard with the fewest sequences."""
+    """Picks the shard with the fewest sequences. Of another tenant's, no more count than the request's own tenant has
+    there: each tenant's requests are spread by themselves."""
 
     terms = ("running", "waiting")
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
-        return [(float(c.num_running), float(c.num_waiting)) for c in candidates]
+        return [(float(c.num_running - c.num_beyond_parts), float(c.num_waiting)) for c in candidates]
 
 
 class LeastPrefill(Policy):

@@ -72,7 +72,7 @@ class Ect(Policy):
             held_ahead_seconds, num_held_behind = c.held_ahead_seconds, c.num_held_behind
         else:
             num_waiting = c.num_waiting
-            held_ahead_seconds, num_held_behind = c.held_urgent_seconds, c.num_held_less_urgent
+            held_ahead_seconds, num_held_behind = c.held_before_seconds, c.num_held_less_urgent
         num_coming = c.bound_arrival_rate * (c.queue_seconds + own / 2) / (1 - min(c.utilisation, MAX_UTILISATION))
         # Every computed block evicts one that would take about as long to compute again.
         num_lost_blocks = c.num_evicted_blocks * c.reuse_probability if c.num_evicted_blocks else 0.0
@@ -84,7 +84,7 @@ class Ect(Policy):
             * (
                 num_held_behind
                 + w.delay_of_waiting * num_waiting
-                + w.delay_of_running * c.num_running
+                + w.delay_of_running * (c.num_running - c.num_beyond_parts)
                 + w.delay_of_urgent * c.num_urgent
             ),
             own * w.delay_of_coming * num_coming,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
@@ -15,7 +15,7 @@ from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
-from router.core.load.load_ledger import LoadLedger, LoadView
+from router.core.load.load_ledger import HeldRequest, LoadLedger, LoadView
 from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
@@ -70,8 +70,10 @@ class Placer:
         self._seed = seed
         self._must_leave_room = must_leave_room
         self._num_placed = 0
-        self._has_classes = False
-        """Whether there has been a request of another class than interactive."""
+        self._only_tenant: str | None = None
+        """The tenant of all requests so far. None: there was none, or `_is_mixed`."""
+        self._is_mixed = False
+        """Whether there has been a request of another class than interactive, or of another tenant."""
         self._last_scores: _Scores | None = None
         """The scores of the last pick."""
 
@@ -297,16 +299,23 @@ class Placer:
                 if self._can_fetch(live, shard):
                     num_blocks = -(-num_tokens // shard.description.block_size)  # all of them are fetched
                     candidates[number] = self._candidate(shard, num_tokens, num_blocks, now)
-        rank = live.priority_class.rank
-        if self._has_classes or rank != INTERACTIVE_RANK:
-            self._has_classes = True
-            for shard, candidate in zip(shards, candidates, strict=True):
-                _see_classes(candidate, self._ledger.view(shard.shard_id), rank, now)
-        adapter = live.request.adapter
+        request = live.request
+        if request.tenant != self._only_tenant or live.priority_class.rank != INTERACTIVE_RANK:
+            self._see_others(candidates, shards, live, now)
+        adapter = request.adapter
         if adapter is not None:
             for shard, candidate in zip(shards, candidates, strict=True):
                 candidate.adapter_wait_seconds = _adapter_wait_seconds(shard, adapter, now)
         return candidates
+
+    def _see_others(self, candidates: list[Candidate], shards: list[Shard], live: LiveRequest, now: float) -> None:
+        """Make the candidates aware of other classes and tenants, from when there is the first of them."""
+        rank, tenant = live.priority_class.rank, live.request.tenant
+        if not self._is_mixed:
+            self._is_mixed = rank != INTERACTIVE_RANK or self._only_tenant is not None
+            self._only_tenant = None if self._is_mixed else tenant
+        for shard, candidate in zip(shards, candidates, strict=True):
+            _see_others(candidate, shard, self._ledger.view(shard.shard_id), rank, tenant, now)
 
     def _candidate(self, shard: Shard, num_tokens: int, num_overlap_blocks: int, now: float) -> Candidate:
         shard_id = shard.shard_id
@@ -340,7 +349,7 @@ class Placer:
             view.speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
             view.bound_arrivals.per_second(now),
             view.busy.per_second(now),
-            list(view.held.values()) if view.held else (),
+            [one.own_seconds for one in view.held.values()] if view.held else (),
         )
 
     def _reuse_probability(self, shard_id: str, now: float) -> float:
@@ -394,18 +403,43 @@ def _adapter_wait_seconds(shard: Shard, adapter: Adapter, now: float) -> float:
     return shard.adapters.wait_seconds(adapter, now) if shard.adapters.has(adapter) else 0.0
 
 
-def _see_classes(candidate: Candidate, view: LoadView, class_rank: int, now: float) -> None:
-    """What a request of that rank waits for on a shard, and what waits for it, if there are several classes."""
+def _see_others(candidate: Candidate, shard: Shard, view: LoadView, class_rank: int, tenant: str, now: float) -> None:
+    """What a request of that class and tenant waits for on a shard, and what waits for it, if there are several."""
     candidate.yielding_seconds = view.yielding(class_rank, now)[0]
     candidate.num_urgent = view.num_urgent_sequences(class_rank)
+    num_by_tenant = shard.num_by_tenant
+    if len(num_by_tenant) > 1 or tenant not in num_by_tenant:
+        # No more of another tenant's sequences count as delayed than this tenant has itself: one with many answers
+        # would otherwise turn the others away from whole shards.
+        num_own = num_by_tenant.get(tenant, 0) + 1
+        num_beyond = sum(max(0, num - num_own) for num in num_by_tenant.values())
+        candidate.num_beyond_parts = min(num_beyond, candidate.num_running)
     if view.held:
-        ranks = view.held_ranks
-        of_rank: dict[int, list[float]] = {}
-        for request_id, seconds in view.held.items():
-            of_rank.setdefault(ranks.get(request_id, INTERACTIVE_RANK), []).append(seconds)
-        candidate.held_seconds = of_rank.pop(class_rank, ())
-        candidate.held_urgent_seconds = sum(sum(held) for rank, held in of_rank.items() if rank < class_rank)
-        candidate.num_held_less_urgent = sum(len(held) for rank, held in of_rank.items() if rank > class_rank)
+        _see_held(candidate, view.held.values(), class_rank, tenant)
+
+
+def _see_held(candidate: Candidate, all_held: Iterable[HeldRequest], class_rank: int, tenant: str) -> None:
+    """What waits in the router for the shard. Tenants take turns, so that while the request waits, each other one is
+    served no more than its own."""
+    own_held: list[float] = []
+    of_others: dict[str, float] = {}
+    seconds_before, num_less_urgent = 0.0, 0
+    for held in all_held:
+        if held.class_rank < class_rank:
+            seconds_before += held.own_seconds
+        elif held.class_rank > class_rank:
+            num_less_urgent += 1
+        elif held.tenant == tenant:
+            own_held.append(held.own_seconds)
+        else:
+            of_others[held.tenant] = of_others.get(held.tenant, 0.0) + held.own_seconds
+    candidate.held_seconds = own_held
+    candidate.num_held_less_urgent = num_less_urgent
+    if of_others:
+        own_seconds = candidate.own_seconds
+        turn_seconds = own_seconds + sum(seconds for seconds in own_held if seconds <= own_seconds)
+        seconds_before += sum(min(seconds, turn_seconds) for seconds in of_others.values())
+    candidate.held_before_seconds = seconds_before
 
 
 def _arrival(live: LiveRequest, candidate: Candidate, block_hashes: Sequence[int]) -> Arrival:

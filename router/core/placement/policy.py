@@ -46,16 +46,18 @@ class Candidate(msgspec.Struct):
     utilisation: float
     """Share of its time that it was busy with their prefill."""
     held_seconds: Sequence[float] = ()
-    """Own prefill time of each request that waits in the router for this shard."""
+    """Own prefill time of each request of its class and tenant that waits in the router for this shard."""
     adapter_wait_seconds: float = 0.0
     """Time until the request's adapter is loaded; 0 for a request without one."""
     yielding_seconds: float = 0.0
     """The part of `queue_seconds` that it does not wait for: prefill of less urgent classes, which gives way to it."""
-    held_urgent_seconds: float = 0.0
-    """Own prefill time of the requests of more urgent classes that wait in the router for this shard. Those of its own
-    class are in `held_seconds`."""
+    held_before_seconds: float = 0.0
+    """Prefill time of requests that wait in the router for this shard and go before this one whatever their length:
+    those of more urgent classes, and those of other tenants whose turn comes first."""
     num_held_less_urgent: int = 0
     """The number of requests of less urgent classes that wait in the router for this shard."""
+    num_beyond_parts: int = 0
+    """Sequences of other tenants there, beyond as many as the request's own tenant will have with it."""
     num_urgent: int = 0
     """Sequences of more urgent classes there, waiting or running."""
 
@@ -71,12 +73,12 @@ class Candidate(msgspec.Struct):
 
     @property
     def held_ahead_seconds(self) -> float:
-        """Prefill time of the requests waiting in the router that go before this one: those of more urgent classes, and
-        the shorter ones of its own."""
+        """Prefill time of the requests waiting in the router that go before this one: those of more urgent classes,
+        those of other tenants whose turn comes first, and the shorter ones of its own."""
         if not self.held_seconds:
-            return self.held_urgent_seconds
+            return self.held_before_seconds
         own = self.own_seconds
-        return sum(seconds for seconds in self.held_seconds if seconds <= own) + self.held_urgent_seconds
+        return sum(seconds for seconds in self.held_seconds if seconds <= own) + self.held_before_seconds
 
     @property
     def num_held_behind(self) -> int:

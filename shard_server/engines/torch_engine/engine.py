@@ -70,6 +70,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.PROMPT_LOGPROBS,
         Capability.PREFIX_CACHING,
         Capability.KV_SHARES,
+        Capability.FAIR_PREFILL,
     }
 )
 _IF_INVARIANT: Final = frozenset({Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT})

@@ -6,9 +6,10 @@ blocks. That holds for any order of admission. Nor does any sequence starve: pre
 that have not run yet, and the first in the queue is never skipped for lack of blocks; for the others, the queue order
 bounds how long one can be overtaken (queue_order.py).
 
-With sequences of several classes (EngineRequest.class_rank), prefill of the most urgent ones comes first in a step, and
-a waiting sequence is admitted before less urgent prefill continues. Decoding sequences are never held up. A class goes
-before another one for a bounded time only (queue_order.py), so that none starves; and since only the order of admission
+With sequences of several classes (EngineRequest.class_rank) or tenants, prefill of the most urgent class comes first in
+a step, and within a class that of the tenant with least prefill; a waiting sequence is admitted before other prefill
+continues (prefill_order.py). Decoding sequences are never held up. A class goes before another one for a bounded time
+only, and a tenant until it has had as much as the other, so that none starves; and since only the order of admission
 and of prefill changes, it cannot livelock either.
 
 With guaranteed shares of blocks (eviction_order.py) both still hold. A sequence may evict what others' shares protect
@@ -22,16 +23,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Final, Literal
 
-from kvloom.class_rank import INTERACTIVE_RANK
 from shard_server.engines.base import LoadShare
 from shard_server.engines.eviction_order import has_others_outside, preempted_for
-from shard_server.engines.queue_order import (
-    MAX_PATIENCE_SECONDS,
-    admission_rank,
-    class_order,
-    count_cached_blocks,
-    goes_before,
-)
+from shard_server.engines.prefill_order import PrefillOrder
+from shard_server.engines.queue_order import MAX_PATIENCE_SECONDS, admission_rank, class_order, count_cached_blocks
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
 
@@ -80,8 +75,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._num_ranked = 0
-        """Sequences, waiting or running, of another class rank than that of interactive requests."""
+        self._order = PrefillOrder(max_prefill_tokens_per_step)
         self._num_prompt_logits_left = 0
         """How many more prompt tokens of this step may have logits."""
 
@@ -109,7 +103,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
-        self._num_ranked += sequence.request.class_rank != INTERACTIVE_RANK
+        self._order.add(sequence)
 
     def schedule(self, prefill_tokens_per_second: float = 0.0) -> list[Chunk]:
         """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only if there is
@@ -117,6 +111,7 @@ class Scheduler:
         order of arrival."""
         budget = self.prefill_budget(prefill_tokens_per_second)
         self._num_prompt_logits_left = self.max_prompt_logits_per_step
+        is_mixed = self._order.is_mixed
         batch: list[Chunk] = []
         index = 0
         while index < len(self.running):  # preemption removes members after `index`
@@ -124,7 +119,7 @@ class Scheduler:
             index += 1
             num_tokens = sequence.num_uncomputed_tokens
             if num_tokens > 1:
-                if self._num_ranked:
+                if is_mixed:
                     continue
                 num_tokens = self._chunk_size(sequence, budget)
                 budget -= num_tokens
@@ -135,9 +130,9 @@ class Scheduler:
             batch.append((sequence, num_tokens))
         if self.queue_order == "shortest_prefill" and prefill_tokens_per_second:
             self._sort_waiting(budget, prefill_tokens_per_second)
-        elif self._num_ranked:
-            self.waiting = deque(sorted(self.waiting, key=_class_order))
-        if self._num_ranked:
+        elif is_mixed:
+            self.waiting = deque(self._order.sort_waiting(self.waiting))
+        if is_mixed:
             budget = self._continue_prefill(batch, budget)
         self._admit(batch, budget)
         assert batch or not self.has_work, "there is work, but none of it can be scheduled"
@@ -179,7 +174,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, running or waiting, and free its blocks."""
-        self._num_ranked -= sequence.request.class_rank != INTERACTIVE_RANK
+        self._order.remove(sequence)
         if sequence.is_running:
             self.running.remove(sequence)
             self._free(sequence)
@@ -191,8 +186,7 @@ class Scheduler:
         """Raise AssertionError unless blocks and sequences account for one another."""
         assert all(sequence.is_running for sequence in self.running), "a running sequence holds no blocks"
         assert not any(sequence.is_running for sequence in self.waiting), "a waiting sequence holds blocks"
-        ranks = [sequence.request.class_rank for sequence in (*self.running, *self.waiting)]
-        assert self._num_ranked == sum(rank != INTERACTIVE_RANK for rank in ranks), "ranks are counted wrongly"
+        self._order.check_integrity((*self.running, *self.waiting))
         self.pool.check_integrity(sequence.block_table for sequence in self.running)
 
     def _sort_waiting(self, budget: int, prefill_tokens_per_second: float) -> None:
@@ -202,7 +196,8 @@ class Scheduler:
 
         def rank(sequence: Sequence) -> float:
             if sequence.queue_time_seconds is not None:  # its client has seen the beginning of the answer
-                return _class_order(sequence) - MAX_PATIENCE_SECONDS if self._num_ranked else float("-inf")
+                order = class_order(sequence.class_rank, sequence.submit_time)
+                return order - MAX_PATIENCE_SECONDS if self._order.is_mixed else float("-inf")
             keys = sequence.block_keys
             sequence.num_expected_blocks = count_cached_blocks(
                 lambda position: self.pool.is_cached(keys[position].block_hash),
@@ -210,16 +205,15 @@ class Scheduler:
                 sequence.num_expected_blocks,
             )
             num_uncached = sequence.num_tokens - sequence.num_expected_blocks * self.pool.block_size
-            rank = sequence.request.class_rank
-            return admission_rank(num_uncached, prefill_tokens_per_second, sequence.submit_time, rank)
+            return admission_rank(num_uncached, prefill_tokens_per_second, sequence.submit_time, sequence.class_rank)
 
-        self.waiting = deque(sorted(self.waiting, key=rank))
+        self.waiting = deque(self._order.sort_waiting(self.waiting, rank))
 
     def _continue_prefill(self, batch: list[Chunk], budget: int) -> int:
-        """Continue prefill that has begun, in the order of classes; waiting sequences of more urgent ones are admitted
-        before it. Returns what is left of the budget."""
+        """Continue prefill that has begun, in the order of classes and tenants; waiting sequences that it gives way to
+        are admitted before it. Returns what is left of the budget."""
         begun = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
-        for sequence in sorted(begun, key=_class_order):
+        for sequence in self._order.sort_begun(begun):
             budget = self._admit(batch, budget, before=sequence)
             num_tokens = self._chunk_size(sequence, budget)
             if num_tokens:
@@ -234,7 +228,7 @@ class Scheduler:
         is_first_blocked = False
         while self.waiting and budget and len(self.running) < self.max_batch:
             sequence = self.waiting[0]
-            if before is not None and not _goes_before(sequence, before):
+            if before is not None and not self._order.goes_before(sequence, before):
                 break
             if (is_first_blocked and not self._fits_into_share(sequence)) or self._awaits_shared_prefix(sequence):
                 skipped.append(self.waiting.popleft())
@@ -248,6 +242,7 @@ class Scheduler:
                 skipped.append(self.waiting.popleft())
                 continue
             self.running.append(self.waiting.popleft())
+            self._order.begin(sequence, sequence.num_uncomputed_tokens)
             num_tokens = self._chunk_size(sequence, budget)
             budget -= num_tokens
             batch.append((sequence, num_tokens))
@@ -287,8 +282,8 @@ class Scheduler:
 
     def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill is about to compute the prefix that this sequence needs next. Waiting for it avoids
-        computing the prefix twice and costs no time, since that prefill comes first in the budget anyway, unless it is
-        of a less urgent class."""
+        computing the prefix twice and costs no time, since that prefill comes first in the budget anyway, unless it
+        gives way to this sequence."""
         if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
             sequence.shares_with = self._find_shared_prefill(sequence)
         return sequence.shares_with is not None
@@ -296,7 +291,7 @@ class Scheduler:
     def _find_shared_prefill(self, sequence: Sequence) -> tuple[Sequence, int] | None:
         limit = sequence.num_reusable_blocks * self.pool.block_size
         for other in self.running:
-            if other.num_uncomputed_tokens > 1 and other.request.class_rank <= sequence.request.class_rank:
+            if other.num_uncomputed_tokens > 1 and not self._order.goes_before(sequence, other):
                 num_common = min(sequence.num_common_tokens(other), limit)
                 if _is_computing(other, num_common) and self._num_matched_tokens(sequence) < num_common:
                     return other, num_common
@@ -339,14 +334,6 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
-
-
-def _class_order(sequence: Sequence) -> float:
-    return class_order(sequence.request.class_rank, sequence.submit_time)
-
-
-def _goes_before(waiting: Sequence, begun: Sequence) -> bool:
-    return goes_before(waiting.request.class_rank, waiting.submit_time, begun.request.class_rank, begun.submit_time)
 
 
 def _is_computing(sequence: Sequence, num_tokens: int) -> bool:

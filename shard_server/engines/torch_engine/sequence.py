@@ -45,6 +45,7 @@ class Sequence:
         "started",
         "submit_time",
         "token_ids",
+        "turn",
         "uncacheable",
     )
 
@@ -73,6 +74,8 @@ class Sequence:
         """None until the first draft, and without a prediction."""
         self.block_size = block_size
         self.submit_time = submit_time
+        self.turn = 0
+        """See prefill_order.py."""
         self.queue_time_seconds: float | None = None
         """The time until it was first scheduled; None before that."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -100,6 +103,18 @@ class Sequence:
             self.prompt_logprobs = []
         if pooled is None:
             self.extend_block_keys()
+
+    @property
+    def class_rank(self) -> int:
+        return self.request.class_rank
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def num_expected_prefill_tokens(self) -> int:
+        return self.request.num_expected_prefill_tokens
 
     @property
     def next_prompt_logits(self) -> int | None:

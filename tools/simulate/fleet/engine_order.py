@@ -1,5 +1,4 @@
-"""The order in which an engine prefills its sequences. The most urgent class goes first, as in the engines
-(shard_server/engines/queue_order.py), also before prefills of less urgent ones that have begun."""
+"""The order in which a modelled engine prefills its sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +7,8 @@ import operator
 from typing import Final, Protocol
 
 from kvloom.class_rank import INTERACTIVE_RANK
-from shard_server.engines.queue_order import CLASS_PATIENCE_SECONDS, class_order, goes_before
+from shard_server.engines.prefill_order import PrefillOrder
+from shard_server.engines.queue_order import CLASS_PATIENCE_SECONDS, class_order
 from tools.simulate.fleet.kv_cache import KvCache
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
@@ -25,8 +25,10 @@ the mean and more aging lowers the tail, and 0.25 sacrifices little of either.""
 class EngineOrder(Protocol):
     """The waiting queue, and the order among prefills that have begun."""
 
-    newcomers_may_pass: bool
-    """Whether a new sequence may go before one that is already waiting."""
+    @property
+    def newcomers_may_pass(self) -> bool:
+        """Whether a new sequence may go before one that is already waiting."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -36,10 +38,20 @@ class EngineOrder(Protocol):
         """The sequence to be admitted next."""
         ...
 
-    def pop_first(self) -> None: ...
+    def pop_first(self) -> None:
+        """It is admitted, and its prefill begins."""
+        ...
 
     def remove(self, sequence: ShardSequence) -> None:
-        """Remove a cancelled sequence."""
+        """Remove a sequence that is cancelled while it waits."""
+        ...
+
+    def note_end(self, sequence: ShardSequence) -> None:
+        """A sequence has left the engine, after it was admitted or while it waited."""
+        ...
+
+    def sort_waiting(self) -> None:
+        """A step begins, in which sequences are admitted in the order of this moment."""
         ...
 
     def goes_before(self, waiting: ShardSequence, begun: ShardSequence) -> bool:
@@ -52,38 +64,54 @@ class EngineOrder(Protocol):
 
 
 class FirstComeFirstServed:
-    """Within a class."""
+    """Within a class and a tenant; between them as in the engines (shard_server/engines/prefill_order.py)."""
 
-    newcomers_may_pass = False
-
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int) -> None:
+        self._order = PrefillOrder(chunk_tokens)
         self._waiting: list[ShardSequence] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def newcomers_may_pass(self) -> bool:
+        return self._order.has_tenants
+
     def push(self, sequence: ShardSequence) -> None:
-        bisect.insort(self._waiting, sequence, key=_class_order)
+        self._order.add(sequence)
+        if self._order.has_tenants:  # they are sorted when a step begins
+            self._waiting.append(sequence)
+        else:
+            bisect.insort(self._waiting, sequence, key=_class_order)
 
     def first(self) -> ShardSequence | None:
         return self._waiting[0] if self._waiting else None
 
     def pop_first(self) -> None:
-        del self._waiting[0]
+        sequence = self._waiting.pop(0)
+        self._order.begin(sequence, sequence.num_uncomputed_tokens)
 
     def remove(self, sequence: ShardSequence) -> None:
         self._waiting.remove(sequence)
 
+    def note_end(self, sequence: ShardSequence) -> None:
+        self._order.remove(sequence)
+
+    def sort_waiting(self) -> None:
+        if self._order.is_mixed:
+            self._waiting = self._order.sort_waiting(self._waiting)
+
     def goes_before(self, waiting: ShardSequence, begun: ShardSequence) -> bool:
-        return goes_before(waiting.class_rank, waiting.submitted_at, begun.class_rank, begun.submitted_at)
+        return self._order.goes_before(waiting, begun)
 
     def sort_begun(self, begun: list[ShardSequence]) -> None:
-        if len({sequence.class_rank for sequence in begun}) > 1:
-            begun.sort(key=_class_order)
+        if self._order.is_mixed and len(begun) > 1:
+            begun[:] = self._order.sort_begun(begun)
 
 
 class ShortestPrefillFirst:
-    """Orders sequences by their remaining prefill seconds minus AGING times the seconds since submission.
+    """Orders sequences by their remaining prefill seconds minus AGING times the seconds since submission. Less urgent
+    classes count as submitted later; tenants are not looked at.
 
     All sequences age alike, so that the order of two waiting ones changes only with the cache. The prefix of a sequence
     is looked up when it is submitted, and again when it is the first.
@@ -125,6 +153,12 @@ class ShortestPrefillFirst:
     def remove(self, sequence: ShardSequence) -> None:
         self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
 
+    def note_end(self, sequence: ShardSequence) -> None:
+        """The order keeps nothing of those that are admitted."""
+
+    def sort_waiting(self) -> None:
+        """They always are."""
+
     def goes_before(self, waiting: ShardSequence, begun: ShardSequence) -> bool:
         return waiting.order_key < begun.order_key
 
@@ -136,7 +170,7 @@ class ShortestPrefillFirst:
     def _key(self, sequence: ShardSequence, num_done_tokens: int) -> float:
         seconds = prefill_seconds(self._profile, num_done_tokens, sequence.num_prompt_tokens - num_done_tokens)
         num_less_urgent = sequence.class_rank - INTERACTIVE_RANK
-        return seconds + AGING * (sequence.submitted_at + num_less_urgent * CLASS_PATIENCE_SECONDS)
+        return seconds + AGING * (sequence.submit_time + num_less_urgent * CLASS_PATIENCE_SECONDS)
 
     def _num_reusable_tokens(self, sequence: ShardSequence) -> int:
         num_reusable_blocks = (sequence.num_prompt_tokens - 1) // self._block_size
@@ -144,4 +178,4 @@ class ShortestPrefillFirst:
 
 
 def _class_order(sequence: ShardSequence) -> float:
-    return class_order(sequence.class_rank, sequence.submitted_at)
+    return class_order(sequence.class_rank, sequence.submit_time)

@@ -109,7 +109,7 @@ def _make_shards(options: FleetOptions, part: ModelFleet, block_size: int, first
     shards: list[SimShard] = []
     for index, cache in enumerate(caches, first_index):
         slowness = options.speed_factors[index] if options.speed_factors else 1.0
-        order: EngineOrder = FirstComeFirstServed()
+        order: EngineOrder = FirstComeFirstServed(profile.chunk_tokens)
         if options.engine_order == "shortest_prefill":
             order = ShortestPrefillFirst(profile, block_size, cache)
         peers = [peer for peer in caches if peer is not cache]

@@ -20,14 +20,16 @@ class ShardSequence:
         "lease",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_expected_tokens",
+        "num_expected_prefill_tokens",
         "num_fetched_blocks",
         "num_output_tokens",
         "num_prompt_tokens",
         "order_key",
         "router_index",
         "slot",
-        "submitted_at",
+        "submit_time",
+        "tenant",
+        "turn",
     )
 
     def __init__(
@@ -39,20 +41,24 @@ class ShardSequence:
         hashes: Sequence[int],
         num_expected_cached_tokens: int = 0,
         router_index: int = 0,
-        submitted_at: float = 0.0,
+        submit_time: float = 0.0,
         class_rank: int = INTERACTIVE_RANK,
+        tenant: str = "",
     ) -> None:
         self.slot = slot
         """The slot on the stream between the router and this shard."""
         self.router_index = router_index
         self.class_rank = class_rank
+        self.tenant = tenant
+        self.turn = 0
+        """See shard_server/engines/prefill_order.py."""
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = num_output_tokens
-        self.num_expected_tokens = max(1, num_prompt_tokens - num_expected_cached_tokens)
+        self.num_expected_prefill_tokens = max(1, num_prompt_tokens - num_expected_cached_tokens)
         """The prefill tokens that the router expected."""
         self.hashes = hashes
         """The hashes of the full blocks of the prompt."""
-        self.submitted_at = submitted_at
+        self.submit_time = submit_time
         self.admitted_at = 0.0
         self.lease: Lease | None = None
         """Its blocks while it runs."""

@@ -70,7 +70,7 @@ class SimShard:
         self._profile = profile
         self._block_size = block_size
         self._slowness = slowness
-        self._waiting: EngineOrder = order if order is not None else FirstComeFirstServed()
+        self._waiting: EngineOrder = order if order is not None else FirstComeFirstServed(profile.chunk_tokens)
         self._peer_link = peer_link
         self._counts = [_Counts() for _ in range(num_routers)]
         self._sequences: dict[tuple[int, int], ShardSequence] = {}
@@ -103,14 +103,14 @@ class SimShard:
 
     def submit(self, sequence: ShardSequence, now: float) -> None:
         """Add a sequence that fits. It is considered from the next step on."""
-        sequence.submitted_at = now
+        sequence.submit_time = now
         self._sequences[sequence.router_index, sequence.slot] = sequence
         self._waiting.push(sequence)
         is_first_in_line = self._waiting.newcomers_may_pass or self._waiting.first() is sequence
         counts = self._counts[sequence.router_index]
         counts.num_waiting += 1
         # Like the engines, count for waiting sequences what the router expects to be computed.
-        counts.num_queued_prefill_tokens += sequence.num_expected_tokens
+        counts.num_queued_prefill_tokens += sequence.num_expected_prefill_tokens
         self.num_changes += 1
         if is_first_in_line:
             self._interrupt(now)
@@ -234,6 +234,7 @@ class SimShard:
         chunks = self._chunks
         waiting = self._waiting
         begun = self._prefilling
+        waiting.sort_waiting()
         waiting.sort_begun(begun)
         position = 0
         may_admit = True
@@ -270,7 +271,7 @@ class SimShard:
         counts = self._counts[sequence.router_index]
         counts.num_waiting -= 1
         counts.num_running += 1
-        counts.num_queued_prefill_tokens += sequence.num_prompt_tokens - sequence.num_expected_tokens
+        counts.num_queued_prefill_tokens += sequence.num_prompt_tokens - sequence.num_expected_prefill_tokens
         self._num_running += 1
         self._skip_prefix(sequence, lease.num_cached)
         if self._peer_link is not None:
@@ -321,12 +322,13 @@ class SimShard:
     def _end(self, sequence: ShardSequence, result: StepResult) -> None:
         """Remove a sequence from wherever it is."""
         del self._sequences[sequence.router_index, sequence.slot]
+        self._waiting.note_end(sequence)
         result.ends.append(sequence)
         counts = self._counts[sequence.router_index]
         if sequence.lease is None:
             self._waiting.remove(sequence)
             counts.num_waiting -= 1
-            counts.num_queued_prefill_tokens -= sequence.num_expected_tokens
+            counts.num_queued_prefill_tokens -= sequence.num_expected_prefill_tokens
             return
         self.cache.free(sequence.lease)
         sequence.lease = None

@@ -16,7 +16,7 @@ def step_of(result: StepResult, router_index: int) -> Step:
     step = Step()
     for sequence in result.starts:
         if sequence.router_index == router_index:
-            queue_seconds = sequence.admitted_at - sequence.submitted_at
+            queue_seconds = sequence.admitted_at - sequence.submit_time
             step.starts.append(Start(sequence.slot, sequence.num_cached_tokens, queue_seconds))
             step.slots.append(sequence.slot)
             step.num_tokens.append(1)

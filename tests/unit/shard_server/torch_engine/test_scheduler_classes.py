@@ -1,4 +1,4 @@
-"""Prefill of less urgent sequences gives way to that of more urgent ones at the next step."""
+"""Prefill gives way to that of more urgent sequences, and of tenants that had less, at the next step."""
 
 from __future__ import annotations
 
@@ -83,14 +83,26 @@ def test_an_urgent_sequence_does_not_wait_for_a_prefix_that_batch_computes() -> 
     assert bench.answers["batch"].start is None
 
 
+def test_a_running_prefill_yields_to_another_tenant_at_the_next_step() -> None:
+    """And so do all that wait: a tenant's flood costs another one a step, not a queue."""
+    bench = Bench(num_blocks=256, budget=BUDGET)
+    bench.add(*(make_request(f"flood-{i}", [i + 1] * 40, max_tokens=2, tenant="flood") for i in range(8)))
+    bench.step()
+    bench.add(make_request("calm", [99] * 7, max_tokens=2, tenant="calm"))
+    assert _num_steps_until_start(bench, "calm") == 1
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("num_blocks", "budget"), [(256, 5), (24, 16), (21, 3)])
-def test_tokens_do_not_depend_on_classes(seed: int, num_blocks: int, budget: int) -> None:
-    """Whatever order classes cause, with or without preemption: all sequences end, with the tokens they have alone, and
-    blocks and ranks are accounted for."""
+def test_tokens_do_not_depend_on_classes_and_tenants(seed: int, num_blocks: int, budget: int) -> None:
+    """Whatever order they cause, with or without preemption: all sequences end, with the tokens they have alone, and
+    blocks, ranks and tenants are accounted for."""
     rng = random.Random(seed)
     bench = Bench(num_blocks=num_blocks, max_batch=8, budget=budget)
-    requests = [dataclasses.replace(one, class_rank=rng.randrange(4)) for one in various_requests(8, seed)]
+    requests = [
+        dataclasses.replace(one, class_rank=rng.randrange(4), tenant=rng.choice("abc"))
+        for one in various_requests(8, seed)
+    ]
     for request in requests:
         bench.add(request)
         for _ in range(rng.randrange(3)):
