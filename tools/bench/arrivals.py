@@ -88,7 +88,9 @@ async def play_arrivals(
     return began
 
 
-async def measure_capacity(fabric: Fabric, requests: Requests, num_places: int, seconds: float, api_key: str) -> float:
+async def measure_capacity(
+    fabric: Fabric, requests: Requests, num_places: int, seconds: float, api_key: str = ""
+) -> float:
     """The requests per second that the fabric answers when they never run out, measured over the last two thirds of
     `seconds`. `num_places` is how many answers run at the same time. Raises CommandError."""
     sent: list[Stream] = []
