@@ -29,6 +29,8 @@ _MODELLED_OVERLOAD_SECONDS: Final = 240.0
 _NORMAL_LOAD: Final = 0.5
 _CAPACITY_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.25
+_REFUSED: Final = (429, 408)
+"""Statuses of requests that were refused at once, and of those that waited for as long as they may."""
 
 
 class FabricBrownoutPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,12 +186,12 @@ def effects_of(stream: Stream) -> list[str]:
 
 
 def row_of(streams: Sequence[Stream], seconds: float, plan: FabricBrownoutPlan) -> dict[str, Any]:
-    """Refused are those with status 429; other errors are counted by themselves. A request that was not refused and
-    had no first token counts in the percentiles as one that waits for ever."""
+    """Refused are also those that were dropped from a queue; other errors are counted by themselves. A request that was
+    not refused and had no first token counts in the percentiles as one that waits for ever."""
     interactive = [stream for stream in streams if not stream.is_batch]
     batch = [stream for stream in streams if stream.is_batch]
     good = [stream for stream in interactive if is_good(stream, plan)]
-    refused = [stream for stream in interactive if stream.status == 429]
+    refused = [stream for stream in interactive if stream.status in _REFUSED]
     ttfts = sorted(
         math.inf if stream.ttft_seconds is None else stream.ttft_seconds for stream in interactive if not stream.error
     )
@@ -199,7 +201,7 @@ def row_of(streams: Sequence[Stream], seconds: float, plan: FabricBrownoutPlan) 
         "goodput_per_second": round(len(good) / seconds, 2),
         "good_share": _share(len(good), len(interactive)),
         "refused_share": _share(len(refused), len(interactive)),
-        "errors": sum(bool(stream.error) and stream.status != 429 for stream in streams),
+        "errors": sum(bool(stream.error) and stream.status not in _REFUSED for stream in streams),
         "ttft_p50": _finite(ttfts, 0.5),
         "ttft_p95": _finite(ttfts, 0.95),
         "mean_output_tokens": round(sum(lengths) / len(lengths)) if lengths else None,
