@@ -18,13 +18,16 @@ live_probe.py               asks an edge whether it is alive, from a process of 
 fair_queue.py               `kvloom bench fair-queue`: what the next request costs to find among many tenants
 fairness.py                 `kvloom bench fairness`
 fairness_model.py           what a tenant that floods the fleet costs another one, in virtual time
+fairness_run.py             the same on a fabric of real processes
 brownout.py                 `kvloom bench brownout`
 brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
+brownout_run.py             the same on fabrics of real processes
 overload.py                 `kvloom bench overload`
 overload_model.py           goodput under overload, in virtual time
 preemption.py               `kvloom bench preemption`
 preemption_run.py           urgent requests on shards that batch answers fill, with preemption and without
 bench_fabric.py             the fabric that a bench starts: its options, its configuration, and what the bench asks it
+arrivals.py                 requests at random times, and how many of them a fabric can answer
 plots.py                    plots of cache hits by turn, and of goodput over time
 streams.py                  streams as their clients see them, and whether two runs have the same answers
 spot_notice.py              `kvloom bench spot-notice`

@@ -30,6 +30,8 @@ from tools.supervisor.supervised_process import ProcessStatus
 
 MODELLED: Final = "model"
 """In place of an engine: shards that `kvloom simulate` models, in virtual time."""
+FABRIC_ONLY: Final = ("model", "device", "max_batch", "num_prompt_words", "max_tokens")
+"""The options of `shard_options` and `request_options` that modelled shards do not have."""
 Device = Literal["cpu", "cuda"]
 _BLOCKS_ON_GPU: Final = 8192
 
@@ -59,6 +61,52 @@ def shard_options(scope: str = "") -> Callable[[F], F]:
     return add
 
 
+def request_options(scope: str, *, max_tokens: int) -> Callable[[F], F]:
+    """--max-batch, --prompt-words and --max-tokens, for benches that may also run in virtual time."""
+
+    def add(function: F) -> F:
+        add_max_batch = option(
+            "--max-batch",
+            type=click.IntRange(1, 256),
+            default=8,
+            show_default=True,
+            scope=scope,
+            help="Answers that run on a shard at the same time, of a real fabric.",
+        )
+        add_prompt_words = option(
+            "--prompt-words",
+            "num_prompt_words",
+            type=click.IntRange(1, 1000),
+            default=40,
+            show_default=True,
+            scope=scope,
+            help="Numbers in the longest prompt to a real fabric; the shortest has half as many.",
+        )
+        add_max_tokens = option(
+            "--max-tokens",
+            type=click.IntRange(2, 4000),
+            default=max_tokens,
+            show_default=True,
+            scope=scope,
+            help="Output tokens of the longest answer of a real fabric; the shortest has half as many.",
+        )
+        return add_max_batch(add_prompt_words(add_max_tokens(function)))
+
+    return add
+
+
+def engine_option(scope: str) -> Callable[[F], F]:
+    """--engine of a bench that runs in virtual time, unless a real fabric is asked for."""
+    return option(
+        "--engine",
+        type=click.Choice([MODELLED, "torch", "sim"]),
+        default=MODELLED,
+        show_default=True,
+        scope=scope,
+        help="model: modelled shards in virtual time; otherwise the engine of a fabric that is started.",
+    )
+
+
 def shard_config(engine: str, model: str, device: Device, data_dir: Path | None) -> KvloomConfig:
     """Fetches the model if it is not there. Raises CommandError."""
     found = resolve_model(model, (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models", show_progress)
@@ -70,11 +118,11 @@ def shard_config(engine: str, model: str, device: Device, data_dir: Path | None)
     return config
 
 
-def check_engine_options(engine: str, modelled: Collection[str], real: Collection[str]) -> None:
-    """Refuse options of the running command that have no effect with this engine: `modelled` are those for modelled
-    shards only, `real` those for a fabric of processes. Raises CommandError."""
+def check_engine_options(engine: str, modelled: Collection[str]) -> None:
+    """Refuse options of the running command that have no effect with this engine: FABRIC_ONLY, or with a real one
+    `modelled`, which only modelled shards have. Raises CommandError."""
     context = click.get_current_context()
-    others, wanted = (real, "torch or sim") if engine == MODELLED else (modelled, MODELLED)
+    others, wanted = (FABRIC_ONLY, "torch or sim") if engine == MODELLED else (modelled, MODELLED)
     for name in others:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = next(parameter.opts[0] for parameter in context.command.params if parameter.name == name)

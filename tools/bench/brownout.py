@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from tools.bench import brownout_run
+from tools.bench.arrivals import Requests
+from tools.bench.bench_fabric import (
+    MODELLED,
+    check_engine_options,
+    engine_option,
+    request_options,
+    shard_config,
+    shard_options,
+    show_progress,
+)
 from tools.bench.brownout_model import BrownoutPlan, run
+from tools.bench.brownout_run import LADDER, WITHOUT, FabricBrownoutPlan
+from tools.bench.plots import Timeline, draw_goodput
 from tools.options import option
 from tools.simulate.fleet.profile import PROFILES
+from tools.simulate.plot import check_plot_file
 
-_TITLES = {
-    "ladder": "The default ladder (router.brownout.enabled = true)",
+_MODELLED_SECONDS: Final = 240.0
+_FABRIC_SECONDS: Final = 45.0
+_MODELLED_TITLES: Final = {
+    LADDER: "The default ladder (router.brownout.enabled = true)",
     "refusals_only": "Its last step alone, which refuses and degrades nothing",
-    "without": "No brownout",
+    WITHOUT: "No brownout",
+}
+_FABRIC_TITLES: Final = {
+    LADDER: "Answers of half the length, of a quarter, no batch requests and a short queue",
+    WITHOUT: "No brownout",
 }
 _HEADINGS = (
     "phase",
@@ -33,6 +57,7 @@ _HEADINGS = (
 
 
 @click.command()
+@engine_option("bench-brownout")
 @option("--shards", "num_shards", type=click.IntRange(1), default=1, show_default=True, scope="bench-brownout")
 @option(
     "--profile",
@@ -40,7 +65,7 @@ _HEADINGS = (
     default="70b",
     show_default=True,
     scope="bench-brownout",
-    help="What a shard is.",
+    help="What a modelled shard is.",
 )
 @option(
     "--load",
@@ -66,29 +91,85 @@ _HEADINGS = (
     scope="bench-brownout",
     help="Share of the requests in the batch tier.",
 )
+@option(
+    "--overload-seconds",
+    type=click.FloatRange(min=4),
+    scope="bench-brownout",
+    help="How long the overload is; before it a quarter of that, and after it as long, are normal.  "
+    f"[default: {_MODELLED_SECONDS:g} of virtual time, {_FABRIC_SECONDS:g} of a real engine]",
+)
+@request_options("bench-brownout", max_tokens=48)
+@shard_options("bench-brownout")
 @option("--seed", type=click.IntRange(0), default=1, show_default=True, scope="bench-brownout")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw the share of good requests over time, and the step, into this .svg or .png file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_brownout(as_json: bool, **plan: Any) -> None:
-    """Measure goodput before, during and after a time of overload, with the brownout ladder and without, with the
-    real router core and modelled shards in virtual time."""
-    report = run(BrownoutPlan(**plan))
+def bench_brownout(
+    engine: str, overload_seconds: float | None, plot: Path | None, as_json: bool, **settings: Any
+) -> None:
+    """Measure goodput before, during and after a time of overload, with the brownout ladder and without: with the real
+    router core and modelled shards in virtual time, or on fabrics of torch or simulated shards that are started for
+    it."""
+    check_engine_options(engine, modelled=("profile",))
+    if plot is not None:
+        check_plot_file(plot)
+    timelines: dict[str, Timeline] = {}
+    if engine == MODELLED:
+        fields = {field.name for field in dataclasses.fields(BrownoutPlan)} & settings.keys()
+        plan = BrownoutPlan(
+            overload_seconds=overload_seconds or _MODELLED_SECONDS, **{name: settings[name] for name in fields}
+        )
+        report, shards, titles = run(plan, timelines), plan.profile, _MODELLED_TITLES
+    else:
+        report = _run_fabric(engine, overload_seconds or _FABRIC_SECONDS, settings, timelines)
+        shards, titles = engine, _FABRIC_TITLES
+    title = f"{report['num_shards']} x {shards}"
+    if plot is not None:
+        begin = report["overload_seconds"] / 4
+        overload = begin, begin + report["overload_seconds"]
+        draw_goodput(plot, timelines, overload, f"TTFT within {report['ttft_slo_seconds']:g} s, {title}")
     if as_json:
         print(json.dumps(report, indent=2))
-        return
+    else:
+        _show(report, title, titles)
+
+
+def _run_fabric(
+    engine: str, overload_seconds: float, settings: Mapping[str, Any], timelines: dict[str, Timeline]
+) -> dict[str, Any]:
+    """Raises CommandError."""
+    config = shard_config(engine, settings["model"], settings["device"], settings["data_dir"])
+    config.shard.num_shards, config.shard.max_batch = settings["num_shards"], settings["max_batch"]
+    plan = FabricBrownoutPlan(
+        requests=Requests(settings["num_prompt_words"], settings["max_tokens"], settings["seed"]),
+        load=settings["load"],
+        batch_share=settings["batch_share"],
+        ttft_slo_seconds=settings["ttft_slo_seconds"],
+        overload_seconds=overload_seconds,
+    )
+    return asyncio.run(brownout_run.run(config, plan, timelines, show_progress))
+
+
+def _show(report: Mapping[str, Any], title: str, titles: Mapping[str, str]) -> None:
     console = Console()
     console.print(
-        f"{report['num_shards']} x {report['profile']}: the fleet completes {report['capacity_per_second']:g} "
-        f"requests/s; objective of interactive requests: TTFT within {report['ttft_slo_seconds']:g} s; "
-        f"{report['batch_share']:.0%} are batch",
+        f"{title}: the fleet completes {report['capacity_per_second']:g} requests/s; objective of interactive "
+        f"requests: TTFT within {report['ttft_slo_seconds']:g} s; {report['batch_share']:.0%} are batch",
         soft_wrap=True,
     )
-    for name, title in _TITLES.items():
-        console.print(_table(title, report[name]["phases"]))
-        if report[name]["steps"]:
-            changes = ", ".join(f"{step} at {at:g} s" for at, step in report[name]["steps"])
+    for name, heading in titles.items():
+        found = report[name]
+        console.print(_table(heading, found["phases"]))
+        if found["steps"]:
+            changes = ", ".join(f"{step} at {at:g} s" for at, step in found["steps"])
             console.print(f"steps: {changes}", soft_wrap=True)
-            counts = ", ".join(f"{effect} {count}" for effect, count in sorted(report[name]["effects"].items()))
+            counts = ", ".join(f"{effect} {count}" for effect, count in sorted(found["effects"].items()))
             console.print(f"effects on requests: {counts}\n", soft_wrap=True)
+        if num_errors := sum(row.get("errors", 0) for row in found["phases"]):
+            console.print(f"other errors: {num_errors}")
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

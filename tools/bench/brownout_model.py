@@ -17,6 +17,7 @@ from kvloom.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
 from router.core.actions import Action, BrownoutStepChanged, RequestDegraded, SubmitAttempt
 from router.core.core import CoreConfig
 from router.core_config import core_config
+from tools.bench.plots import Timeline
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Call, Outcome
@@ -43,21 +44,20 @@ class BrownoutPlan:
     normal_load: float = 0.5
     batch_share: float = 0.4
     """The share of requests in the batch tier."""
-    normal_seconds: float = 60.0
     overload_seconds: float = 240.0
-    recovery_seconds: float = 240.0
+    """A quarter of it is the normal time before, and as long as it is the time after."""
     ttft_slo_seconds: float = 2.0
     seed: int = 1
 
     @property
     def phases(self) -> Sequence[tuple[str, float, float, float]]:
         """(name, begin, end, load) of each, in seconds."""
-        begin = self.normal_seconds
+        begin = self.overload_seconds / 4
         end = begin + self.overload_seconds
         return (
             ("before", 0.0, begin, self.normal_load),
             ("overload", begin, end, self.load),
-            ("after", end, end + self.recovery_seconds, self.normal_load),
+            ("after", end, end + self.overload_seconds, self.normal_load),
         )
 
 
@@ -126,7 +126,9 @@ def find_capacity(plan: BrownoutPlan) -> float:
     return (len(ends) // 2) / (last - first)
 
 
-def measure(plan: BrownoutPlan, capacity: float, steps: Sequence[BrownoutStepConfig]) -> dict[str, Any]:
+def measure(
+    plan: BrownoutPlan, capacity: float, steps: Sequence[BrownoutStepConfig]
+) -> tuple[dict[str, Any], Timeline]:
     """Measure all phases with these steps, or without a ladder."""
     notes = _Notes()
     options = FleetOptions(
@@ -139,7 +141,7 @@ def measure(plan: BrownoutPlan, capacity: float, steps: Sequence[BrownoutStepCon
     )
     phases = [(begin, end, load * capacity) for _, begin, end, load in plan.phases]
     outcomes = simulate(PhasedCalls(plan, phases, 10**9), options).outcomes
-    return {
+    report = {
         "phases": [
             {"phase": name, "load": load}
             | _row([one for one in outcomes if begin <= one.arrived_at < end], end - begin, plan, notes)
@@ -148,25 +150,29 @@ def measure(plan: BrownoutPlan, capacity: float, steps: Sequence[BrownoutStepCon
         "steps": notes.steps,
         "effects": notes.effects,
     }
+    interactive = [one for one in outcomes if not one.call.is_batch]
+    return report, Timeline([(one.arrived_at, _is_good(one, plan)) for one in interactive], notes.steps)
 
 
-def run(plan: BrownoutPlan) -> dict[str, Any]:
-    """Measure with the default ladder, with its last step alone, which only refuses, and without any."""
+def run(plan: BrownoutPlan, timelines: dict[str, Timeline]) -> dict[str, Any]:
+    """Measure with the default ladder, with its last step alone, which only refuses, and without any. `timelines` gets
+    each run."""
     capacity, ladder = find_capacity(plan), BrownoutConfig().steps
-    return {
-        "capacity_per_second": round(capacity, 2),
-        **dataclasses.asdict(plan),
-        "ladder": measure(plan, capacity, ladder),
-        "refusals_only": measure(plan, capacity, ladder[-1:]),
-        "without": measure(plan, capacity, ()),
-    }
+    reports: dict[str, dict[str, Any]] = {}
+    for name, steps in (("ladder", ladder), ("refusals_only", ladder[-1:]), ("without", ())):
+        reports[name], timelines[name] = measure(plan, capacity, steps)
+    return {"capacity_per_second": round(capacity, 2), **dataclasses.asdict(plan), **reports}
+
+
+def _is_good(outcome: Outcome, plan: BrownoutPlan) -> bool:
+    return not outcome.failed and outcome.ttft_seconds <= plan.ttft_slo_seconds
 
 
 def _row(outcomes: Sequence[Outcome], seconds: float, plan: BrownoutPlan, notes: _Notes) -> dict[str, Any]:
     interactive = [one for one in outcomes if not one.call.is_batch]
     batch = [one for one in outcomes if one.call.is_batch]
     answered = [one for one in interactive if not one.failed]
-    good = [one for one in answered if one.ttft_seconds <= plan.ttft_slo_seconds]
+    good = [one for one in answered if _is_good(one, plan)]
     num_tokens = [min(one.call.num_output_tokens, notes.max_tokens[one.call.call_id]) for one in answered]
     return {
         "interactive_per_second": round(len(interactive) / seconds, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,12 @@ class Stream(msgspec.Struct):
     text: str = ""
     finish_reason: str = ""
     error: str = ""
+    error_code: str = ""
+    """As the API names it, of a request that was refused."""
+    status: int = 0
+    """Of the response, 0 if there was none."""
+    brownout: str = ""
+    """Its `x-kvloom-brownout`: the step and its effects."""
     sent_at: float = 0.0
     """In seconds since the epoch."""
     pieces_at: list[float] = []
@@ -97,8 +104,10 @@ async def play_one(session: aiohttp.ClientSession, model: str, stream: Stream) -
     stream.sent_at = time.time()
     try:
         async with session.post("/v1/completions", json=body, headers=headers) as response:
+            stream.status = response.status
+            stream.brownout = response.headers.get("x-kvloom-brownout", "")
             if response.status != 200:
-                stream.error = (await response.text())[:200]
+                _take_refusal(stream, await response.text())
                 return
             async for line in response.content:
                 if line.startswith(b"data: {"):
@@ -107,6 +116,12 @@ async def play_one(session: aiohttp.ClientSession, model: str, stream: Stream) -
         stream.error = repr(error)
     if not stream.finish_reason and not stream.error:
         stream.error = "the stream ended without a finish"
+
+
+def _take_refusal(stream: Stream, text: str) -> None:
+    stream.error = text[:200]
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # of something before the edge
+        stream.error_code = json.loads(text)["error"]["code"] or ""
 
 
 def _take(stream: Stream, chunk: Mapping[str, Any]) -> None:
