@@ -167,6 +167,9 @@ def _show(report: Mapping[str, Any], title: str) -> None:
         cells = ("-" if row[field] is None else format(row[field], digits) for _, field, digits in columns)
         table.add_row(row["run"], *cells)
     console.print(table)
-    console.print(f"beside the flood, the fleet served {report['served_tokens_per_second']:.0f} tokens/s of both")
+    served = f"beside the flood, the fleet served {report['served_tokens_per_second']:.0f} tokens/s of both"
+    if "served_as_one_tokens_per_second" in report:
+        served += f", and {report['served_as_one_tokens_per_second']:.0f} as one tenant"
+    console.print(served)
     if report["ttft_p99_rise"] is not None:
         console.print(f"TTFT p99 beside the flood: {report['ttft_p99_rise']:+.0%} against alone")

@@ -93,6 +93,7 @@ async def run(
         "requests": msgspec.to_builtins(plan.requests),
         "rows": rows,
         "served_tokens_per_second": served_per_second((*fair.calm, *fair.flood), fair.began_at, plan),
+        "served_as_one_tokens_per_second": served_per_second((*as_one.calm, *as_one.flood), as_one.began_at, plan),
         "ttft_p99_rise": None if None in p99s else round(p99s[0] / p99s[1] - 1, 4),
     }
 
@@ -125,6 +126,7 @@ def row_of(sent: Sequence[tuple[float, Stream]], began_at: float, plan: FabricFa
         "requests": len(counted),
         "answered": sum(stream.has_finished for stream in counted),
         "errors": sum(bool(stream.error) for stream in counted),
+        "error_codes": sorted({stream.error_code for stream in counted if stream.error_code}),
         "tokens_per_second": _per_second(sent, began_at, plan, lambda stream: stream.num_output_tokens),
         "ttft_p50": _rounded(quantile(ttfts, 0.5)),
         "ttft_p99": _rounded(quantile(ttfts, 0.99)),

@@ -19,7 +19,7 @@ def test_a_row_counts_what_its_tenant_got_while_requests_were_sent() -> None:
     sent = [
         (1.0, Stream("warm-up", 9, sent_at=101.0, pieces_at=[103.0, 104.0], **done)),
         (4.0, Stream("counted", 9, sent_at=104.0, pieces_at=[104.5, 106.0], **done)),
-        (5.0, Stream("refused", 9, sent_at=105.0, error="refused", status=429)),
+        (5.0, Stream("refused", 9, sent_at=105.0, error="full", error_code="queue_full", status=429)),
         (6.0, Stream("left", 9, sent_at=106.0)),
         (8.0, Stream("late", 9, sent_at=108.0, pieces_at=[109.5, 113.0], **done)),
     ]
@@ -28,6 +28,7 @@ def test_a_row_counts_what_its_tenant_got_while_requests_were_sent() -> None:
         "requests": 4,
         "answered": 2,
         "errors": 1,
+        "error_codes": ["queue_full"],
         "tokens_per_second": 2.0,  # 9 of the warm-up's request and 9 of the counted one, in 9 seconds
         "ttft_p50": 1.0,
         "ttft_p99": pytest.approx(1.49),
