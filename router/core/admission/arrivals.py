@@ -178,7 +178,7 @@ class Arrivals:
         """How long the request would wait, in the router and on its shard, as far as is known."""
         wait_seconds = self._queue.engine_wait_seconds(request.model, now)
         if self._queue.queues.num_waiting(request.model):
-            wait_seconds += self._overload.wait_seconds(request.model, class_of(request), now) or 0.0
+            wait_seconds += self._overload.wait_seconds(request.model, class_of(request), request.tenant, now) or 0.0
         return wait_seconds
 
     def _hand_over(

@@ -77,6 +77,16 @@ class WaitingQueues:
             count for (name, rank), count in counts.items() if name == model and (max_rank is None or rank <= max_rank)
         )
 
+    def num_ahead(self, model: str, rank: int, tenant: str) -> int:
+        """How many waiting requests go at most before one of the tenant that arrives now: all of more urgent classes,
+        and those of its own rank until its turn comes. Tenants take turns, so that each other one is served no more
+        requests than it meanwhile, if theirs are about as large."""
+        num_urgent = self.num_waiting(model, rank - 1)
+        num_own = self._num_of_tenant.get(tenant, 0)
+        num_others = len(self._num_of_tenant) - (tenant in self._num_of_tenant)
+        num_in_turn = num_own + num_others * (num_own + 1)
+        return num_urgent + min(self.num_waiting(model, rank) - num_urgent, num_in_turn)
+
     def num_placed(self, model: str, rank: int) -> int:
         """The number of requests of classes of this rank that wait and are not parked."""
         num_waiting = self._num_waiting.get((model, rank), 0)

@@ -198,12 +198,21 @@ def test_the_predicted_wait_of_the_lower_tier_counts_the_higher() -> None:
     for i in range(4):
         rig.submit(f"more{i}", slots=(60 + i,))
     guard = rig.core._overload
-    urgent = guard.wait_seconds("m", INTERACTIVE, rig.now)
-    batch = guard.wait_seconds("m", BATCH, rig.now)
+    urgent = guard.wait_seconds("m", INTERACTIVE, "t", rig.now)
+    batch = guard.wait_seconds("m", BATCH, "t", rig.now)
     assert urgent is not None
     assert batch is not None
     assert batch > 2 * urgent
     assert error_of(rig.submit("batch", slots=(80,), tier=Tier.BATCH)).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+
+
+def test_a_flood_of_one_tenant_does_not_refuse_another() -> None:
+    """Tenants take turns, so what one has waiting says little about how long another one waits."""
+    rig = saturated(4.0, max_queue_seconds=40.0)
+    for i in range(5):
+        rig.submit(f"more{i}", slots=(60 + i,))
+    assert error_of(rig.submit("late", slots=(70,))).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+    assert not rig.submit("calm", slots=(71,), tenant="calm"), "it waits"
 
 
 # -- outages ----------------------------------------------------------------------------------------------------------
