@@ -8,7 +8,7 @@ from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import HandoffsCollected, HandoffsKept, LegsFit
 
 
-@caught_by(LegsFit)
+@caught_by(LegsFit, first_seed=370)
 def forgets_legs_of_requests_that_end(patch: Patch) -> None:
     """The prompt of a request that was cancelled is computed all the same."""
 
