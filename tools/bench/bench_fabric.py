@@ -32,6 +32,8 @@ MODELLED: Final = "model"
 """In place of an engine: shards that `kvloom simulate` models, in virtual time."""
 FABRIC_ONLY: Final = ("model", "device", "max_batch", "num_prompt_words", "max_tokens")
 """The options of `shard_options` and `request_options` that modelled shards do not have."""
+SHARD_SETTINGS: Final = ("model", "device", "data_dir", "num_shards", "max_batch")
+"""Those of the options of a bench on a real fabric that `bench_config` takes."""
 Device = Literal["cpu", "cuda"]
 _BLOCKS_ON_GPU: Final = 8192
 
@@ -107,11 +109,22 @@ def engine_option(scope: str) -> Callable[[F], F]:
     )
 
 
-def shard_config(engine: str, model: str, device: Device, data_dir: Path | None) -> KvloomConfig:
-    """Fetches the model if it is not there. Raises CommandError."""
+def bench_config(
+    engine: str,
+    model: str,
+    device: Device,
+    data_dir: Path | None,
+    *,
+    num_shards: int = 1,
+    max_batch: int | None = None,
+) -> KvloomConfig:
+    """Fetches the model if it is not there. `max_batch`: None: the default. Raises CommandError."""
     found = resolve_model(model, (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models", show_progress)
     config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
     config.shard.engine, config.shard.torch.device = engine, device
+    config.shard.num_shards = num_shards
+    if max_batch is not None:
+        config.shard.max_batch = max_batch
     if device == "cuda":  # several shards share the GPU, and each would take most of the memory that is free
         config.shard.num_blocks = _BLOCKS_ON_GPU
     config.safety.answer_mode = "off"  # it holds the first words back, whose time counts

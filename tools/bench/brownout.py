@@ -17,10 +17,11 @@ from tools.bench import brownout_run
 from tools.bench.arrivals import Requests
 from tools.bench.bench_fabric import (
     MODELLED,
+    SHARD_SETTINGS,
+    bench_config,
     check_engine_options,
     engine_option,
     request_options,
-    shard_config,
     shard_options,
     show_progress,
 )
@@ -141,8 +142,7 @@ def _run_fabric(
     engine: str, overload_seconds: float, settings: Mapping[str, Any], timelines: dict[str, Timeline]
 ) -> dict[str, Any]:
     """Raises CommandError."""
-    config = shard_config(engine, settings["model"], settings["device"], settings["data_dir"])
-    config.shard.num_shards, config.shard.max_batch = settings["num_shards"], settings["max_batch"]
+    config = bench_config(engine, **{name: settings[name] for name in SHARD_SETTINGS})
     plan = FabricBrownoutPlan(
         requests=Requests(settings["num_prompt_words"], settings["max_tokens"], settings["seed"]),
         load=settings["load"],

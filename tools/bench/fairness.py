@@ -18,10 +18,11 @@ from tools.bench import fairness_run
 from tools.bench.arrivals import Requests
 from tools.bench.bench_fabric import (
     MODELLED,
+    SHARD_SETTINGS,
+    bench_config,
     check_engine_options,
     engine_option,
     request_options,
-    shard_config,
     shard_options,
     show_progress,
 )
@@ -137,8 +138,7 @@ def _run_fabric(
     engine: str, seconds: float, settings: Mapping[str, Any], curves: dict[str, Curves]
 ) -> tuple[dict[str, Any], str]:
     """Likewise."""
-    config = shard_config(engine, settings["model"], settings["device"], settings["data_dir"])
-    config.shard.num_shards, config.shard.max_batch = settings["num_shards"], settings["max_batch"]
+    config = bench_config(engine, **{name: settings[name] for name in SHARD_SETTINGS})
     config.router.placement.policy = settings["policy"]
     if settings["competing_prefill_seconds"] is not None:
         config.router.fairness.competing_prefill_seconds = settings["competing_prefill_seconds"]

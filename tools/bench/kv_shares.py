@@ -19,7 +19,7 @@ from kvloom.text.block_hash import root_hash
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineRequest, Sampling, SequenceEnd, SequenceStart
 from shard_server.engines.create import create_engine
-from tools.bench.bench_fabric import Device, shard_config, shard_options
+from tools.bench.bench_fabric import Device, bench_config, shard_options
 from tools.bench.plots import draw_hit_rates
 from tools.failures import CommandError
 from tools.options import option
@@ -235,7 +235,7 @@ def bench_kv_shares(
     if plot is not None:
         check_plot_file(plot)
     plan = KvSharesPlan(**sizes)
-    reports = run_bench(shard_config(engine, model, device, data_dir), plan)
+    reports = run_bench(bench_config(engine, model, device, data_dir), plan)
     if plot is not None:
         rates = {row["case"]: row["hit_rate_by_turn"] for row in reports}
         draw_hit_rates(plot, rates, f"Cache hits of {plan.num_conversations} conversations, {engine}")

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench.bench_fabric import Device, shard_config, shard_options, show_progress
+from tools.bench.bench_fabric import Device, bench_config, shard_options, show_progress
 from tools.bench.preemption_run import PreemptionPlan, PreemptionReport, run
 from tools.options import option
 from tools.simulate.plot import check_plot_file, draw
@@ -115,8 +115,7 @@ def bench_preemption(
     differs."""
     if plot is not None:
         check_plot_file(plot)
-    config = shard_config(engine, model, device, data_dir)
-    config.shard.num_shards, config.shard.max_batch = num_shards, max_batch
+    config = bench_config(engine, model, device, data_dir, num_shards=num_shards, max_batch=max_batch)
     curves: dict[str, Curves] = {}
     report = asyncio.run(run(config, PreemptionPlan(**sizes), curves, show_progress))
     if plot is not None:

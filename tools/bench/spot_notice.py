@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench.bench_fabric import Device, shard_config, shard_options
+from tools.bench.bench_fabric import Device, bench_config, shard_options
 from tools.bench.spot_notice_run import NoticePlan, NoticeReport, run
 from tools.options import Seconds, option
 
@@ -78,8 +78,7 @@ def bench_spot_notice(
 ) -> None:
     """Run streams on torch shards, give the busiest shard notice, and kill it when the time is over. Compares every
     answer with that of the same request in an undisturbed run before. Exits with 1 if one failed or differs."""
-    config = shard_config("torch", model, device, data_dir)
-    config.shard.num_shards = num_shards
+    config = bench_config("torch", model, device, data_dir, num_shards=num_shards)
     report = asyncio.run(run(config, NoticePlan(num_streams, num_prompt_words, max_tokens, within_seconds)))
     if as_json:
         click.echo(msgspec.json.encode(report).decode())
