@@ -6,6 +6,7 @@ engine_plugins.py  engines of other packages
 request_check.py  refuses requests that no engine can run
 queue_order.py   the order in which waiting sequences are admitted, shared by the engines
 prefill_order.py  whose prefill goes next, of classes and tenants, shared by the engines
+queued_request.py  what decides the place of a sequence in that order, as it follows from its request
 eviction_order.py  which cached block is evicted next, and whose share protects it, shared by the engines
 adapters/        which LoRA adapters are registered, loaded and in use, shared by the engines
 sim_engine.py    the simulated engine: a timing model and real block accounting, without weights

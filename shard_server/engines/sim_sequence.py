@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvloom.text.block_hash import block_hash, block_hashes
 from shard_server.engines.base import EngineError, EngineInfo, EngineRequest, TokenLogprobs
 from shard_server.engines.eviction_order import KvOwner
+from shard_server.engines.queued_request import QueuedRequest
 from shard_server.engines.request_check import check_request
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
 
@@ -17,7 +18,7 @@ def handoff_of(request: EngineRequest) -> bytes:
     return b"sim" + prompt.to_bytes(8, "little")
 
 
-class SimSequence:
+class SimSequence(QueuedRequest):
     """The tokens, and how many of them have (imagined) KV. Raises EngineError for a request that can never run."""
 
     __slots__ = (
@@ -34,12 +35,9 @@ class SimSequence:
         "num_private_blocks",
         "num_stored_blocks",
         "owner",
-        "request",
         "scheduled_at",
         "started",
-        "submit_time",
         "token_ids",
-        "turn",
     )
 
     def __init__(
@@ -54,7 +52,7 @@ class SimSequence:
         check_request(request, info)
         if request.handoff is not None and request.handoff != handoff_of(request):
             raise EngineError("the hand-off is that of another prompt")
-        self.request = request
+        super().__init__(request, now)
         self.has_foreign_kv = request.handoff is not None
         """Whether the prompt's KV is fetched from another engine instead of computed."""
         self.owner = owner
@@ -72,25 +70,10 @@ class SimSequence:
         """Whether all tokens but the newest are computed."""
         self.next_decode_step = 0
         self.started = False
-        self.submit_time = now
-        self.turn = 0
-        """See prefill_order.py."""
         self.scheduled_at: float | None = None
         self._key = sequence_key(request.prompt_token_ids, request.sampling.seed, adapter_checksum, answer_seed)
         self._block_size = info.block_size
         self._hashes: list[int] = []
-
-    @property
-    def class_rank(self) -> int:
-        return self.request.class_rank
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
-
-    @property
-    def num_expected_prefill_tokens(self) -> int:
-        return self.request.num_expected_prefill_tokens
 
     @property
     def num_blocks(self) -> int:

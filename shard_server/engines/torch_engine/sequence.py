@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_server.engines.base import EngineRequest, TokenLogprobs
 from shard_server.engines.eviction_order import KvOwner
+from shard_server.engines.queued_request import QueuedRequest
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
 from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
 
 
-class Sequence:
+class Sequence(QueuedRequest):
     """Prompt and output tokens in one list; the KV of the first `num_computed_tokens` is computed.
 
     Prefill, decode, recomputing after a preemption and resuming on another shard are all the same: they compute the
@@ -40,12 +41,9 @@ class Sequence:
         "predicted",
         "prompt_logprobs",
         "queue_time_seconds",
-        "request",
         "shares_with",
         "started",
-        "submit_time",
         "token_ids",
-        "turn",
         "uncacheable",
     )
 
@@ -59,7 +57,7 @@ class Sequence:
         pooled: PooledPrompt | None = None,
         adapter: Any = None,
     ) -> None:
-        self.request = request
+        super().__init__(request, submit_time)
         self.adapter = adapter
         """The weights of its adapter, as the runner has made them; None: the model itself."""
         self.pooled = pooled
@@ -73,9 +71,6 @@ class Sequence:
         self.predicted: PredictedAnswer | None = None
         """None until the first draft, and without a prediction."""
         self.block_size = block_size
-        self.submit_time = submit_time
-        self.turn = 0
-        """See prefill_order.py."""
         self.queue_time_seconds: float | None = None
         """The time until it was first scheduled; None before that."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -103,18 +98,6 @@ class Sequence:
             self.prompt_logprobs = []
         if pooled is None:
             self.extend_block_keys()
-
-    @property
-    def class_rank(self) -> int:
-        return self.request.class_rank
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
-
-    @property
-    def num_expected_prefill_tokens(self) -> int:
-        return self.request.num_expected_prefill_tokens
 
     @property
     def next_prompt_logits(self) -> int | None:
