@@ -15,7 +15,7 @@ from router.core.action_buffer import ActionBuffer
 from router.core.actions import AnswerResampled, CancelOnShard, PlacementDecided, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
-from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
+from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PrefillChunkSettings, preparing
 from router.core.dispatch.prefill_legs import DisaggregationSettings, PrefillLegs
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, Request
@@ -166,14 +166,10 @@ class AttemptSender:
         live.num_prefill_chunks += 1
         live.num_ready_tokens = num_tokens
         hashes = hashes[: num_tokens // block_size]
-        request = msgspec.structs.replace(
+        request = preparing(
             live.request,
-            request_id=f"{live.request.request_id}~{live.num_prefill_chunks}",
-            client_id=PREFILL_CHUNK_CLIENT_ID,
+            str(live.num_prefill_chunks),
             prompt_token_ids=live.request.prompt_token_ids[:num_tokens],
-            prompt_text="",
-            choices=(),
-            max_tokens=1,
             sampling=None,
             stop=None,
             block_hashes=None if live.request.block_hashes is None else {block_size: hashes},
@@ -195,8 +191,7 @@ class AttemptSender:
         self._index.place(shard.shard_id, hashes, now)
         if request.adapter is not None:
             shard.adapters.note_sent(request.adapter, now)
-        slot = shard.slots.allocate()
-        shard.open_slot(slot, attempt)
+        slot = shard.open_slot(attempt)
         live.prefill_chunk = (attempt, slot)
         name = live.request.request_id
         self._action_buffer.add(
@@ -226,7 +221,6 @@ class AttemptSender:
 
     def send_probe(self, shard: Shard, now: float) -> int:
         """Send a request for one token, or for the embedding of one, which reaches no client. Returns its slot."""
-        slot = shard.slots.allocate()
         number = self._next_dispatch_number()
         request = Request(
             f"{PROBE_CLIENT_ID}-{number}", PROBE_CLIENT_ID, shard.description.model, PROBE_TOKEN_IDS, "", ()
@@ -235,7 +229,7 @@ class AttemptSender:
         if not shard.can_generate:
             request, max_tokens = msgspec.structs.replace(request, pooling=Pooling()), 0
         attempt = Attempt(request.request_id, 1, number, shard.shard_id, 1, now, None)
-        shard.open_slot(slot, attempt)
+        slot = shard.open_slot(attempt)
         self._ledger.reserve(attempt.key, Reservation(shard.shard_id, 1, len(PROBE_TOKEN_IDS), 0, 1, now))
         self._action_buffer.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], max_tokens, 0))
         return slot
@@ -309,13 +303,12 @@ class AttemptSender:
         self._placer.note_placed(live, shard, candidate, hashes, now)
 
     def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:
-        slot = shard.slots.allocate()
+        slot = shard.open_slot(attempt)
         choice.max_tokens = max_tokens
         choice.shard_id = shard.shard_id
         choice.shard_slot = slot
         choice.num_attempts += 1
         shard.choices[slot] = choice
-        shard.open_slot(slot, attempt)
         return ChoiceSpec(
             slot, choice.index, tuple(choice.output_token_ids), choice.num_resumed_chars + choice.num_chars
         )

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Final
+from typing import Any, Final
 
-from router.core.events import SHADOW_TIER
+import msgspec
+
+from router.core.events import SHADOW_TIER, Request
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadView
 from router.core.load.speed_model import PrefillWork
@@ -35,6 +37,20 @@ MAX_PREFILL_CHUNKS: Final = 64
 MAX_MEMORY_SHARE: Final = 0.75
 """Of a shard's blocks that sequences hold: above it they wait for memory rather than for one another's prefill, and
 what prefill chunks have computed is evicted before it is used."""
+
+
+def preparing(request: Request, name: str, **changes: Any) -> Request:
+    """A request for one token that no client gets, sent because of the KV of another one's prompt. It is called
+    "REQUEST~NAME", and is like that one but for these changes."""
+    return msgspec.structs.replace(
+        request,
+        request_id=f"{request.request_id}~{name}",
+        client_id=PREFILL_CHUNK_CLIENT_ID,
+        prompt_text="",
+        choices=(),
+        max_tokens=1,
+        **changes,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

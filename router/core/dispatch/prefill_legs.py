@@ -22,12 +22,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Final, Protocol
 
-import msgspec
-
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, LegOutcome, PrefillLegCounted, SubmitAttempt
-from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
+from router.core.dispatch.prefill_chunks import preparing
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, ShardDescription
 from router.core.fleet.fleet import HANDOFF_LOGPROBS, Fleet, Shard
@@ -140,14 +138,7 @@ class PrefillLegs:
             self._service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
         self._tell_decision(live, shard, now)
         split.num_legs += 1
-        leg = msgspec.structs.replace(
-            request,
-            request_id=f"{request.request_id}~prefill-{split.num_legs}",
-            client_id=PREFILL_CHUNK_CLIENT_ID,
-            prompt_text="",
-            choices=(),
-            max_tokens=1,
-        )
+        leg = preparing(request, f"prefill-{split.num_legs}")
         attempt = Attempt(leg.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, request.tenant)
         attempt.prepares = live
         num_tokens = len(request.prompt_token_ids)
@@ -167,8 +158,7 @@ class PrefillLegs:
             self._index.place(shard.shard_id, hashes, now)
         if request.adapter is not None:
             shard.adapters.note_sent(request.adapter, now)
-        slot = shard.slots.allocate()
-        shard.open_slot(slot, attempt)
+        slot = shard.open_slot(attempt)
         split.begin_leg(attempt, slot, shard.description, now + self._settings.leg_timeout_seconds)
         self._add_deadline(split.leg_expires_at, live)
         self._action_buffer.add(PrefillLegCounted(shard.shard_id, request.model))
@@ -267,15 +257,7 @@ class PrefillLegs:
             return
         # It does not wait for room: requests end with unused KV just when decode shards are full.
         shard = min(shards, key=lambda one: (not one.has_room, len(one.attempts), one.shard_id))
-        collection = msgspec.structs.replace(
-            request,
-            request_id=f"{request.request_id}~collection",
-            client_id=PREFILL_CHUNK_CLIENT_ID,
-            prompt_text="",
-            choices=(),
-            max_tokens=1,
-            stop=None,
-        )
+        collection = preparing(request, "collection", stop=None)
         number = self._next_dispatch_number()
         attempt = Attempt(collection.request_id, 0, number, shard.shard_id, 1, now, None)
         reservation = Reservation(
@@ -290,8 +272,7 @@ class PrefillLegs:
             class_rank=live.priority_class.rank,
         )
         self._ledger.reserve(attempt.key, reservation)
-        slot = shard.slots.allocate()
-        shard.open_slot(slot, attempt)
+        slot = shard.open_slot(attempt)
         self._action_buffer.add(
             SubmitAttempt(shard.shard_id, 0, collection, [ChoiceSpec(slot, 0)], 1, num_tokens - 1, handoff=handoff)
         )

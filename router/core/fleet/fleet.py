@@ -113,11 +113,13 @@ class Shard:
             and (HANDOFF_LOGPROBS in own.capabilities) == (HANDOFF_LOGPROBS in other.capabilities)
         )
 
-    def open_slot(self, slot: int, attempt: Attempt) -> None:
+    def open_slot(self, attempt: Attempt) -> int:
+        slot = self.slots.allocate()
         self.attempts[slot] = attempt
         tenant = attempt.tenant
         if tenant is not None:
             self.num_by_tenant[tenant] = self.num_by_tenant.get(tenant, 0) + 1
+        return slot
 
     def close_slot(self, slot: int) -> Attempt | None:
         """Returns None for a slot that was not in use."""

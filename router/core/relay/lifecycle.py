@@ -194,8 +194,6 @@ class Lifecycle:
         if choice.is_at_limit:
             self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
         elif choice.num_attempts - choice.num_moves >= self._max_attempts:
-            if live.split is not None:
-                self._attempt_sender.legs.cancel(live, live.split, now)
             self.end(choice, FINISH_REASON_ERROR, error, now)
         else:
             live.avoid_shard_id = shard_id
@@ -293,8 +291,8 @@ class Lifecycle:
                 self.end(choice, reason, error, now)
 
     def _leave_shard(self, choice: Choice, now: float) -> None:
-        """Cancel the choice where it runs, or remove it from the queue. Its slot stays in use until the shard has ended
-        it."""
+        """Cancel the choice where it runs, or remove it from the queue, and cancel what prepares its request. Its slot
+        stays in use until the shard has ended it."""
         live = choice.request
         if choice.shard_id:
             shard = self._fleet.shards[choice.shard_id]
@@ -305,8 +303,8 @@ class Lifecycle:
             live.pending.remove(choice)
             if live.is_queued and not live.pending:
                 self._attempt_sender.queue.leave(live)
-            if live.split is not None:
-                self._attempt_sender.legs.cancel(live, live.split, now)
+        if live.split is not None:
+            self._attempt_sender.legs.cancel(live, live.split, now)
 
     def _forget_tokens(self, choice: Choice, count: int) -> None:
         """Forget withheld tokens that no client will get: they are not output."""
