@@ -267,6 +267,9 @@ class FairShares:
         assert self._settings is not None
         before = now - self._settings.preempt_after_seconds
         able = [shard for shard in self._fleet.shards.values() if not shard.is_draining and not shard.is_suspected]
+        for shard in able:
+            # Otherwise one that has all its tokens could be chosen: its shard is about to say that it has ended.
+            shard.fast_path.write_back()
         shared = [shard for shard in able if len(shard.num_by_tenant) > 1]
         crowded = [shard for shard in shared if len(shard.attempts) > self._num_places(shard)]
         for_classes = [] if self._classes is None else self._for_classes(self._classes, queues, able, before, now)

@@ -210,12 +210,7 @@ class Lifecycle:
     def preempt(self, preemption: Preemption, now: float) -> None:
         """Stop sequences on their shard; they wait to continue after the tokens they have, like those of a shard that
         failed."""
-        shard, tenant, chosen, is_for_class = preemption
-        shard.fast_path.write_back()
-        # On the fast path one may have come to its limit unnoticed: its shard is about to say that it has ended.
-        choices = [choice for choice in chosen if not choice.is_at_limit]
-        if not choices:
-            return
+        shard, tenant, choices, is_for_class = preemption
         slots = [choice.shard_slot for choice in choices]
         self._action_buffer.add(CancelOnShard(shard.shard_id, slots))
         self._action_buffer.add(SequencesPreempted(shard.shard_id, tenant, slots))
