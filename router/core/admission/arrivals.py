@@ -16,7 +16,7 @@ from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_names, check_servable, safety_unavailable
-from router.core.events import Request, class_of
+from router.core.events import Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Client, LiveRequest
@@ -178,7 +178,7 @@ class Arrivals:
         """How long the request would wait, in the router and on its shard, as far as is known."""
         wait_seconds = self._queue.engine_wait_seconds(request.model, now)
         if self._queue.queues.num_waiting(request.model):
-            wait_seconds += self._overload.wait_seconds(request.model, class_of(request), request.tenant, now) or 0.0
+            wait_seconds += self._overload.wait_seconds(request, now) or 0.0
         return wait_seconds
 
     def _hand_over(

@@ -33,8 +33,7 @@ class ObjectivesGuard:
             return None
         seconds = least.seconds
         if not least.has_room and self._queue.queues.num_waiting(live.request.model):
-            request = live.request
-            seconds += self._overload.wait_seconds(request.model, live.priority_class, request.tenant, now) or 0.0
+            seconds += self._overload.wait_seconds(live.request, now) or 0.0
         objectives.predicted_ttft_seconds = now + seconds - objectives.arrived_at
         if now + seconds <= due or not objectives.is_refusable:
             return None

@@ -22,7 +22,7 @@ from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.events import SHADOW_CLIENT_ID, Request, class_of
 from router.core.live import LiveRequest
-from router.core.priority_classes import MAX_PLACED_RANK, PriorityClass
+from router.core.priority_classes import MAX_PLACED_RANK
 
 RATE_SECONDS: Final = 10.0
 """Time constant of the measured rates, in seconds during which requests waited."""
@@ -200,7 +200,7 @@ class OverloadGuard:
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
         if self._queues.num_waiting(request.model):
-            wait_seconds += self.wait_seconds(request.model, class_of(request), request.tenant, now) or 0.0
+            wait_seconds += self.wait_seconds(request, now) or 0.0
         if not wait_seconds or wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_of(request)):
             return None
         measured = self._model(request.model)
@@ -216,13 +216,14 @@ class OverloadGuard:
             retry_after_seconds=retry_after_seconds(request.request_id, wait_seconds),
         )
 
-    def wait_seconds(self, model: str, priority_class: PriorityClass, tenant: str, now: float) -> float | None:
-        """How long a request of the tenant that arrives now would wait in the router; None: not known."""
-        measured = self._models.get(model)
+    def wait_seconds(self, request: Request, now: float) -> float | None:
+        """How long the request would wait in the router if it arrived now; None: not known."""
+        measured = self._models.get(request.model)
         rate = None if measured is None else measured.drain.per_second()
         if rate is None or measured is None:
             return None
-        num_ahead = self._queues.num_ahead(model, priority_class.rank, tenant)
+        priority_class = class_of(request)
+        num_ahead = self._queues.num_ahead(request.model, priority_class.rank, request.tenant)
         if priority_class.is_parked:
             # Requests that arrive meanwhile in a more urgent class go first.
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
@@ -251,7 +252,7 @@ class OverloadGuard:
 
     def full(self, request: Request, now: float) -> KvloomError:
         """The error for a full queue."""
-        wait_seconds = self.wait_seconds(request.model, class_of(request), request.tenant, now)
+        wait_seconds = self.wait_seconds(request, now)
         return KvloomError(
             ErrorReason.ERROR_REASON_QUEUE_FULL,
             "Too many requests are waiting; try again later.",

@@ -8,8 +8,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.overload import DrainRate, OverloadSettings, retry_after_seconds
-from router.core.events import ClientGone, LoadReported, RequestCancelled, ShardDown, ShardLoad, Tick, Tier
-from router.core.priority_classes import BATCH, INTERACTIVE
+from router.core.events import ClientGone, LoadReported, Request, RequestCancelled, ShardDown, ShardLoad, Tick, Tier
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 SHEDS = OverloadSettings(sheds_early=True)
@@ -198,8 +197,10 @@ def test_the_predicted_wait_of_the_lower_tier_counts_the_higher() -> None:
     for i in range(4):
         rig.submit(f"more{i}", slots=(60 + i,))
     guard = rig.core._overload
-    urgent = guard.wait_seconds("m", INTERACTIVE, "t", rig.now)
-    batch = guard.wait_seconds("m", BATCH, "t", rig.now)
+    urgent, batch = (
+        guard.wait_seconds(Request("later", "c", "m", [1], "", (), tenant="t", tier=tier), rig.now)
+        for tier in (Tier.INTERACTIVE, Tier.BATCH)
+    )
     assert urgent is not None
     assert batch is not None
     assert batch > 2 * urgent
