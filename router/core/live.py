@@ -97,7 +97,7 @@ class Attempt:
         self.tenant = tenant
         """None: a request of the router itself."""
         self.prepares: LiveRequest | None = None
-        """For a prefill chunk, the request whose prompt it computes in part."""
+        """The request whose prompt it computes in part, or as a leg, or whose KV it fetches."""
 
     @property
     def key(self) -> ReservationKey:

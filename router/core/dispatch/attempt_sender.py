@@ -116,6 +116,8 @@ class AttemptSender:
             now,
             tenant,
         )
+        if handoff:
+            attempt.prepares = live
         self._reserve(live, shard, candidate, attempt, hashes, now)
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []

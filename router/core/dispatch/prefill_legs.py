@@ -189,8 +189,8 @@ class PrefillLegs:
         if live is None:
             return
         if split is None:
-            if finish.handoff:  # it was given up when it had ended there
-                self._collect(live, self._fleet.shards[attempt.shard_id].description, finish.handoff, now)
+            if finish.handoff:
+                self._collect(live, self._source_of(attempt, live), finish.handoff, now)
             return
         split.end_leg()
         if finish.handoff:
@@ -203,6 +203,14 @@ class PrefillLegs:
         outcome = LegOutcome.FAILED if finish.reason == FINISH_REASON_ERROR else LegOutcome.NOTHING_HANDED_OVER
         self._count(live, split, outcome)
         self._wait(live, now)
+
+    def _source_of(self, attempt: Attempt, live: LiveRequest) -> ShardDescription | None:
+        """The shard that has the KV of a hand-off that no answer needs: that of a leg which was given up when it had
+        ended there, or that from which an attempt should have fetched it which was refused when its answer had ended.
+        """
+        if not attempt.attempt_id:
+            return self._fleet.shards[attempt.shard_id].description
+        return None if live.split is None else live.split.prefill_shard
 
     def on_shard_lost(self, attempts: list[Attempt], now: float) -> None:
         """The shard that had these attempts is gone."""

@@ -298,6 +298,15 @@ def test_a_hand_off_that_comes_back_from_the_last_attempt_is_collected():
     assert rig.core.is_idle
 
 
+def test_a_hand_off_that_comes_back_after_its_answer_has_ended_is_collected():
+    """The shard has refused the attempt while its client left."""
+    rig = rig_of("p0", "d0", "d1")
+    attempt = only(hand_over(rig, begin(rig)), SubmitAttempt)
+    rig.handle(RequestCancelled("r"))
+    assert collected(rig, refuse(rig, attempt))
+    assert rig.core.is_idle
+
+
 @pytest.mark.parametrize("way", ["prefill", "decode"])
 def test_kv_is_not_collected_where_that_cannot_be(way: str):
     """It is gone with its shard, or waits for its timeout as no shard could fetch it."""
