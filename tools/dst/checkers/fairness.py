@@ -1,9 +1,13 @@
 """Tenants share the shards: who may be preempted, and for whom."""
+# ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
-from router.core.actions import SequencesPreempted, SubmitAttempt
+from collections.abc import Sequence
+
+from router.core.actions import Action, SequencesPreempted, SubmitAttempt
 from router.core.dispatch.fair_shares import FairnessSettings
+from router.core.events import Event
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedChoice, ObservedRequest, ObservedShard, State
 from tools.dst.views import RouterView
@@ -82,6 +86,10 @@ class ReserveKept(Checker):
 
     invariant = "reserve_kept"
 
+    def __init__(self) -> None:
+        self._suspects: list[tuple[str, ObservedShard, str, int]] = []
+        """(request, shard, tenant, the most blocks that the tenant may have held) of what was sent in this event."""
+
     def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         fairness, shard = node.config.fairness, node.witness.shards.get(attempt.shard_id)
         if fairness is None or shard is None or observed is None or node.now >= shard.contended_until:
@@ -96,7 +104,15 @@ class ReserveKept(Checker):
         share = shard.description.num_blocks // max(2, len(tenants))
         num_held = shard.num_held_blocks_at_least(tenant)
         if num_held and num_held + num_needed > share:
-            self.fail(f"{observed.request.request_id} of {tenant} was sent into the reserve of {attempt.shard_id}")
+            self._suspects.append((observed.request.request_id, shard, tenant, share - num_needed))
+
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        # The cancel of a choice that left first, because it was halted, comes after what was sent.
+        for request_id, shard, tenant, max_held in self._suspects:
+            num_held = shard.num_held_blocks_at_least(tenant)
+            if num_held and num_held > max_held:
+                self.fail(f"{request_id} of {tenant} was sent into the reserve of {shard.description.shard_id}")
+        self._suspects.clear()
 
 
 def _running(shard: ObservedShard) -> dict[str, int]:
