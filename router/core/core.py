@@ -402,14 +402,18 @@ class RouterCore:
 
     def _expire(self, now: float) -> None:
         """End requests whose time has run out."""
+        is_leg_over = False
         for live in self._deadlines.pop_due(now):
             error = self._expiry(live, now)
             if error is not None:
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
             elif live.split is not None and live.split.attempt is not None and now >= live.split.leg_expires_at:
                 self._attempt_sender.legs.expire(live, now)
+                is_leg_over = True
             else:
                 self._outage.overdue.append(live)
+        if is_leg_over:
+            self._serve_queue(now)  # a request that arrives in this event would find a queue that is full of these
 
     def _expiry(self, live: LiveRequest, now: float) -> KvloomError | None:
         if now >= live.deadline:

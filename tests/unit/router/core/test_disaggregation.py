@@ -331,6 +331,16 @@ def test_a_leg_that_takes_too_long_is_given_up():
     rig.step("p0", finishes=[Finish(leg.choices[0].slot, FINISH_REASON_CANCELLED)])
 
 
+def test_a_request_that_arrives_when_a_leg_is_given_up_is_not_refused_for_it():
+    """The request of the leg is queued for a moment only: a shard has room for both."""
+    rig = rig_of("p0", "d0", max_queued_requests=1)
+    begin(rig)
+    rig.now += 5.0
+    actions = rig.submit(request_id="r2", slots=(2,), prompt_token_ids=[1, 2])
+    sent_ids = [action.request.request_id for action in actions if isinstance(action, SubmitAttempt)]
+    assert (sent_ids, has(actions, RequestEnded)) == (["r", "r2"], False)
+
+
 def test_an_answer_of_one_token_is_not_handed_over():
     """Its first token has ended it, so the shard of the answer computes it alone."""
     rig = rig_of("p0", "p1", "d0")
