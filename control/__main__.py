@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 
 from control.service.server import serve
-from kvloom.config import load_config
-from kvloom.metrics.exporter import add_metrics_flags, open_metrics
-from kvloom.process.service import run_service
-from kvloom.process.telemetry import configure_logging
-from kvloom.process.watched_files import following
-from kvloom.trust.fabric_trust import load_trust
+from kvloom_common.config import load_config
+from kvloom_common.metrics.exporter import add_metrics_flags, open_metrics
+from kvloom_common.process.service import run_service
+from kvloom_common.process.telemetry import configure_logging
+from kvloom_common.process.watched_files import following
+from kvloom_common.trust.fabric_trust import load_trust
 
 
 def main() -> None:

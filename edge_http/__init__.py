@@ -19,4 +19,4 @@ recovery/      streams that outlive their edge: the journal in Redis, claims, ta
 metrics.py     counters and histograms of the edge
 """
 
-import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)
+import kvloom_common.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)

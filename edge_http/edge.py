@@ -22,22 +22,22 @@ from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
-from kvloom.access.caller_access import check_models, usable
-from kvloom.callers import Callers
-from kvloom.config import EdgeConfig
-from kvloom.discovery.records import MetricsTarget
+from kvloom.adapters import unknown_name
 from kvloom.errors import KvloomError, unsupported
-from kvloom.limits.byte_budget import ByteBudget, memory_error
-from kvloom.limits.keyed_counts import KeyedCounts
-from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
-from kvloom.models.adapters import unknown_name
-from kvloom.models.model_routes import NO_ROUTES, Feature, ModelRoutes
-from kvloom.models.served_model import ServedModel, adapters_by_model
-from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
+from kvloom_common.access.caller_access import check_models, usable
+from kvloom_common.callers import Callers
+from kvloom_common.config import EdgeConfig
+from kvloom_common.discovery.records import MetricsTarget
+from kvloom_common.limits.byte_budget import ByteBudget, memory_error
+from kvloom_common.limits.keyed_counts import KeyedCounts
+from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.models.model_routes import NO_ROUTES, Feature, ModelRoutes
+from kvloom_common.models.served_model import ServedModel, adapters_by_model
+from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
 
 GENERATE: Final = "generate"
 EMBED: Final = "embed"

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.registry import Collector
 
 from edge_http.answers.answer import Answer
-from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, TOKENS
-from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily, HistogramSeries
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, TOKENS
+from kvloom_common.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily, HistogramSeries
 
 CONTENT_TYPE: Final = prometheus_client.CONTENT_TYPE_LATEST
 _GEN_AI_LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")

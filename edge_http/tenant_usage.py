@@ -15,13 +15,13 @@ import structlog
 
 from edge_http.answers.bill import AnswerBill
 from kvloom.errors import KvloomError, control_unavailable
-from kvloom.tenancy.principal import Principal
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
+from kvloom_common.tenancy.principal import Principal
 
 if TYPE_CHECKING:  # a fabric without tenants needs nothing of it
-    from kvloom.access.identities import Identities
+    from kvloom_common.access.identities import Identities
 
 log = structlog.get_logger()
 

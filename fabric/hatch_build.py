@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PACKAGES: Final = ("control", "edge_http", "router", "safety_svc", "shard_server", "tools")
+PACKAGES: Final = ("control", "edge_http", "kvloom_common", "router", "safety_svc", "shard_server", "tools")
 LEFT_OUT: Final = ("tools/bench",)
 """Benches measure the repository they lie in, and the peers that they install."""
 

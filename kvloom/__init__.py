@@ -1,39 +1,25 @@
-"""kvloom: the Python SDK, and the code that the services share (see ARCHITECTURE.md).
+"""kvloom: the Python SDK (see ARCHITECTURE.md).
 
     from kvloom import ChatMessage, Client
 
 The public names are those of `__all__`. Each is loaded when it is first used, so that a process which needs only a part
 of the package does not pay for gRPC. The SDK imports neither Jinja nor any tokenizer, Redis, Prometheus or structlog.
 
-client/          `Client` and `SyncClient`, the SDK's entry points, and how answers survive lost connections and routers
-enums.py         reasons, finish reasons and tiers as Python's enums
-errors.py        the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
-sampling.py      limits and checks of sampling parameters and stop conditions
+client/            `Client` and `SyncClient`, the entry points, and how answers survive lost connections and routers
+router_link/       the client side of the data plane: requests multiplexed over one stream per router
+conversation/      tools, and their checks
+text/              messages, and token ids packed for the wire
+transport/         streams between processes: gRPC, and Unix sockets on one machine
+enums.py           reasons, finish reasons and tiers as Python's enums
+errors.py          the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
+sampling.py        limits and checks of sampling parameters and stop conditions
 objectives.py      checks of the objectives of a request (docs/deadlines.md)
 request_fields.py  the names of a request's fields where nothing nests them
-guide.py         limits and checks of guides (JSON schemas, regular expressions, grammars)
-kv_share.py      a guaranteed share of the KV blocks of a shard
-class_rank.py    how urgent a request is, as a shard is told
-config.py        the configuration file as one typed tree
-models/          the models of a fabric: their configuration, cards and catalogue
-plugins.py       parts of a fabric that other packages bring, as entry points
-private_file.py  files that only this user can read
-access/          who may use the fabric from outside: API keys, tenants, TLS for clients
-tenancy/         what is known of tenants, their keys, limits and prices
-limits/          bounds on what a process holds, and a share of it for each caller
-callers.py       who sends a request, and so who is isolated from whom
-router_link/     the client side of the data plane: requests multiplexed over one stream per router
-replay/          events kept of a response, so that its client can resume it
-conversation/    conversations with tools: prompts, guides and parsers for them
-parsers/         a model's output becomes text, reasoning and tool calls
-text/            tokenizers, chat templates, detokenizing, block hashes
-transport/       streams between processes: gRPC, and Unix sockets on one machine
-receipts/        signed receipts of answers: their content, their checks, their keys
-trust/           the secret that the processes of a fabric share, and what proves that they know it
-discovery/       the registry in Redis in which shards and routers announce themselves
-metrics/         what the Prometheus metrics of all processes have in common, and where they are scraped
-process/         what every service process needs: logs, metrics, signals, timers, backoff
-v1/              code generated from protos/kvloom/v1
+guide.py           limits and checks of guides (JSON schemas, regular expressions, grammars)
+adapters.py        LoRA adapters of models, and by which names they can be requested
+limits_state.py    what a caller is told about its limits
+backoff.py         exponential backoff
+v1/                code generated from protos/kvloom/v1
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Final
 
 from kvloom import enums
-from kvloom.tenancy.limits_state import LimitsState, limits_state_from_proto, limits_state_to_proto
+from kvloom.limits_state import LimitsState, limits_state_from_proto, limits_state_to_proto
 from kvloom.v1.error_reason_pb2 import Error, ErrorReason
 
 

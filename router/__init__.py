@@ -35,4 +35,4 @@ metrics.py            Prometheus metrics and one log line per request
 health.py             grpc.health.v1
 """
 
-import kvloom.transport.grpc_settings as _  # noqa: F401  (It must run before anything imports gRPC.)
+import kvloom_common.transport.grpc_settings as _  # noqa: F401  (It must run before anything imports gRPC.)

@@ -6,12 +6,12 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from kvloom.config import KvloomConfig, load_config
-from kvloom.models.catalogue import load_catalogue
-from kvloom.process import service, telemetry
-from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
-from kvloom.process.watched_files import following
-from kvloom.trust.fabric_trust import load_trust
+from kvloom_common.config import KvloomConfig, load_config
+from kvloom_common.models.catalogue import load_catalogue
+from kvloom_common.process import service, telemetry
+from kvloom_common.process.cpu_affinity import instance_number, kept_on_one_cpu
+from kvloom_common.process.watched_files import following
+from kvloom_common.trust.fabric_trust import load_trust
 from router.process import RouterListenOptions, open_router
 
 

@@ -13,11 +13,11 @@ from contextvars import ContextVar
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kvloom.access.caller_access import NamedModel, check_class, check_models, usable
-from kvloom.access.tenants import Tenants
-from kvloom.callers import Callers, bare_credential
-from kvloom.tenancy.principal import Principal
 from kvloom.transport.local_stream import LocalStream
+from kvloom_common.access.caller_access import NamedModel, check_class, check_models, usable
+from kvloom_common.access.tenants import Tenants
+from kvloom_common.callers import Callers, bare_credential
+from kvloom_common.tenancy.principal import Principal
 from router.core.priority_classes import INTERACTIVE
 
 _SEPARATOR: Final = "@"
@@ -29,7 +29,7 @@ class CallerScope:
     """The scope of one RPC."""
 
     caller: str | None
-    """See kvloom.callers. None: a trusted process."""
+    """See kvloom_common.callers. None: a trusted process."""
     access: CallerAccess | None = None
     """What the caller may use, if it is a tenant."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvloom.conversation.history import checked_messages, json_object
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
-from kvloom.text.roles import template_role
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.router_service_pb2 import GenerateRequest, Message
+from kvloom_common.conversation.history import checked_messages, json_object
+from kvloom_common.text.roles import template_role
 
 MAX_MESSAGES: Final = 4096
 MESSAGES: Final = "conversation.messages"

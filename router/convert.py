@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar, cast
 
+from kvloom.adapters import MAX_ADAPTERS
 from kvloom.errors import KvloomError
-from kvloom.models.adapters import MAX_ADAPTERS
-from kvloom.tenancy.limits_state import fill_limits_state, limits_state_to_proto
+from kvloom.limits_state import fill_limits_state, limits_state_to_proto
 from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, SubmitAttempt

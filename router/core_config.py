@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
-from kvloom.config import KvloomConfig, PriorityClassConfig
 from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom_common.config import KvloomConfig, PriorityClassConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from grpc_health.v1._async import HealthServicer
 
-from kvloom.process.service import set_serving
+from kvloom_common.process.service import set_serving
 
 
 class HealthReporter:

@@ -12,20 +12,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvloom.access.cache_salts import CacheSalts
-from kvloom.conversation.model_output import prompted, show_markers
-from kvloom.conversation.prompt import conversation_prompt, screened_text
-from kvloom.conversation.tool_plan import ToolPlan, plan_tools
+from kvloom.adapters import Adapter, full_name, unknown_name
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD, check_guide
-from kvloom.kv_share import KvShare
-from kvloom.limits.byte_budget import memory_error
-from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
-from kvloom.models.adapters import Adapter, full_name, unknown_name
-from kvloom.models.model_routes import NO_ROUTES, ChosenRoute, ModelRoutes
-from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.objectives import check_objectives
-from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
     DEFAULT_TEMPERATURE,
@@ -39,13 +29,23 @@ from kvloom.sampling import (
     is_greedy,
     max_cached_tokens,
 )
-from kvloom.tenancy.usage_record import answer_id_of
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from kvloom.v1.router_service_pb2 import Objectives as WantedObjectives
+from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.conversation.model_output import prompted, show_markers
+from kvloom_common.conversation.prompt import conversation_prompt, screened_text
+from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
+from kvloom_common.kv_share import KvShare
+from kvloom_common.limits.byte_budget import memory_error
+from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.models.model_routes import NO_ROUTES, ChosenRoute, ModelRoutes
+from kvloom_common.models.served_model import ServedModel, adapters_by_model
+from kvloom_common.parsers.spec import ParserSpec, ToolSchema
+from kvloom_common.tenancy.usage_record import answer_id_of
 from router import convert
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.conversation_intake import (
@@ -595,7 +595,7 @@ def _with_reasoning(
     if model is None or spec is None or not spec.reasoning or is_guided:
         return request
     # Only here, because most models write none.
-    from kvloom.conversation.reasoning_tokens import ReasoningCounter
+    from kvloom_common.conversation.reasoning_tokens import ReasoningCounter
 
     num_ended = min(num_ended_reasoning_tokens, request.num_ended_tokens) if scope is TRUSTED else 0
     counter = ReasoningCounter(spec, model.tokenizer, request.prompt_token_ids)

@@ -8,14 +8,14 @@ from typing import Any, Final
 
 import grpc
 
-from kvloom.models.card_service import ModelCardServicer
-from kvloom.process import service
-from kvloom.transport.checked_server import CheckedServer
-from kvloom.transport.local_server import LocalServer
-from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.model_card_pb2_grpc import add_ModelCardServiceServicer_to_server
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest
 from kvloom.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
+from kvloom_common.models.card_service import ModelCardServicer
+from kvloom_common.process import service
+from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.transport.local_server import LocalServer
+from kvloom_common.trust.fabric_trust import NO_SECRET
 from router.router_servicer import RouterServicer
 
 MAX_CONCURRENT_RPCS: Final = 16_384

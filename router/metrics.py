@@ -12,11 +12,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvloom.errors import KvloomError, reason_name
-from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS
-from kvloom.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
-from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
-from kvloom.process.request_context import request_fields
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FinishReason
+from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS
+from kvloom_common.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
+from kvloom_common.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
+from kvloom_common.process.request_context import request_fields
 from router.caller_scope import shown_id
 from router.core.actions import (
     PrefillLegCounted,

@@ -8,9 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvloom.errors import invalid_argument
-from kvloom.models.model_routes import BYTES_PER_TOKEN, MAX_CANDIDATES, ChosenRoute, Feature, ModelRoutes, RouteFacts
-from kvloom.models.served_model import ServedModel, adapters_by_model
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
+from kvloom_common.models.model_routes import (
+    BYTES_PER_TOKEN,
+    MAX_CANDIDATES,
+    ChosenRoute,
+    Feature,
+    ModelRoutes,
+    RouteFacts,
+)
+from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from router.caller_scope import CallerAccess
 
 

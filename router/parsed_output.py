@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.conversation.call_ids import tool_call_id
-from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.parsers.output_parser import make_parser
-from kvloom.parsers.spec import OutputParser, ParserSpec, ToolSchema
-from kvloom.text.detokenizer import IncrementalDetokenizer
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, FINISH_REASON_TOOL_CALLS
 from kvloom.v1.router_service_pb2 import ChoiceDelta, OutputPart
+from kvloom_common.conversation.call_ids import tool_call_id
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom_common.parsers.output_parser import make_parser
+from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
+from kvloom_common.text.detokenizer import IncrementalDetokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.events import ChoiceSpec
 
 

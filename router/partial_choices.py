@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.guide import GUIDE_FIELD
 from kvloom.sampling import DEFAULT_TEMPERATURE
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice
+from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.events import ChoiceSpec
 
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvloom.plugins import PluginError, PluginGroup
-from kvloom.process.failure_log import FailureLog
+from kvloom_common.plugins import PluginError, PluginGroup
+from kvloom_common.process.failure_log import FailureLog
 from router.core.placement import POLICIES
 from router.core.placement.policy import Arrival, Candidate, Policy
 

@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import secrets
 
-from kvloom.config import KvloomConfig
-from kvloom.metrics.exporter import MetricsExporter, NoMetrics, add_metrics_flags, open_metrics
-from kvloom.models.catalogue import Catalogue
-from kvloom.process import service
-from kvloom.tenancy.table import TenantTable
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.config import KvloomConfig
+from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics, add_metrics_flags, open_metrics
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.process import service
+from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core.core import RouterCore
 from router.core.tenancy.limiter import Limiter
 from router.core_config import core_config

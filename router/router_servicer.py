@@ -10,9 +10,7 @@ import grpc
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvloom.callers import Callers
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.metrics.exposition import exposition_of
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -38,6 +36,8 @@ from kvloom.v1.router_service_pb2 import (
     ResumeRequest,
     RouterServiceConnectRequest,
 )
+from kvloom_common.callers import Callers
+from kvloom_common.metrics.exposition import exposition_of
 from router import convert
 from router.answers.generate import GenerateCall
 from router.answers.named_calls import NamedCalls, name_of

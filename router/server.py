@@ -15,38 +15,38 @@ import msgspec
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvloom.access.cache_salts import CacheSalts
-from kvloom.access.exposure import exposure_risk
-from kvloom.access.kv_shares import KvShares
-from kvloom.access.listener_tls import listener_tls
-from kvloom.access.tenant_metrics import observe
-from kvloom.callers import Callers, configured_callers
-from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
-from kvloom.discovery.process_finder import ProcessFinder
-from kvloom.discovery.records import NameTakenError, RouterRecord
-from kvloom.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
-from kvloom.kv_share import KvShare
-from kvloom.limits.address_limit import AddressLimit
-from kvloom.limits.connection_sweep import ConnectionSweep
-from kvloom.limits.memory_policy import MemoryLevel
-from kvloom.limits.memory_watch import MemoryWatch
-from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
-from kvloom.models.card_service import ModelCardServicer
-from kvloom.models.catalogue import Catalogue
-from kvloom.models.model_card import PackedCard
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.models.rollout_follower import RolloutFollower
-from kvloom.process import service
-from kvloom.process.access_log import AccessLog
-from kvloom.process.watched_files import following
-from kvloom.receipts.key_files import key_path
-from kvloom.tenancy.prices import Prices
-from kvloom.tenancy.table import TenantTable
-from kvloom.transport.standard_services import add_health_and_reflection
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
+from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.access.exposure import exposure_risk
+from kvloom_common.access.kv_shares import KvShares
+from kvloom_common.access.listener_tls import listener_tls
+from kvloom_common.access.tenant_metrics import observe
+from kvloom_common.callers import Callers, configured_callers
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
+from kvloom_common.discovery.process_finder import ProcessFinder
+from kvloom_common.discovery.records import NameTakenError, RouterRecord
+from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry
+from kvloom_common.kv_share import KvShare
+from kvloom_common.limits.address_limit import AddressLimit
+from kvloom_common.limits.connection_sweep import ConnectionSweep
+from kvloom_common.limits.memory_policy import MemoryLevel
+from kvloom_common.limits.memory_watch import MemoryWatch
+from kvloom_common.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
+from kvloom_common.models.card_service import ModelCardServicer
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.models.model_card import PackedCard
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.models.rollout_follower import RolloutFollower
+from kvloom_common.process import service
+from kvloom_common.process.access_log import AccessLog
+from kvloom_common.process.watched_files import following
+from kvloom_common.receipts.key_files import key_path
+from kvloom_common.tenancy.prices import Prices
+from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.transport.standard_services import add_health_and_reflection
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
@@ -479,7 +479,7 @@ class RouterServer:
         if not settings.enabled:
             return None
         # Only here, because a router without receipts needs no cryptography.
-        from kvloom.receipts.keys import ReceiptKeyError, made_or_read
+        from kvloom_common.receipts.keys import ReceiptKeyError, made_or_read
 
         try:
             signer = made_or_read(key_path(settings.key_file, self._config.data_dir))

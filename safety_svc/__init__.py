@@ -16,4 +16,4 @@ metrics.py           the Prometheus metrics
 __main__.py          the command `python -m safety_svc`
 """
 
-import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)
+import kvloom_common.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)

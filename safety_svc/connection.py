@@ -11,8 +11,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvloom.errors import KvloomError, protocol_violation
-from kvloom.process.request_context import request_fields
-from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
@@ -26,6 +24,8 @@ from kvloom.v1.safety_service_pb2 import (
     ScreenRequest,
     ScreenResponse,
 )
+from kvloom_common.process.request_context import request_fields
+from kvloom_common.transport.checked_server import malformed_message
 from safety_svc.metrics import ANSWERS, PROMPTS
 from safety_svc.policy import Hit, Policy, Rule
 from safety_svc.policy_file import PolicyFile

@@ -6,7 +6,7 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge
 
-from kvloom.metrics.label_values import LabelValues
+from kvloom_common.metrics.label_values import LabelValues
 
 BLOCKS: Final = Counter(
     "kvloom_safety_blocks", "Prompts rejected and answers halted, by rule. Unit: texts.", ("target", "rule")

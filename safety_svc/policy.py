@@ -41,7 +41,7 @@ import re2
 import xxhash
 from msgspec import Meta
 
-from kvloom.plugins import PluginError
+from kvloom_common.plugins import PluginError
 from safety_svc.folding import fold
 from safety_svc.rule_plugins import MAX_LENGTH, KindExpression, rule_kind
 

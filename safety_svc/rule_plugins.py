@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
-from kvloom.plugins import PluginError, PluginGroup
-from kvloom.process.failure_log import FailureLog, place_of
+from kvloom_common.plugins import PluginError, PluginGroup
+from kvloom_common.process.failure_log import FailureLog, place_of
 
 RULE_KINDS: Final = PluginGroup("kvloom.safety_rules", "kind of safety rule", ("text",))
 MAX_LENGTH: Final = 4096

@@ -9,13 +9,16 @@ from typing import Final
 import grpc
 import structlog
 
-from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import announced_process, fabric_host, process_record
-from kvloom.discovery.records import NameTakenError
 from kvloom.errors import KvloomError
-from kvloom.metrics.exporter import MetricsExporter, NoMetrics
-from kvloom.process.request_context import request_fields
-from kvloom.process.service import (
+from kvloom.transport.grpc_errors import abort
+from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import announced_process, fabric_host, process_record
+from kvloom_common.discovery.records import NameTakenError
+from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics
+from kvloom_common.process.request_context import request_fields
+from kvloom_common.process.service import (
     SERVER_OPTIONS,
     ReadyLine,
     StartError,
@@ -25,14 +28,11 @@ from kvloom.process.service import (
     sharing_port,
     stop_event,
 )
-from kvloom.process.watched_files import following
-from kvloom.transport.checked_server import CheckedServer
-from kvloom.transport.grpc_errors import abort
-from kvloom.transport.local_server import LocalServer
-from kvloom.transport.standard_services import add_health_and_reflection
-from kvloom.trust.fabric_trust import FabricTrust
-from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
-from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.process.watched_files import following
+from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.transport.local_server import LocalServer
+from kvloom_common.transport.standard_services import add_health_and_reflection
+from kvloom_common.trust.fabric_trust import FabricTrust
 from safety_svc.classify import broken_categories
 from safety_svc.connection import ScreenConnection, finding
 from safety_svc.metrics import BLOCKS, PROMPTS, RULES, STREAMS

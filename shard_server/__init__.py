@@ -17,4 +17,4 @@ metrics.py             the Prometheus metrics of a shard
 engines/               the Engine protocol, and the simulator, torch and TensorRT-LLM behind it
 """
 
-import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)
+import kvloom_common.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)

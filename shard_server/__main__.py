@@ -8,17 +8,17 @@ import os
 import sys
 from pathlib import Path
 
-from kvloom.config import KvloomConfig, load_config
-from kvloom.metrics.exporter import add_metrics_flags, open_metrics
-from kvloom.models.configured import config_of_model
-from kvloom.models.model_card import PackedCard, make_card
-from kvloom.plugins import PluginError
-from kvloom.process import service, telemetry
-from kvloom.process.extras import MissingPackageError, naming_extras
-from kvloom.process.watched_files import following
-from kvloom.text.model_checksum import ChecksumError, check_model, model_checksum
-from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.trust.fabric_trust import load_trust
+from kvloom_common.config import KvloomConfig, load_config
+from kvloom_common.metrics.exporter import add_metrics_flags, open_metrics
+from kvloom_common.models.configured import config_of_model
+from kvloom_common.models.model_card import PackedCard, make_card
+from kvloom_common.plugins import PluginError
+from kvloom_common.process import service, telemetry
+from kvloom_common.process.extras import MissingPackageError, naming_extras
+from kvloom_common.process.watched_files import following
+from kvloom_common.text.model_checksum import ChecksumError, check_model, model_checksum
+from kvloom_common.text.tokenizer import ModelTokenizer
+from kvloom_common.trust.fabric_trust import load_trust
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer

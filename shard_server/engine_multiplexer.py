@@ -16,8 +16,6 @@ import structlog
 
 from kvloom.errors import invalid_argument, protocol_violation
 from kvloom.guide import GUIDE_FIELD
-from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
-from kvloom.text.detokenizer import TokenText
 from kvloom.v1 import generation_pb2
 from kvloom.v1.shard_service_pb2 import (
     AdapterList,
@@ -27,6 +25,8 @@ from kvloom.v1.shard_service_pb2 import (
     ShardServiceConnectRequest,
     ShardServiceConnectResponse,
 )
+from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
+from kvloom_common.text.detokenizer import TokenText
 from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
 from shard_server.engines.base import AllBlocksCleared, Engine, FinishReason, SequenceEnd, StepOutput
 from shard_server.intake import Intake, engine_failed, stopping

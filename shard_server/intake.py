@@ -12,11 +12,11 @@ from typing import Final
 import structlog
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
-from kvloom.process.request_context import request_fields
-from kvloom.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, Choice, SequenceFinish
 from kvloom.v1.shard_service_pb2 import ShardSubmit
+from kvloom_common.process.request_context import request_fields
+from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
 from shard_server.connection import RouterConnection
 from shard_server.engines.base import Engine, EngineError, EngineRequest, RequestRefusedError
 from shard_server.live_sequences import LiveSequence, LiveSequences, visible_output

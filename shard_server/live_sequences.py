@@ -13,10 +13,10 @@ from typing import Final, Protocol
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
-from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, FinishReason, SequenceFinish
+from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
+from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from shard_server.engines.base import Engine, EngineRequest, SequenceStart, TokenLogprobs
 from shard_server.metrics import ShardMetrics
 from shard_server.step_frames import StepParts

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, WASTED_TOKENS
 from kvloom.v1.generation_pb2 import FinishReason
+from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, WASTED_TOKENS
 from shard_server.engines.base import AdaptersState, EngineLoad, KvShareUsage
 
 

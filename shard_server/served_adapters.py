@@ -9,10 +9,10 @@ from typing import Final
 
 import structlog
 
-from kvloom.config import ADAPTER_NAME
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import AdapterList, AdapterState, ShardSubmit
+from kvloom_common.config import ADAPTER_NAME
 from shard_server.engines import base
 from shard_server.engines.base import AdapterError, Adapters, AdaptersState, Engine, EngineError, adapters_of
 from shard_server.metrics import ShardMetrics

@@ -14,26 +14,26 @@ import grpc
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
-from kvloom.discovery.records import NameTakenError, ShardRecord
-from kvloom.discovery.registry import ShardRegistry
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
-from kvloom.models.card_service import ModelCardServicer
-from kvloom.models.model_card import PackedCard
-from kvloom.process import service
-from kvloom.process.access_log import AccessLog
-from kvloom.process.freed_memory import return_freed_memory
-from kvloom.text.detokenizer import TokenText
-from kvloom.transport.checked_server import CheckedServer
-from kvloom.transport.local_server import LocalServer
-from kvloom.transport.standard_services import add_health_and_reflection
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.model_card_pb2_grpc import add_ModelCardServiceServicer_to_server
 from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
+from kvloom_common.discovery.records import NameTakenError, ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
+from kvloom_common.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
+from kvloom_common.models.card_service import ModelCardServicer
+from kvloom_common.models.model_card import PackedCard
+from kvloom_common.process import service
+from kvloom_common.process.access_log import AccessLog
+from kvloom_common.process.freed_memory import return_freed_memory
+from kvloom_common.text.detokenizer import TokenText
+from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.transport.local_server import LocalServer
+from kvloom_common.transport.standard_services import add_health_and_reflection
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from shard_server.connection import MAX_PENDING_FRAMES
 from shard_server.engine_multiplexer import EngineMultiplexer
 from shard_server.engines.base import Capability, Engine, EngineError, EngineInfo

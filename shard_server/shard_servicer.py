@@ -11,7 +11,6 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
-from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_stream import deliver
 from kvloom.v1 import shard_service_pb2_grpc
@@ -34,6 +33,7 @@ from kvloom.v1.shard_service_pb2 import (
     WithdrawRequest,
     WithdrawResponse,
 )
+from kvloom_common.transport.checked_server import malformed_message
 from shard_server.connection import RouterConnection
 from shard_server.engine_multiplexer import EngineMultiplexer
 

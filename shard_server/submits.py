@@ -7,16 +7,16 @@ import secrets
 from collections.abc import Mapping
 from typing import Final
 
-from kvloom.class_rank import INTERACTIVE_RANK
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
-from kvloom.kv_share import KvShare
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_prompt_logprobs, check_sampling, check_stop
-from kvloom.text.block_hash import root_hash
 from kvloom.text.token_ids import unpack_token_ids
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import Choice, SamplingParams, StructuralTags
 from kvloom.v1.shard_service_pb2 import ShardSubmit
+from kvloom_common.class_rank import INTERACTIVE_RANK
+from kvloom_common.kv_share import KvShare
+from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import (
     Capability,
     EngineInfo,

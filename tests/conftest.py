@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def plugin_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginSite]:
     """Where a test installs packages with plugins."""
-    from kvloom.parsers.registry import reasoning_family, tool_family
+    from kvloom_common.parsers.registry import reasoning_family, tool_family
     from tests.fakes.plugin_site import PluginSite
 
     yield PluginSite(tmp_path, monkeypatch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from kvloom.config import SpeculationConfig
+from kvloom_common.config import SpeculationConfig
 from shard_server.engines.base import (
     BlockRemoved,
     BlockStored,

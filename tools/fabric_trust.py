@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloom.config import ConfigError, KvloomConfig, load_config
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust, load_trust
-from kvloom.trust.secret import ENVIRONMENT_VARIABLE, SecretError, made_or_read
+from kvloom_common.config import ConfigError, KvloomConfig, load_config
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust, load_trust
+from kvloom_common.trust.secret import ENVIRONMENT_VARIABLE, SecretError, made_or_read
 from tools.failures import CommandError
 from tools.supervisor.state import RunFolder
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import KvloomConfig, load_config
-from kvloom.discovery.registry import HEARTBEAT_SECONDS
-from kvloom.models.configured import config_of_model
-from kvloom.models.model_card import make_card
-from kvloom.process.service import ReadyLine, StartError, announce_ready, run_service, stop_event
-from kvloom.process.telemetry import configure_logging
-from kvloom.process.watched_files import following
-from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.trust.fabric_trust import FabricTrust, load_trust
+from kvloom_common.config import KvloomConfig, load_config
+from kvloom_common.discovery.registry import HEARTBEAT_SECONDS
+from kvloom_common.models.configured import config_of_model
+from kvloom_common.models.model_card import make_card
+from kvloom_common.process.service import ReadyLine, StartError, announce_ready, run_service, stop_event
+from kvloom_common.process.telemetry import configure_logging
+from kvloom_common.process.watched_files import following
+from kvloom_common.text.tokenizer import ModelTokenizer
+from kvloom_common.trust.fabric_trust import FabricTrust, load_trust
 from shard_server.engines.base import EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer

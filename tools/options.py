@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from kvloom.config import ConfigError, KvloomConfig, load_config
+from kvloom_common.config import ConfigError, KvloomConfig, load_config
 from tools.failures import CommandError
 
 DEFAULT_DATA_DIR: Final = Path("~/.kvloom")

@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from kvloom.config import ConfigError, KvloomConfig
+from kvloom_common.config import ConfigError, KvloomConfig
 
 FILE_NAME: Final = "control.db"
 _DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}

@@ -6,7 +6,8 @@ import sqlalchemy as sa
 
 from control.database.schema import metadata
 
-# What routers have reported, as it came. Of the records of one answer, one counts (kvloom/tenancy/usage_record.py).
+# What routers have reported, as it came. Of the records of one answer, one counts
+# (kvloom_common/tenancy/usage_record.py).
 usage_records = sa.Table(
     "usage_records",
     metadata,

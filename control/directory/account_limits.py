@@ -9,8 +9,8 @@ import msgspec
 
 from control.database.schema import MAX_INTEGER
 from control.directory import names
-from kvloom.tenancy.limits import Limits, limits_from_proto, limits_to_proto
 from kvloom.v1 import control_service_pb2 as control_pb
+from kvloom_common.tenancy.limits import Limits, limits_from_proto, limits_to_proto
 
 MAX_PERCENT: Final = 10_000
 _DEFAULTS: Final = {field: getattr(Limits(), field) for field in Limits.__struct_fields__}

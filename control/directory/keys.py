@@ -18,11 +18,11 @@ from control.directory.actor import Actor, already_exists, failed_precondition, 
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
 from control.directory.updates import known_tier, masked_values
-from kvloom.access.api_keys import KEY_PREFIX, draw_key
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.tenancy.scopes import SCOPES_OF_ROLE
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.access.api_keys import KEY_PREFIX, draw_key
+from kvloom_common.tenancy.scopes import SCOPES_OF_ROLE
 
 _ID_BYTES: Final = 8
 _SHOWN_CHARS: Final = len(KEY_PREFIX) + 4

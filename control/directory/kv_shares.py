@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from control.database.schema import organisations, projects
 from control.directory.transaction import DirectoryChange, read_tiers
 from kvloom.errors import invalid_argument
-from kvloom.kv_share import MAX_KV_SHARES_PERCENT
+from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT
 
 FIELD: Final = "kv_share_percent"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 from kvloom.errors import invalid_argument
-from kvloom.tenancy.scopes import DEFAULT_SCOPES, ROLES, SCOPES, Role
+from kvloom_common.tenancy.scopes import DEFAULT_SCOPES, ROLES, SCOPES, Role
 
 _ID: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
 _USER: Final = re.compile(r"[A-Za-z0-9._@+-]{1,128}")

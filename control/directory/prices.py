@@ -18,9 +18,9 @@ from control.directory.actor import Actor, already_exists, failed_precondition, 
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange
 from kvloom.errors import invalid_argument
-from kvloom.tenancy.table import price_from_proto
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Price
+from kvloom_common.tenancy.table import price_from_proto
 
 MAX_PRICES: Final = 10_000
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -13,9 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from control.database.schema import keys, memberships, organisations, prices, projects, users
 from control.directory import account_limits
 from control.directory.prices import shown as price_to_proto
-from kvloom.tenancy.scopes import SCOPES_OF_ROLE
-from kvloom.tenancy.table import EXPIRED_SECONDS
 from kvloom.v1.control_service_pb2 import KeyEntry, Limits, OrganisationEntry, Price, TenantEntry
+from kvloom_common.tenancy.scopes import SCOPES_OF_ROLE
+from kvloom_common.tenancy.table import EXPIRED_SECONDS
 
 Tiers = Mapping[str, Mapping[str, Any]]
 

@@ -19,12 +19,20 @@ from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
 from control.usage.servicer import UsageServicer
 from control.usage.work import UsageWork
-from kvloom.access.exposure import is_loopback
-from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import announced_process, fabric_host, process_record
-from kvloom.discovery.records import NameTakenError
-from kvloom.metrics.exporter import MetricsExporter, NoMetrics
-from kvloom.process.service import (
+from kvloom.v1 import (
+    control_service_pb2,
+    control_service_pb2_grpc,
+    directory_service_pb2,
+    directory_service_pb2_grpc,
+    usage_service_pb2,
+    usage_service_pb2_grpc,
+)
+from kvloom_common.access.exposure import is_loopback
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import announced_process, fabric_host, process_record
+from kvloom_common.discovery.records import NameTakenError
+from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics
+from kvloom_common.process.service import (
     SERVER_OPTIONS,
     ReadyLine,
     StartError,
@@ -34,18 +42,10 @@ from kvloom.process.service import (
     sharing_port,
     stop_event,
 )
-from kvloom.process.watched_files import following
-from kvloom.transport.checked_server import CheckedServer
-from kvloom.transport.standard_services import add_health_and_reflection
-from kvloom.trust.fabric_trust import FabricTrust
-from kvloom.v1 import (
-    control_service_pb2,
-    control_service_pb2_grpc,
-    directory_service_pb2,
-    directory_service_pb2_grpc,
-    usage_service_pb2,
-    usage_service_pb2_grpc,
-)
+from kvloom_common.process.watched_files import following
+from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.transport.standard_services import add_health_and_reflection
+from kvloom_common.trust.fabric_trust import FabricTrust
 
 log = structlog.get_logger()
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from kvloom.tenancy.usage_record import UsageRecord, is_part
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
+from kvloom_common.tenancy.usage_record import UsageRecord, is_part
 
 
 class Budget(NamedTuple):

@@ -20,8 +20,8 @@ import structlog
 from control.database.database import Database
 from control.usage.ledger import forget_records, store
 from control.usage.metrics import UsageMetrics
-from kvloom.process.cancellation import raise_if_cancelled
-from kvloom.tenancy.usage_stream import GROUP, UsageEntry, UsageStream
+from kvloom_common.process.cancellation import raise_if_cancelled
+from kvloom_common.tenancy.usage_stream import GROUP, UsageEntry, UsageStream
 
 log = structlog.get_logger()
 

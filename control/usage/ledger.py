@@ -18,8 +18,8 @@ from control.database.database import Database
 from control.database.usage_tables import budget_leases, budget_spending, usage_daily, usage_producers, usage_records
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
-from kvloom.tenancy.usage_record import UsageRecord, counting
-from kvloom.tenancy.usage_stream import Stored, UsageEntry
+from kvloom_common.tenancy.usage_record import UsageRecord, counting
+from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 
 _LOCK: Final = 0x7573616765  # "usage"
 MAX_PARAMETERS: Final = 500

@@ -16,9 +16,9 @@ from control.usage.account_limits import hard_limits
 from control.usage.accounts import SUMS, Budget, accounts_of, day_of
 from control.usage.alerts import spent_of
 from control.usage.leases import budget_name, leased_of
-from kvloom.tenancy.usage_record import UsageRecord, counting
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
+from kvloom_common.tenancy.usage_record import UsageRecord, counting
 
 MAX_ROWS: Final = 10_000
 MAX_LISTED: Final = 500

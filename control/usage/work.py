@@ -14,11 +14,11 @@ from control.database.database import Database
 from control.usage.consumer import UsageConsumer
 from control.usage.metrics import UsageMetrics
 from control.usage.webhook import AlertSender
-from kvloom.config import KvloomConfig
-from kvloom.discovery.redis_client import redis_client
-from kvloom.process.service import StartError
-from kvloom.tenancy.usage_stream import UsageStream
-from kvloom.trust.seal import Sealer
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.redis_client import redis_client
+from kvloom_common.process.service import StartError
+from kvloom_common.tenancy.usage_stream import UsageStream
+from kvloom_common.trust.seal import Sealer
 
 log = structlog.get_logger()
 

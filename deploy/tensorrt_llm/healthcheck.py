@@ -13,8 +13,8 @@ TIMEOUT_SECONDS = 3.0
 
 def open_channel(address: str, config_path: str) -> grpc.Channel:
     if config_path:
-        from kvloom.config import load_config
-        from kvloom.trust.fabric_trust import NO_SECRET, load_trust
+        from kvloom_common.config import load_config
+        from kvloom_common.trust.fabric_trust import NO_SECRET, load_trust
 
         trust = load_trust(load_config(Path(config_path)), ("tools",), "healthcheck")
         if trust is not NO_SECRET:

@@ -12,8 +12,8 @@ from edge_http.admin.requests import as_caller_knows, request_of
 from edge_http.admin.routes import AdminRoute
 from kvloom.errors import control_unavailable
 from kvloom.transport.grpc_errors import error_from_peer
-from kvloom.transport.plain_messages import as_plain
 from kvloom.v1 import directory_service_pb2_grpc
+from kvloom_common.transport.plain_messages import as_plain
 
 CALL_SECONDS: Final = 30.0
 

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 from edge_http.admin.routes import AdminRoute
 from edge_http.formatting.decoding import decode_body
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.transport.plain_messages import fill
 from kvloom.v1 import directory_service_pb2
+from kvloom_common.transport.plain_messages import fill
 
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 

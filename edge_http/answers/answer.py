@@ -20,7 +20,6 @@ from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Finish
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
-from kvloom.process.request_context import RequestContext
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 from kvloom.v1.generation_pb2 import (
@@ -30,6 +29,7 @@ from kvloom.v1.generation_pb2 import (
     SequenceStart,
     TokenLogprobs,
 )
+from kvloom_common.process.request_context import RequestContext
 
 log = structlog.get_logger()
 

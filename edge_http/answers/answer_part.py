@@ -11,10 +11,10 @@ from edge_http.answers.carried_text import CarriedText
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.formatting.response_formatter import Finish
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import FALLBACK_REASONS
-from kvloom.text.detokenizer import TokenText
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
+from kvloom_common.models.model_routes import FALLBACK_REASONS
+from kvloom_common.text.detokenizer import TokenText
 
 
 class AnswerPart(Answer):

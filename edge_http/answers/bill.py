@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvloom.tenancy.prices import Prices, decimal
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, SequenceFinish
+from kvloom_common.tenancy.prices import Prices, decimal
 
 
 class AnswerBill:

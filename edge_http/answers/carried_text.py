@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import ChoiceProgress
-from kvloom.text.detokenizer import IncrementalDetokenizer, TokenText
 from kvloom.v1.generation_pb2 import StopConditions
+from kvloom_common.text.detokenizer import IncrementalDetokenizer, TokenText
 
 
 class CarriedText(NamedTuple):

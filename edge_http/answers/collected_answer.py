@@ -11,10 +11,10 @@ from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.json_bytes import Buffer
 from edge_http.formatting.response_formatter import Finish, ResponseFormatter
 from kvloom.errors import KvloomError
-from kvloom.limits.byte_budget import ByteLease
-from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.limits.byte_budget import ByteLease
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 LEASE_BYTES: Final = 64 * 2**10
 """How much is taken from the budget of all answers at a time."""

@@ -11,9 +11,9 @@ import msgspec
 from edge_http.answers.answer import Answer
 from edge_http.formatting.response_formatter import Finish
 from kvloom.errors import KvloomError
-from kvloom.limits.byte_budget import ByteLease
 from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.limits.byte_budget import ByteLease
 
 
 class EmbeddedInputs(Answer):

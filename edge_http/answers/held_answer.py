@@ -12,11 +12,11 @@ from edge_http.answers.answer import Answer
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Finish
 from kvloom.errors import KvloomError
-from kvloom.limits.byte_budget import ByteLease
-from kvloom.models.cascade import CandidateChoice
-from kvloom.parsers.events import Event, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
+from kvloom_common.limits.byte_budget import ByteLease
+from kvloom_common.models.cascade import CandidateChoice
+from kvloom_common.parsers.events import Event, TextDelta, ToolCallArguments, ToolCallStart
 
 LEASE_BYTES: Final = 64 * 2**10
 """How much is taken from the budget of all answers at a time."""

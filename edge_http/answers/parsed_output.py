@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from edge_http.formatting.response_formatter import Finish
-from kvloom.parsers.events import Event
-from kvloom.parsers.reasoning_tally import ReasoningTally
-from kvloom.parsers.spec import OutputParser
+from kvloom_common.parsers.events import Event
+from kvloom_common.parsers.reasoning_tally import ReasoningTally
+from kvloom_common.parsers.spec import OutputParser
 
 
 class ParsedOutput:

@@ -8,9 +8,9 @@ from typing import Any
 from edge_http.answers.answer import FINISH_REASONS
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.formatting.response_formatter import Finish
-from kvloom.parsers.events import Event, TextDelta
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
+from kvloom_common.parsers.events import Event, TextDelta
 
 
 class RecordedAnswer(StreamedAnswer):

@@ -15,9 +15,9 @@ from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
 from edge_http.openai.responses.formatter import ResponsesFormatter
 from kvloom.conversation.tools import Tool
-from kvloom.parsers.output_parser import make_parser
-from kvloom.parsers.spec import ParserSpec, ToolSchema
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.parsers.output_parser import make_parser
+from kvloom_common.parsers.spec import ParserSpec, ToolSchema
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 _PROMPT_FIELDS: Final = {"completion": "prompt", "responses": "input"}
 

@@ -12,9 +12,9 @@ from edge_http.formatting.response_formatter import Finish, ResponseFormatter
 from edge_http.wire.headers import cache_use, degradation, explanation
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
-from kvloom.parsers.events import Event, TextDelta
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.parsers.events import Event, TextDelta
 
 SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 """How long a client that reads too slowly may take for the buffered bytes, including the error."""

@@ -13,7 +13,7 @@ from edge_http.formatting.json_bytes import Buffer, Json, encode_json, string_of
 from edge_http.formatting.response_formatter import Envelope, Finish, ResponseFormatter, named_event
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
-from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 SIGNATURE: Final = "unsigned"
 """Of all thinking blocks: clients expect a signature that is not empty, and return it with the block."""

@@ -19,9 +19,9 @@ from edge_http.anthropic.blocks import (
 )
 from edge_http.anthropic.requests import Message, PromptBody
 from edge_http.formatting.decoding import json_text
-from kvloom.conversation.history import checked_arguments
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.text.chat_message import ChatMessage, ToolCall
+from kvloom_common.conversation.history import checked_arguments
 
 SEPARATOR: Final = "\n\n"
 ERROR_PREFIX: Final = "Error: "

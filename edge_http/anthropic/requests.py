@@ -14,7 +14,7 @@ import msgspec
 from edge_http.anthropic.blocks import CacheControl, ContentBlock, TextBlock
 from edge_http.formatting.decoding import check_num_messages, decode_body
 from kvloom.errors import invalid_argument, unsupported
-from kvloom.models.model_routes import MAX_CANDIDATES
+from kvloom_common.models.model_routes import MAX_CANDIDATES
 
 MAX_USER_ID_CHARS: Final = 512
 KNOWN_VERSIONS: Final = ("2023-06-01", "2026-10-21")

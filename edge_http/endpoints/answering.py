@@ -58,13 +58,13 @@ from edge_http.wire.headers import (
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
-from kvloom.conversation.model_output import show_markers
 from kvloom.errors import KvloomError
-from kvloom.limits.byte_budget import ByteLease
-from kvloom.models.served_model import ServedModel
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom_common.conversation.model_output import show_markers
+from kvloom_common.limits.byte_budget import ByteLease
+from kvloom_common.models.served_model import ServedModel
 
 _SCHEDULING_HEADERS: Final = frozenset({PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, *OBJECTIVE_HEADERS})
 """Hardly any request has one, so that all are looked for at once."""

@@ -1,4 +1,4 @@
-"""A candidate of a cascade: its answer is held until it has ended, and judged (kvloom/models/cascade.py)."""
+"""A candidate of a cascade: its answer is held until it has ended, and judged (kvloom_common/models/cascade.py)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from edge_http.endpoints.answering import GenerationJob, check_job_window, submi
 from edge_http.resume.response_name import new_response_id
 from edge_http.submission import Submission, run_submission
 from edge_http.wire.request_record import begin_answer
-from kvloom.config import CascadeConfig
 from kvloom.errors import KvloomError
-from kvloom.limits.byte_budget import ByteLease
-from kvloom.models.cascade import ANY_JSON, AnswerForm, Objection, objection
-from kvloom.models.model_routes import Cascade
 from kvloom.sampling import with_chosen_logprobs
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import CascadeConfig
+from kvloom_common.limits.byte_budget import ByteLease
+from kvloom_common.models.cascade import ANY_JSON, AnswerForm, Objection, objection
+from kvloom_common.models.model_routes import Cascade
 
 log = structlog.get_logger()
 

@@ -22,9 +22,9 @@ from edge_http.wire.body import digest_of
 from edge_http.wire.headers import IDEMPOTENCY_KEY, idempotency_key
 from edge_http.wire.request_callers import credential_digest
 from kvloom.errors import KvloomError
-from kvloom.limits.byte_budget import ByteLease
-from kvloom.models.model_routes import BYTES_PER_TOKEN, ChosenRoute, RouteFacts
-from kvloom.models.succession import error_to_tell, heirs
+from kvloom_common.limits.byte_budget import ByteLease
+from kvloom_common.models.model_routes import BYTES_PER_TOKEN, ChosenRoute, RouteFacts
+from kvloom_common.models.succession import error_to_tell, heirs
 
 Body = TypeVar("Body", bound=NamesModels)
 

@@ -27,9 +27,9 @@ from edge_http.wire.headers import (
     wants_receipt,
 )
 from edge_http.wire.request_record import begin_answer
-from kvloom.limits.byte_budget import ByteLease
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+from kvloom_common.limits.byte_budget import ByteLease
 
 OPERATION: Final = "embeddings"
 """The operation's OpenTelemetry name."""

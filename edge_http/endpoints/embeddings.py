@@ -20,7 +20,7 @@ from edge_http.openai.embeddings import (
     pooling_of,
     response_pieces,
 )
-from kvloom.models.served_model import ServedModel
+from kvloom_common.models.served_model import ServedModel
 
 
 async def embeddings(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

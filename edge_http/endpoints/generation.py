@@ -30,11 +30,11 @@ from edge_http.openai.sampling import (
 from edge_http.openai.tools import tools_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
-from kvloom.conversation.model_output import prompted
-from kvloom.conversation.tool_plan import plan_tools
-from kvloom.models.model_routes import Feature
-from kvloom.models.served_model import ServedModel
 from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom_common.conversation.model_output import prompted
+from kvloom_common.conversation.tool_plan import plan_tools
+from kvloom_common.models.model_routes import Feature
+from kvloom_common.models.served_model import ServedModel
 
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

@@ -10,7 +10,7 @@ from aiohttp import web
 from edge_http.edge import Edge
 from edge_http.metrics import CONTENT_TYPE
 from edge_http.wire.json_response import json_response
-from kvloom.metrics.targets import TargetsError, http_sd
+from kvloom_common.metrics.targets import TargetsError, http_sd
 
 VERSION: Final = importlib.metadata.version("kvloom")
 

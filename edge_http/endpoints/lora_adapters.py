@@ -15,13 +15,13 @@ from aiohttp import web
 from edge_http.edge import Edge
 from edge_http.openai.lora_adapters import LoadAdapterBody, decode_load, decode_unload
 from edge_http.wire.body import read_json_body
+from kvloom.adapters import full_name
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.models.adapters import full_name
-from kvloom.models.served_model import ServedModel
-from kvloom.process.control_socket import SOCKET, short_path
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.supervisor_service_pb2 import LoadModelAdapterRequest, UnloadModelAdapterRequest
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.process.control_socket import SOCKET, short_path
 
 TIMEOUT_SECONDS: Final = 600.0
 KNOWN_TIMEOUT_SECONDS: Final = 5.0

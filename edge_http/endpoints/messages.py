@@ -31,16 +31,16 @@ from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
 from edge_http.wire.json_response import json_response
-from kvloom.conversation.model_output import prompted
-from kvloom.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.models.model_routes import Feature
-from kvloom.models.served_model import ServedModel
-from kvloom.parsers.sniff import starts_in_reasoning
-from kvloom.parsers.spec import ParserSpec
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Guide
+from kvloom_common.conversation.model_output import prompted
+from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
+from kvloom_common.models.model_routes import Feature
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.parsers.sniff import starts_in_reasoning
+from kvloom_common.parsers.spec import ParserSpec
 
 
 class _Prepared(NamedTuple):

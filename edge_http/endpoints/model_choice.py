@@ -13,8 +13,8 @@ from edge_http.anthropic.blocks import RefusedBlock
 from edge_http.edge import Edge
 from edge_http.wire.headers import IDEMPOTENCY_KEY, MODEL, ROUTE, session_key, wants_resume
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import FALLBACK_REASONS, ChosenRoute
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.models.model_routes import FALLBACK_REASONS, ChosenRoute
 
 IMAGE_KINDS: Final = ("image_url", "input_image", "image")
 """In chat completions, the Responses API and Anthropic's API."""

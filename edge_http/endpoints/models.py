@@ -13,9 +13,9 @@ from edge_http.anthropic.requests import check_version
 from edge_http.edge import Edge
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, is_anthropic, request_id
 from edge_http.wire.json_response import json_response
-from kvloom.config import RouteConfig
-from kvloom.models.model_routes import models_of
-from kvloom.models.served_model import ServedModel
+from kvloom_common.config import RouteConfig
+from kvloom_common.models.model_routes import models_of
+from kvloom_common.models.served_model import ServedModel
 
 
 async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

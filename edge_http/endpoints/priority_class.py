@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from aiohttp import web
 
 from edge_http.wire.headers import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS
-from kvloom.access.caller_access import check_class
 from kvloom.errors import invalid_argument
-from kvloom.tenancy.principal import Principal
 from kvloom.v1.router_service_pb2 import TIER_BATCH, TIER_INTERACTIVE, Tier
+from kvloom_common.access.caller_access import check_class
+from kvloom_common.tenancy.principal import Principal
 
 if TYPE_CHECKING:
     from edge_http.edge import Edge

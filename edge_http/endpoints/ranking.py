@@ -28,8 +28,8 @@ from edge_http.openai.ranking import (
     unit_vector,
 )
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
-from kvloom.models.served_model import ServedModel
 from kvloom.v1.generation_pb2 import Pooling
+from kvloom_common.models.served_model import ServedModel
 
 PAIRS_IN_A_ROW: Final = 8
 """How many scores are computed before other streams have their turn: about half a millisecond."""

@@ -20,10 +20,10 @@ from edge_http.endpoints.model_choice import NamesModels, outlives_connection, p
 from edge_http.endpoints.objectives import has_objectives, with_objectives
 from edge_http.submission import RunAnswer, run_submission
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
-from kvloom.models.served_model import ServedModel, adapters_by_model
-from kvloom.models.succession import error_to_tell, heirs
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
+from kvloom_common.models.served_model import ServedModel, adapters_by_model
+from kvloom_common.models.succession import error_to_tell, heirs
 
 _LOGPROBS: Final[frozenset[Feature]] = frozenset(("logprobs",))
 

@@ -16,8 +16,8 @@ from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
 from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
 from edge_http.openai.tools import tools_of
 from edge_http.wire.json_response import json_response
-from kvloom.conversation.tool_plan import plan_tools
-from kvloom.models.served_model import ServedModel
+from kvloom_common.conversation.tool_plan import plan_tools
+from kvloom_common.models.served_model import ServedModel
 
 
 async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

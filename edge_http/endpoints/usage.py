@@ -13,10 +13,10 @@ from edge_http.edge import Edge
 from edge_http.tenant_usage import CALL_SECONDS
 from edge_http.wire.json_response import json_response
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.tenancy.prices import decimal
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.tenancy.prices import decimal
 
 GROUPS: Final = {
     "day": pb.USAGE_GROUP_DAY,

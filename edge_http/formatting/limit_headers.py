@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Final
 
-from kvloom.tenancy.limits_state import LimitsState, RateState
+from kvloom.limits_state import LimitsState, RateState
 
 _WHAT: Final = ("limit", "remaining", "reset")
 _OPENAI: Final = {unit: tuple(f"x-ratelimit-{what}-{unit}" for what in _WHAT) for unit in ("requests", "tokens")}

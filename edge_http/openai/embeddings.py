@@ -17,10 +17,10 @@ from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.prompt import Prompt, text_prompt, token_prompt
 from edge_http.openai.requests import Body, FallbackModels
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Pooling
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 MAX_INPUTS: Final = 2048
 MAX_TOKENS: Final = 300_000

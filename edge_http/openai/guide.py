@@ -8,10 +8,10 @@ import msgspec
 
 from edge_http.formatting.decoding import json_text
 from edge_http.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
-from kvloom.conversation.tool_plan import ToolPlan
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
 from kvloom.v1.generation_pb2 import Choices, Guide
+from kvloom_common.conversation.tool_plan import ToolPlan
 
 _ALL_OUTPUT: Final = "structured_outputs"
 """The field whose form is that of all output, not only of messages."""

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 LOWEST_LOGPROB: Final = -9999.0
 """OpenAI reports this for a token that could not be sampled, because JSON has no infinity."""

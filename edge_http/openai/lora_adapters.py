@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import Body
-from kvloom.config import AdapterName
+from kvloom_common.config import AdapterName
 
 
 class LoadAdapterBody(Body, kw_only=True):

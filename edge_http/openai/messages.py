@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_http.openai.requests import Message, ToolCallBody, message_text
-from kvloom.conversation.history import checked_arguments, turn_of_others
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
-from kvloom.text.roles import template_role
+from kvloom_common.conversation.history import checked_arguments, turn_of_others
+from kvloom_common.text.roles import template_role
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:

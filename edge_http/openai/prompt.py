@@ -7,11 +7,11 @@ from typing import Any, Final, NamedTuple
 
 from edge_http.openai.requests import CompletionBody, Prediction, parts_text
 from edge_http.openai.sampling import check_text_size
-from kvloom.conversation.prompt import conversation_prompt, screened_text
 from kvloom.conversation.tools import Tool
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.sampling import MAX_PREDICTED_TOKENS
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.conversation.prompt import conversation_prompt, screened_text
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
 MAX_CHOICES_PER_REQUEST: Final = 128

@@ -12,8 +12,8 @@ from edge_http.openai.prompt import Prompt
 from edge_http.openai.requests import CompletionBody, GenerationBody
 from kvloom.errors import invalid_argument, unsupported
 from kvloom.sampling import MAX_LOGPROBS, check_prompt_logprobs
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SamplingParams, TokenLogprobs
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 encode_json: Final = msgspec.json.Encoder().encode
 

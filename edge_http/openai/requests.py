@@ -16,8 +16,8 @@ from edge_http.openai import unsupported
 from edge_http.openai.unsupported import Harmless
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.errors import unsupported as unsupported_error
-from kvloom.models.model_routes import MAX_CANDIDATES
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.models.model_routes import MAX_CANDIDATES
 
 FallbackModels = Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None
 """OpenRouter's extension: the models that take the request, in this order, if `model` cannot."""

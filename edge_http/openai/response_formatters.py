@@ -16,9 +16,9 @@ from edge_http.formatting.usage import Usage
 from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs
 from edge_http.openai.prompt_report import PromptReport
 from kvloom.errors import KvloomError
-from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 DONE: Final = DATA + b"[DONE]"
 

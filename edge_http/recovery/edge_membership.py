@@ -13,8 +13,8 @@ from edge_http.recovery.journal import EdgeRecord, ResumeJournal
 from edge_http.recovery.peer_proxy import PeerProxy
 from edge_http.recovery.publisher import ResumePublisher, journal_ttl_seconds
 from edge_http.recovery.response_locator import ResponseLocator
-from kvloom.config import RedisConfig
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.config import RedisConfig
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 log = structlog.get_logger()
 

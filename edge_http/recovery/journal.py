@@ -30,8 +30,8 @@ from edge_http.resume.records import (
     decode_requests,
     decode_response,
 )
-from kvloom.discovery.redis_client import redis_client
-from kvloom.trust.seal import PLAIN, Sealer, SealError
+from kvloom_common.discovery.redis_client import redis_client
+from kvloom_common.trust.seal import PLAIN, Sealer, SealError
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from edge_http.resume.table import not_kept
 from edge_http.wire.headers import DROPPED_REASON, LAST_EVENT_ID, RELAYED, REPLAYED
 from edge_http.wire.request_callers import relayed_certificate
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 MISDIRECTED: Final = 421
 """The status of an edge that is not the intended one, or that has left its answers to other edges."""

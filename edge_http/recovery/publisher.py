@@ -23,8 +23,8 @@ from edge_http.resume.commit_gate import CommitGate
 from edge_http.resume.publication import Publication
 from edge_http.resume.records import encode
 from edge_http.resume.table import ResumeTable
-from kvloom.config import EdgeResumeConfig
-from kvloom.process.aligned_timer import seconds_to_aligned_tick
+from kvloom_common.config import EdgeResumeConfig
+from kvloom_common.process.aligned_timer import seconds_to_aligned_tick
 
 log = structlog.get_logger()
 

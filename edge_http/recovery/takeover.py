@@ -29,12 +29,12 @@ from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.submission import OnSubmitted, Submission, run_resumable
 from edge_http.wire.headers import explanation
-from kvloom.models.served_model import ServedModel
 from kvloom.router_link.group import give_seed
 from kvloom.router_link.link import ChoiceProgress, LinkRequest
-from kvloom.text.detokenizer import IncrementalDetokenizer
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.detokenizer import IncrementalDetokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 LEAST_SECONDS: Final = 0.001
 """The shortest time limit: 0 would mean none."""

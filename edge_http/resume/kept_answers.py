@@ -17,12 +17,12 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from edge_http.resume.response_name import ResponseName
-from kvloom.config import EdgeResumeConfig
 from kvloom.errors import KvloomError
-from kvloom.limits.byte_budget import CALLER_SHARE, ByteLease
-from kvloom.limits.keyed_counts import KeyedCounts
-from kvloom.replay.reader_slot import GraceTimer
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import EdgeResumeConfig
+from kvloom_common.limits.byte_budget import CALLER_SHARE, ByteLease
+from kvloom_common.limits.keyed_counts import KeyedCounts
+from kvloom_common.replay.reader_slot import GraceTimer
 
 log = structlog.get_logger()
 

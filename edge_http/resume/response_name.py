@@ -17,7 +17,7 @@ class ResponseName:
     caller: bytes
     """The digest of its credential. It is the same for all requests without one: for these the id is the secret."""
     tenant: str = ""
-    """The name of its caller (kvloom/callers.py), to whom the idempotency key belongs."""
+    """The name of its caller (kvloom_common/callers.py), to whom the idempotency key belongs."""
     idempotency_key: str = ""
     """Chosen by the client, so that it can name the response before it knows the id; "" if it chose none."""
     body_digest: str = ""

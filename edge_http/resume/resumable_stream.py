@@ -1,7 +1,7 @@
 """A streamed answer that outlives its connection: its events go to a log, and from there to its current reader.
 
 With a commit gate (edge_http/resume/commit_gate.py) readers see an event once another edge could continue from it. Who
-reads, and how long the answer waits for a reader, is up to the reader slot (kvloom/replay/reader_slot.py).
+reads, and how long the answer waits for a reader, is up to the reader slot (kvloom_common/replay/reader_slot.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from edge_http.resume.commit_gate import CommitCursor
 from edge_http.resume.response_name import ResponseName
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
-from kvloom.replay.event_log import EventLog
-from kvloom.replay.reader_slot import Nouns, ReaderSlot
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.replay.event_log import EventLog
+from kvloom_common.replay.reader_slot import Nouns, ReaderSlot
 
 CATCH_UP_BYTES: Final = 64 * 2**10
 """How much is replayed at once; the reader has to take it before more is replayed."""

@@ -14,10 +14,10 @@ from edge_http.resume.publication import Publication
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.wire.headers import IDEMPOTENCY_KEY
-from kvloom.config import EdgeResumeConfig
 from kvloom.errors import KvloomError
-from kvloom.replay.stream_retention import StreamRetention
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import EdgeResumeConfig
+from kvloom_common.replay.stream_retention import StreamRetention
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -25,10 +25,10 @@ from edge_http.wire.large_body import RESPONSE_SECONDS
 from edge_http.wire.request_record import log_refused_connection
 from edge_http.wire.sse import WrittenResponse
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
-from kvloom.limits.address_limit import AddressLimit
-from kvloom.limits.byte_budget import ByteLease
-from kvloom.limits.client_address import Address
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.limits.address_limit import AddressLimit
+from kvloom_common.limits.byte_budget import ByteLease
+from kvloom_common.limits.client_address import Address
 
 log = structlog.get_logger()
 

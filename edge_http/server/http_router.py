@@ -40,9 +40,9 @@ from edge_http.wire.headers import (
 from edge_http.wire.json_response import error_response
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
-from kvloom.process.request_context import enter_request
-from kvloom.tenancy.scopes import Scope
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.process.request_context import enter_request
+from kvloom_common.tenancy.scopes import Scope
 
 log = structlog.get_logger()
 

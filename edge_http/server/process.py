@@ -19,27 +19,27 @@ from edge_http.server.router_metrics import RouterGroupCollector
 from edge_http.tenant_usage import TenantUsage
 from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
 from edge_http.usage_witness import UsageWitness
-from kvloom.access.exposure import exposure_risk
-from kvloom.access.listener_tls import ListenerTls, listener_tls
-from kvloom.access.tenant_metrics import observe
-from kvloom.callers import Callers, configured_callers
-from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
-from kvloom.discovery.records import NameTakenError
-from kvloom.limits.memory_watch import MemoryWatch
-from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
-from kvloom.models.catalogue import Catalogue, CatalogueFollower
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.models.rollout_follower import RolloutFollower
-from kvloom.models.succession import SuccessionFollower
-from kvloom.process.access_log import AccessLog
-from kvloom.process.control_socket import run_folder
-from kvloom.process.service import StartError, announce_leaving, wait_to_open
-from kvloom.process.watched_files import following
-from kvloom.receipts.key_files import key_path, public_path
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.access.exposure import exposure_risk
+from kvloom_common.access.listener_tls import ListenerTls, listener_tls
+from kvloom_common.access.tenant_metrics import observe
+from kvloom_common.callers import Callers, configured_callers
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
+from kvloom_common.discovery.records import NameTakenError
+from kvloom_common.limits.memory_watch import MemoryWatch
+from kvloom_common.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
+from kvloom_common.models.catalogue import Catalogue, CatalogueFollower
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.models.rollout_follower import RolloutFollower
+from kvloom_common.models.succession import SuccessionFollower
+from kvloom_common.process.access_log import AccessLog
+from kvloom_common.process.control_socket import run_folder
+from kvloom_common.process.service import StartError, announce_leaving, wait_to_open
+from kvloom_common.process.watched_files import following
+from kvloom_common.receipts.key_files import key_path, public_path
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 _LOOK_AGAIN_SECONDS: Final = 0.1
 

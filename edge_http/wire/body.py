@@ -7,10 +7,10 @@ import asyncio
 import xxhash
 from aiohttp import web
 
-from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
-from kvloom.limits.byte_budget import ByteLease
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import EdgeConfig
+from kvloom_common.limits.byte_budget import ByteLease
 
 
 async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: ByteLease) -> bytes:

@@ -12,19 +12,19 @@ import grpc.aio
 from aiohttp import web
 
 from edge_http.wire.headers import RELAYED, RELAYED_CERTIFICATE
-from kvloom.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
-from kvloom.access.caller_access import check_scope
-from kvloom.callers import Callers, bare_credential
 from kvloom.errors import KvloomError
-from kvloom.limits.client_address import client_address, networks_of
-from kvloom.tenancy.principal import Principal
-from kvloom.tenancy.scopes import Scope
-from kvloom.trust.fabric_trust import FabricTrust
-from kvloom.trust.seal import SealError
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
+from kvloom_common.access.caller_access import check_scope
+from kvloom_common.callers import Callers, bare_credential
+from kvloom_common.limits.client_address import client_address, networks_of
+from kvloom_common.tenancy.principal import Principal
+from kvloom_common.tenancy.scopes import Scope
+from kvloom_common.trust.fabric_trust import FabricTrust
+from kvloom_common.trust.seal import SealError
 
 if TYPE_CHECKING:
-    from kvloom.access.identities import Identities
+    from kvloom_common.access.identities import Identities
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
@@ -44,7 +44,7 @@ class RequestCallers:
         self._trusted_proxies = networks_of(trusted_proxies)
 
     def caller_of(self, request: web.BaseRequest) -> str:
-        """Return the caller's name (kvloom/callers.py)."""
+        """Return the caller's name (kvloom_common/callers.py)."""
         try:
             return request[_CALLER_KEY]
         except KeyError:  # a request's `get` would catch it too, one call later

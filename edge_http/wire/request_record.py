@@ -14,10 +14,10 @@ from edge_http.wire.cors import Cors
 from edge_http.wire.headers import LIMITED_BY, PROCESSING_MS, REQUEST_ID, is_anthropic, request_id, traceparent
 from edge_http.wire.request_callers import RequestCallers
 from kvloom.errors import KvloomError
-from kvloom.process.access_log import AccessLog
-from kvloom.process.request_context import RequestContext, current_request, request_fields
-from kvloom.tenancy.limits_state import limits_state_from_proto
+from kvloom.limits_state import limits_state_from_proto
 from kvloom.v1 import error_reason_pb2 as pb
+from kvloom_common.process.access_log import AccessLog
+from kvloom_common.process.request_context import RequestContext, current_request, request_fields
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ from aiohttp import web
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.wire.headers import REPLAYED
 from edge_http.wire.request_record import RequestRecord
-from kvloom.process.request_context import current_request
+from kvloom_common.process.request_context import current_request
 
 _HEAD: Final = (
     b"HTTP/1.1 200 OK\r\n"

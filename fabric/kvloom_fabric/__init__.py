@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def root() -> Path:
-    """The folder with `control`, `edge_http`, `router`, `shard_server`, `safety_svc` and `tools`: inside this package
-    when a wheel was installed, the repository in a checkout."""
+    """The folder with `control`, `edge_http`, `kvloom_common`, `router`, `shard_server`, `safety_svc` and `tools`:
+    inside this package when a wheel was installed, the repository in a checkout."""
     installed = Path(__file__).resolve().parent / "_root"
     return installed if installed.is_dir() else Path(__file__).resolve().parents[2]
 

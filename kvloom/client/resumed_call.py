@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import grpc
 
+from kvloom.backoff import Backoff
 from kvloom.client.generation import Delta
 from kvloom.client.migrating_generation import MigratingGeneration
 from kvloom.client.router_channels import ASK_ELSEWHERE, RouterChannels
 from kvloom.client.router_routes import RouterRoutes
 from kvloom.errors import KvloomError
-from kvloom.process.backoff import Backoff
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.tracked_request import REFUSALS
 from kvloom.transport.grpc_errors import error_from_peer, from_rpc_error

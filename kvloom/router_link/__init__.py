@@ -11,5 +11,4 @@ choice.py              which router gets a request: rendezvous hashing with boun
 tracked_request.py     a request of a group: what was delivered, and the request for the next router
 identity.py            a link's identity over its connections, and the losses to report to its router
 cancel_notifier.py     notifies routers of requests that were abandoned
-finder.py              finds the routers: a fixed list, or the registry
 """

@@ -12,7 +12,7 @@ from typing import Final
 
 import grpc
 
-from kvloom.process.backoff import Backoff
+from kvloom.backoff import Backoff
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub

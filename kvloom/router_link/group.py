@@ -18,8 +18,8 @@ from typing import Final
 
 import grpc.aio
 
+from kvloom.backoff import Backoff
 from kvloom.errors import KvloomError
-from kvloom.process.backoff import Backoff
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_link.members import NewLink, RouterMember, RouterMembers

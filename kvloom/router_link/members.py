@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from kvloom.adapters import adapter_names
 from kvloom.errors import KvloomError
-from kvloom.models.adapters import adapter_names
 from kvloom.router_link.choice import RouterView, pick_router, salt_of
 from kvloom.router_link.identity import MAX_DELEGATED_LOSSES, LinkIdentity, note_bounded
 from kvloom.router_link.link import GrpcRouterLink

@@ -29,7 +29,7 @@ class ChatMessage(NamedTuple):
     """One message of a conversation."""
 
     role: str
-    """"system", "user", "assistant" or "tool"; "developer" means "system" (kvloom/text/roles.py)."""
+    """"system", "user", "assistant" or "tool"; "developer" means "system" (kvloom_common/text/roles.py)."""
     content: str
     tool_calls: Sequence[ToolCall] = ()
     """The calls of an assistant's message."""

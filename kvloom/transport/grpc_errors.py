@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits_state import limits_state_from_proto, limits_state_to_proto
+from kvloom.limits_state import limits_state_from_proto, limits_state_to_proto
 from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 
 DOMAIN: Final = "kvloom"

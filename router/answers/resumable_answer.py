@@ -1,7 +1,7 @@
 """An answer of `Generate` that outlives its RPC: its responses go to a log, and from there to its current reader.
 
 It is a client of the dispatcher like any other, but without a task of its own: only the log is bounded. Which RPC
-reads, and how long the answer waits for a reader, is up to the reader slot (kvloom/replay/reader_slot.py).
+reads, and how long the answer waits for a reader, is up to the reader slot (kvloom_common/replay/reader_slot.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.guide import GUIDE_FIELD
-from kvloom.replay.event_log import EventLog
-from kvloom.replay.reader_slot import Nouns, ReaderSlot
 from kvloom.v1.router_service_pb2 import GenerateResponse
+from kvloom_common.replay.event_log import EventLog
+from kvloom_common.replay.reader_slot import Nouns, ReaderSlot
 from router.answers.generate import deltas_of, error_of
 from router.core.actions import FleetChanged
 from router.core.frames import Start, Step

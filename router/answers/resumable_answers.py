@@ -12,12 +12,12 @@ from urllib.parse import quote
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from kvloom.config import ResumeConfig
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.process.request_context import request_fields
-from kvloom.replay.stream_retention import StreamRetention
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest
+from kvloom_common.config import ResumeConfig
+from kvloom_common.process.request_context import request_fields
+from kvloom_common.replay.stream_retention import StreamRetention
 from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answer import AnswerName, ResumableAnswer
 from router.caller_scope import TRUSTED, CallerScope

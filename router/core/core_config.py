@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvloom.config import BrownoutConfig, HealthConfig
+from kvloom_common.config import BrownoutConfig, HealthConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings

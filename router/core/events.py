@@ -11,9 +11,9 @@ from typing import Final, Protocol
 
 import msgspec
 
-from kvloom.kv_share import KvShare
-from kvloom.models.adapters import Adapter, full_name
+from kvloom.adapters import Adapter, full_name
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, ResultCacheUse
+from kvloom_common.kv_share import KvShare
 from router.core.degradation import Degradation
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseGrant, LeaseName
@@ -95,7 +95,8 @@ class Request(msgspec.Struct, frozen=True):
     """How many prompt tokens' KV a shard may take from its cache: the others are computed for their log-probabilities.
     None: all."""
     answer_id: str = ""
-    """What tells answers apart whose requests have the same id (kvloom/tenancy/usage_record.py); "": the id does."""
+    """What tells answers apart whose requests have the same id (kvloom_common/tenancy/usage_record.py); "": the id
+    does."""
     num_ended_tokens: int = 0
     """Output tokens of other choices of the answer: they had ended when it was submitted here, to be continued."""
     num_foreign_tokens: int = 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits_state import LimitsState
+from kvloom.limits_state import LimitsState
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, FinishReason, ResultCacheUse
 from router.core.request_end import NO_MOVES, Moves
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.class_rank import INTERACTIVE_RANK
+from kvloom_common.class_rank import INTERACTIVE_RANK
 
 MAX_CLASSES: Final = 16
 """How many may be declared."""
@@ -22,7 +22,7 @@ all while a more urgent one waits."""
 
 
 class PriorityClass(msgspec.Struct, frozen=True):
-    """What kvloom.config.PriorityClassConfig configures."""
+    """What kvloom_common.config.PriorityClassConfig configures."""
 
     name: str
     rank: int

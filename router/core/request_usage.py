@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvloom.models.adapters import Adapter
-from kvloom.tenancy.usage_record import Charge
+from kvloom.adapters import Adapter
+from kvloom_common.tenancy.usage_record import Charge
 from router.core.events import Request, Tier
 
 

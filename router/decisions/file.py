@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from kvloom.process.service import StartError
+from kvloom_common.process.service import StartError
 
 log = structlog.get_logger()
 

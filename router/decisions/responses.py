@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import Cascade, ChosenRoute
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import (
     ExplainResponse,
@@ -16,6 +15,7 @@ from kvloom.v1.router_service_pb2 import (
     RequestOutcome,
     ShardScore,
 )
+from kvloom_common.models.model_routes import Cascade, ChosenRoute
 from router.convert import objectives_outcome_to_proto
 from router.core.actions import RequestEnded
 from router.core.placement.plan import PlacementPlan, ShardPlan

@@ -16,7 +16,6 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvloom.errors import KvloomError, protocol_violation
-from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_stream import deliver
@@ -28,6 +27,7 @@ from kvloom.v1.router_service_pb2 import (
     RouterServiceConnectResponse,
     Submit,
 )
+from kvloom_common.transport.checked_server import malformed_message
 from router import convert
 from router.caller_scope import TRUSTED, CallerScope
 from router.core.actions import FleetChanged

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Final, Protocol
 
-from kvloom.discovery.records import ShardRecord
+from kvloom_common.discovery.records import ShardRecord
 
 MAX_SHARDS: Final = 4096
 

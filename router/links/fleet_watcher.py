@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import redis.exceptions
 import structlog
 
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
-from kvloom.models.catalogue import Catalogue
-from kvloom.process.cancellation import raise_if_cancelled
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.process.cancellation import raise_if_cancelled
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core_driver import CoreDriver
 from router.links.fleet_links import LinkTarget, follow_registry, lose_registry
 from router.links.reconnect import reconnect_backoff

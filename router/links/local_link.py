@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom.process.request_context import request_fields
 from kvloom.router_link.open_choices import OpenChoices, Sink
 from kvloom.router_link.request import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, TokenLogprobs
 from kvloom.v1.router_service_pb2 import FleetState, ModerateRequest, ModerateResponse
+from kvloom_common.process.request_context import request_fields
 from router import convert
 from router.core.actions import FleetChanged
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, SlotsCancelled

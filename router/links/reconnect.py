@@ -6,7 +6,7 @@ from typing import Final
 
 import grpc
 
-from kvloom.process.backoff import Backoff
+from kvloom.backoff import Backoff
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 
 FIRST_SECONDS: Final = 0.1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvloom.access.exposure import is_loopback
-from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import fabric_host
-from kvloom.discovery.process_finder import ProcessFinder
-from kvloom.trust.seal import PLAIN, Sealer
+from kvloom_common.access.exposure import is_loopback
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import fabric_host
+from kvloom_common.discovery.process_finder import ProcessFinder
+from kvloom_common.trust.seal import PLAIN, Sealer
 
 
 def safety_finder(config: KvloomConfig, router_id: str, sealer: Sealer = PLAIN) -> ProcessFinder:

@@ -15,11 +15,11 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.transport.grpc_errors import from_rpc_error
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import safety_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.process.cancellation import raise_if_cancelled
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp

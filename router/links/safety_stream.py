@@ -11,8 +11,8 @@ import structlog
 
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.caller_scope import shown_id
 from router.core.actions import CheckPrompt
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers

@@ -14,17 +14,17 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from kvloom.discovery.records import ShardRecord
 from kvloom.errors import KvloomError
-from kvloom.models.card_service import fetch_card
-from kvloom.models.catalogue import Catalogue
-from kvloom.models.model_card import ModelCardError
-from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.models.card_service import fetch_card
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.models.model_card import ModelCardError
+from kvloom_common.process.cancellation import raise_if_cancelled
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router import convert
 from router.core.actions import CancelOnShard, SubmitAttempt
 from router.core.events import (

@@ -18,8 +18,8 @@ import redis.asyncio
 import redis.exceptions
 import structlog
 
-from kvloom.process.cancellation import raise_if_cancelled
-from kvloom.tenancy.usage_stream import NOTHING_STORED, Stored, UsageStream
+from kvloom_common.process.cancellation import raise_if_cancelled
+from kvloom_common.tenancy.usage_stream import NOTHING_STORED, Stored, UsageStream
 from router.metering.spool import Numbered
 
 log = structlog.get_logger()

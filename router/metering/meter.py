@@ -8,10 +8,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from kvloom.adapters import full_name
 from kvloom.errors import reason_name
-from kvloom.models.adapters import full_name
-from kvloom.tenancy.prices import Prices
-from kvloom.tenancy.usage_record import (
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
+from kvloom_common.tenancy.prices import Prices
+from kvloom_common.tenancy.usage_record import (
     OUTCOME_EVICTED,
     OUTCOME_LOST,
     TIER_DISCARDED,
@@ -20,8 +22,6 @@ from kvloom.tenancy.usage_record import (
     UsageRecord,
     is_part,
 )
-from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from router.core.actions import RequestEnded
 from router.core.events import SHADOW_TENANT, Tier
 from router.core.request_end import End

@@ -15,11 +15,11 @@ import redis.exceptions
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvloom.config import KvloomConfig
-from kvloom.discovery.redis_client import redis_client
-from kvloom.tenancy.prices import Prices
-from kvloom.tenancy.usage_stream import UsageStream
-from kvloom.trust.seal import Sealer
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.redis_client import redis_client
+from kvloom_common.tenancy.prices import Prices
+from kvloom_common.tenancy.usage_stream import UsageStream
+from kvloom_common.trust.seal import Sealer
 from router.core.actions import RequestEnded
 from router.core.request_end import End
 from router.metering.forwarder import Forwarder

@@ -17,8 +17,8 @@ import redis.asyncio
 import redis.exceptions
 import structlog
 
-from kvloom.tenancy.usage_record import OUTCOME_VOID, UsageRecord
-from kvloom.tenancy.usage_stream import UsageStream
+from kvloom_common.tenancy.usage_record import OUTCOME_VOID, UsageRecord
+from kvloom_common.tenancy.usage_stream import UsageStream
 from router.metering.forwarder import Forwarder
 from router.metering.recent import read_recent
 from router.metering.spool import Numbered, Spool, SpoolInUseError

@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kvloom.models.adapters import Adapter
-from kvloom.models.served_model import ServedModel
-from kvloom.receipts.checks import cost_of
-from kvloom.receipts.receipt import (
+from kvloom.adapters import Adapter
+from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.receipts.checks import cost_of
+from kvloom_common.receipts.receipt import (
     VERSION,
     Bundle,
     Receipt,
@@ -19,15 +20,14 @@ from kvloom.receipts.receipt import (
     output_of,
     wanted_of,
 )
-from kvloom.tenancy.prices import Prices
-from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+from kvloom_common.tenancy.prices import Prices
 from router.caller_scope import shown_id
 from router.core.actions import AnswerCompleted
 from router.core.events import Tier
 from router.fingerprints import ModelFingerprint
 
 if TYPE_CHECKING:  # a router without receipts needs no cryptography
-    from kvloom.receipts.keys import Signer
+    from kvloom_common.receipts.keys import Signer
 
 UNKNOWN: Final = ModelFingerprint("", "", "", "", "", 0)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvloom.config import ResultCacheConfig
+from kvloom_common.config import ResultCacheConfig
 from router.core.actions import AnswerCompleted
 from router.core.events import CachedChoice, Request
 from router.fingerprints import ModelFingerprint

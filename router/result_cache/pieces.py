@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, SamplingParams, StopConditions
+from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
 from router.core.events import Request
 from router.result_cache.stored_answer import StoredChoice
 

@@ -18,8 +18,8 @@ import redis.exceptions
 import structlog
 from redis.asyncio.retry import Retry
 
-from kvloom.discovery.redis_client import redis_client
-from kvloom.trust.seal import Sealer, SealError
+from kvloom_common.discovery.redis_client import redis_client
+from kvloom_common.trust.seal import Sealer, SealError
 
 log = structlog.get_logger()
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from kvloom.callers import Callers
-from kvloom.process.access_log import AccessLog
-from kvloom.process.request_context import request_fields
+from kvloom_common.callers import Callers
+from kvloom_common.process.access_log import AccessLog
+from kvloom_common.process.request_context import request_fields
 from router.caller_scope import caller_name
 from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import structlog
 
-from kvloom.access.api_keys import wrong_key_error
-from kvloom.callers import Callers
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
+from kvloom_common.access.api_keys import wrong_key_error
+from kvloom_common.callers import Callers
 from router.caller_scope import credential_in
 from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 

@@ -13,17 +13,17 @@ from typing import Any, Final
 
 import grpc
 
-from kvloom.callers import Callers
-from kvloom.config import RouterConfig
 from kvloom.errors import KvloomError, request_timeout
-from kvloom.limits.address_limit import AddressLimit
-from kvloom.limits.byte_budget import ByteBudget, memory_error
-from kvloom.limits.client_address import Address
-from kvloom.limits.keyed_counts import KeyedCounts
-from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
-from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.callers import Callers
+from kvloom_common.config import RouterConfig
+from kvloom_common.limits.address_limit import AddressLimit
+from kvloom_common.limits.byte_budget import ByteBudget, memory_error
+from kvloom_common.limits.client_address import Address
+from kvloom_common.limits.keyed_counts import KeyedCounts
+from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.transport.checked_server import malformed_message
 from router.caller_scope import caller_name, peer_host
 from router.rpc.own_rpcs import Behaviour, Context, is_own
 from router.rpc.receipts import Receipts

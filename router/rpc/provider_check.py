@@ -10,12 +10,12 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from kvloom.access.auth_provider import CallerVerifier, Credentials
-from kvloom.callers import Callers
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.access.auth_provider import CallerVerifier, Credentials
+from kvloom_common.callers import Callers
 from router.caller_scope import verified_caller
 from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 

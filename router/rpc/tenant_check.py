@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import structlog
 
-from kvloom.access.caller_access import check_scope
 from kvloom.errors import KvloomError
-from kvloom.tenancy.principal import Principal
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.access.caller_access import check_scope
+from kvloom_common.tenancy.principal import Principal
 from router.caller_scope import CallerAccess, caller_access, credential_of, verified_caller
 from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 
 if TYPE_CHECKING:  # a fabric without tenants needs nothing of it
-    from kvloom.access.identities import Identities
+    from kvloom_common.access.identities import Identities
 
 log = structlog.get_logger()
 

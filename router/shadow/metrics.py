@@ -6,9 +6,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.metrics.buckets import LATENCY_SECONDS
-from kvloom.models import likelihood_gap as gap
-from kvloom.process.fast_metrics import CounterFamily, HistogramFamily
+from kvloom_common.metrics.buckets import LATENCY_SECONDS
+from kvloom_common.models import likelihood_gap as gap
+from kvloom_common.process.fast_metrics import CounterFamily, HistogramFamily
 
 _PAIR: Final = ("model", "candidate")
 

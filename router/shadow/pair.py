@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvloom.config import ShadowConfig
 from kvloom.errors import reason_name
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
@@ -19,6 +18,7 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
     TokenLogprobs,
 )
+from kvloom_common.config import ShadowConfig
 from router.core.frames import Finish
 from router.shadow.metrics import PairMetrics, ShadowMetrics
 from router.shadow.sampling import Sample

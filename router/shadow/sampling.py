@@ -9,9 +9,9 @@ from typing import Final
 import msgspec
 import xxhash
 
-from kvloom.config import ConfigError, ShadowConfig
 from kvloom.sampling import max_cached_tokens, with_chosen_logprobs
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom_common.config import ConfigError, ShadowConfig
 from router.core.events import SHADOW_CLIENT_ID, SHADOW_TENANT, ChoiceSpec, Request, Tier
 
 TIMEOUT_SECONDS: Final = 60.0

@@ -16,10 +16,10 @@ from typing import Final, Protocol
 import structlog
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import ShadowConfig
-from kvloom.discovery.records import RolloutRecord
-from kvloom.models.served_model import ServedModel
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, SamplingParams, TokenLogprobs
+from kvloom_common.config import ShadowConfig
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.models.served_model import ServedModel
 from router.core.actions import FleetChanged, RequestEnded
 from router.core.events import SHADOW_CLIENT_ID, Request, RequestArrived, SlotsCancelled
 from router.core.fleet.slot_pool import SlotPool

@@ -10,10 +10,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from kvloom.access.tenant_follower import ROLE
-from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import (
     BUDGET_UNIT_NANOS,
@@ -23,6 +20,9 @@ from kvloom.v1.control_service_pb2 import (
     LeaseBudgetsRequest,
     LeaseBudgetsResponse,
 )
+from kvloom_common.access.tenant_follower import ROLE
+from kvloom_common.process.cancellation import raise_if_cancelled
+from kvloom_common.trust.fabric_trust import FabricTrust
 from router.core.events import LeasesGranted
 from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant
 

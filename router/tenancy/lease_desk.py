@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvloom.config import KvloomConfig
-from kvloom.trust.fabric_trust import FabricTrust
+from kvloom_common.config import KvloomConfig
+from kvloom_common.trust.fabric_trust import FabricTrust
 from router.core.actions import LeasesWanted, LimitsCounted
 from router.core.events import LeasesGranted
 from router.core.tenancy.limiter import Limiter

@@ -13,8 +13,8 @@ import redis.backoff
 import redis.exceptions
 import structlog
 
-from kvloom.discovery.redis_client import redis_client
-from kvloom.process.cancellation import raise_if_cancelled
+from kvloom_common.discovery.redis_client import redis_client
+from kvloom_common.process.cancellation import raise_if_cancelled
 from router.core.events import LeasesGranted
 from router.core.lease_messages import LeaseName, LeaseWant
 from router.tenancy.lease_script import (

@@ -19,8 +19,8 @@ import enum
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from kvloom.class_rank import INTERACTIVE_RANK
-from kvloom.kv_share import KvShare
+from kvloom_common.class_rank import INTERACTIVE_RANK
+from kvloom_common.kv_share import KvShare
 
 
 class Capability(enum.StrEnum):
@@ -220,8 +220,8 @@ class EngineRequest:
     num_expected_cached_tokens: int = 0
     """The tokens whose KV the router expects in the cache. Used only for the reported load while the sequence waits."""
     root_hash: int = 0
-    """The parent hash of the first block (kvloom.text.block_hash.root_hash). It keeps models and tenants apart in the
-    cache."""
+    """The parent hash of the first block (kvloom_common.text.block_hash.root_hash). It keeps models and tenants apart
+    in the cache."""
     guide: Guide | None = None
     """Set only for an engine with Capability.GUIDED. The guide continues after `output_token_ids`, which are part of
     the guided text."""
@@ -314,7 +314,7 @@ class BlockStored:
     """Blocks are in the prefix cache from now on."""
 
     block_hashes: Sequence[int]
-    """Chained 64-bit hashes as in kvloom/text/block_hash.py, parents first."""
+    """Chained 64-bit hashes as in kvloom_common/text/block_hash.py, parents first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

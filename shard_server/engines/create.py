@@ -8,8 +8,8 @@ from pathlib import Path
 
 import structlog
 
-from kvloom.config import KvloomConfig
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.engine_plugins import EngineSetup, plugin_engine
 from shard_server.engines.sim_engine import DEFAULT_MAX_MODEL_LEN, SimEngine

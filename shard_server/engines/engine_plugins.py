@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.config import ShardConfig
-from kvloom.plugins import PluginError, PluginGroup
+from kvloom_common.config import ShardConfig
+from kvloom_common.plugins import PluginError, PluginGroup
 from shard_server.engines.base import Engine, EngineError
 
 ENGINES: Final = PluginGroup("kvloom.engines", "engine", ("torch", "sim", "tensorrt_llm"))

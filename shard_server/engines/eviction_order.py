@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final, Protocol, TypeVar
 
-from kvloom.kv_share import MAX_KV_SHARES_PERCENT, KvShare
+from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from shard_server.engines.base import KvShareUsage
 
 IDLE_SHARE_SECONDS: Final = 3600.0

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvloom.class_rank import INTERACTIVE_RANK
+from kvloom_common.class_rank import INTERACTIVE_RANK
 
 AGING: Final = 0.1
 """The seconds of prefill that one second of waiting compensates."""

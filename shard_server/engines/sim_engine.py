@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from kvloom.config import ShardConfig
+from kvloom_common.config import ShardConfig
 from shard_server.engines.adapters.host import AdapterHost
 from shard_server.engines.base import (
     AdapterError,

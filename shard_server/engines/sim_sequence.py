@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.text.block_hash import block_hash, block_hashes
+from kvloom_common.text.block_hash import block_hash, block_hashes
 from shard_server.engines.base import EngineError, EngineInfo, EngineRequest, TokenLogprobs
 from shard_server.engines.eviction_order import KvOwner
 from shard_server.engines.queued_request import QueuedRequest

@@ -8,7 +8,7 @@ from typing import Final
 
 import xxhash
 
-from kvloom.text.block_hash import token_bytes
+from kvloom_common.text.block_hash import token_bytes
 
 # 256 tokens of the built-in model's vocabulary, each a space and the (beginning of a) common word. Any byte-level or
 # sentencepiece vocabulary of a Llama-family model has ordinary tokens here too.

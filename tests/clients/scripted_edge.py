@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvloom.parsers.spec import ParserSpec
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import edge_world
 from tests.fakes.fake_router_link import FakeRequest, FakeRouterLink, answer
 from tests.fakes.tiny_tokenizer import model_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.text.block_hash import root_hash
+from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import Adapters, Capability, EngineError, EngineRequest, FinishReason, adapters_of
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 from tests.conformance.started_engines import StartedEngines, StartEngine

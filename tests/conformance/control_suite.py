@@ -8,12 +8,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from kvloom.access.tenant_follower import TenantFollower
-from kvloom.config import ControlConfig, KvloomConfig
 from kvloom.errors import KvloomError
-from kvloom.process.watched_files import following
-from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.access.tenant_follower import TenantFollower
+from kvloom_common.config import ControlConfig, KvloomConfig
+from kvloom_common.process.watched_files import following
+from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.router_world import eventually
 
 TENANT = "acme/search"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvloom.text.block_hash import root_hash
+from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import (
     Capability,
     EngineError,

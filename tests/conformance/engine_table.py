@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TorchConfig
+from kvloom_common.config import ShardConfig, SimConfig, TensorRtLlmConfig, TorchConfig
 from shard_server.engines.base import Capability, Engine
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvloom.kv_share import KvShare
-from kvloom.text.block_hash import block_hashes, root_hash
+from kvloom_common.kv_share import KvShare
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from shard_server.engines.base import Capability, EngineRequest
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 from tests.conformance.started_engines import StartedEngines, StartEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.text.block_hash import block_hashes, root_hash
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from shard_server.engines.base import BlockStored, Capability
 from tests.conformance.engine_driver import prompt_of, request_of
 from tests.conformance.started_engines import BLOCK_SIZE, StartedEngines, StartEngine

@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from control.service.control_servicer import ControlServicer
-from kvloom.tenancy.table import Tenant
-from kvloom.transport.checked_server import CheckedServer
 from kvloom.v1 import control_service_pb2_grpc
+from kvloom_common.tenancy.table import Tenant
+from kvloom_common.transport.checked_server import CheckedServer
 from tests.conformance.control_suite import TENANT, ControlSuite, OwnedTable
 from tests.fakes.control_world import ControlWorld, control_world
 from tests.fakes.fake_control import ACME, SEARCH, FakeControl, key_of

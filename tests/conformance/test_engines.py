@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TensorRtLoraConfig, TorchConfig
+from kvloom_common.config import ShardConfig, SimConfig, TensorRtLlmConfig, TensorRtLoraConfig, TorchConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.embedding_suite import EmbeddingSuite

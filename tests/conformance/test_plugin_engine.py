@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import KvloomConfig, ModelConfig, ShardConfig
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.create import create_engine
 from shard_server.engines.engine_plugins import EngineSetup, plugin_engine

@@ -19,9 +19,9 @@ import grpc
 import msgspec
 import psutil
 
-from kvloom.trust.secret import read_secret
-from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from kvloom_common.trust.secret import read_secret
+from kvloom_common.trust.shared_secret import SharedSecret
 from tools.supervisor.state import FabricState, RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
-from kvloom.access.api_keys import ApiKey, ApiKeys, digest_of
-from kvloom.callers import Callers
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.access.api_keys import ApiKey, ApiKeys, digest_of
+from kvloom_common.callers import Callers
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest
 

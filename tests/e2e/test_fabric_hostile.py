@@ -14,10 +14,10 @@ import grpc
 import psutil
 import pytest
 
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.sim_engine import expected_token_id
 from tests.e2e import hostile
 from tests.e2e.fabric import RunningFabric

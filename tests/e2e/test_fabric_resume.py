@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from tests.e2e.fabric import RunningFabric, eventually
 from tests.e2e.test_fabric_sim import body, expected_text
 from tests.fakes.resuming_client import ResumingClient

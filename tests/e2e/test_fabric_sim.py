@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.sim_engine import expected_token_id
 from tests.e2e.fabric import RunningFabric, eventually
 

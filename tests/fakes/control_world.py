@@ -17,8 +17,6 @@ from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
 from control.usage.servicer import UsageServicer
-from kvloom.tenancy.table import TenantTable
-from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1 import (
     control_service_pb2_grpc,
@@ -27,6 +25,8 @@ from kvloom.v1 import (
     usage_service_pb2_grpc,
 )
 from kvloom.v1.control_service_pb2 import FollowRequest
+from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.transport.checked_server import CheckedServer
 
 Pb = directory_service_pb2
 """The messages of DirectoryService."""

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import AsyncIterator
 
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
-from kvloom.callers import Callers
-from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
-from kvloom.parsers.spec import ParserSpec
+from kvloom_common.callers import Callers
+from kvloom_common.config import EdgeConfig, EdgeResumeConfig, RedisConfig
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.resume_world import client, until

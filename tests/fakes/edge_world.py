@@ -11,11 +11,11 @@ import aiohttp
 
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
-from kvloom.callers import Callers
-from kvloom.config import EdgeConfig
-from kvloom.models.model_routes import NO_ROUTES, ModelRoutes
-from kvloom.models.served_model import ServedModel
-from kvloom.parsers.spec import ParserSpec
+from kvloom_common.callers import Callers
+from kvloom_common.config import EdgeConfig
+from kvloom_common.models.model_routes import NO_ROUTES, ModelRoutes
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer
 

@@ -10,9 +10,9 @@ import aiohttp
 
 from edge_http.edge import Edge, ServedModel
 from edge_http.server.http_server import EdgeServer
-from kvloom.config import EdgeConfig, KvloomConfig, ShardConfig, SimConfig
-from kvloom.receipts.key_files import key_path, public_path
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import EdgeConfig, KvloomConfig, ShardConfig, SimConfig
+from kvloom_common.receipts.key_files import key_path, public_path
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.fakes.failover_world import MODEL, FailoverWorld, failover_world

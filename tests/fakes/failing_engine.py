@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
-from kvloom.config import ShardConfig
+from kvloom_common.config import ShardConfig
 from shard_server.engines.base import (
     AdapterEngine,
     Adapters,

@@ -10,11 +10,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import KvloomConfig, ShardConfig
-from kvloom.discovery.records import ShardRecord
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SequenceFinish, StopConditions, TokenLogprobs
+from kvloom_common.config import KvloomConfig, ShardConfig
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.server import ShardServer
 from tests.fakes.breaking_proxy import BreakingProxy

@@ -8,8 +8,6 @@ from typing import Any
 
 import grpc
 
-from kvloom.tenancy.table import Key, Organisation, Tenant
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import (
     FollowRequest,
@@ -17,6 +15,8 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesRequest,
     ReportKeyUsesResponse,
 )
+from kvloom_common.tenancy.table import Key, Organisation, Tenant
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tests.fakes.tenant_entries import key_to_proto, organisation_to_proto, tenant_to_proto
 
 

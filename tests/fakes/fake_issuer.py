@@ -14,7 +14,7 @@ from aiohttp import web
 from joserfc import jwt
 from joserfc.jwk import ECKey, RSAKey
 
-from kvloom.config import IssuerConfig
+from kvloom_common.config import IssuerConfig
 
 ISSUER = "https://login.example.com"
 AUDIENCE = "kvloom"

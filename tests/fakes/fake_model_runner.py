@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvloom.text.block_hash import token_bytes
+from kvloom_common.text.block_hash import token_bytes
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 
 VOCAB_SIZE = 61

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom.config import ResumeConfig
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, TokenIds
+from kvloom_common.config import ResumeConfig
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
 

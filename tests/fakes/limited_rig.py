@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvloom.errors import reason_name
-from kvloom.tenancy.limits import Limits, limits_to_proto
-from kvloom.tenancy.prices import Price
-from kvloom.tenancy.table import TenantTable
 from kvloom.v1 import control_service_pb2 as pb
+from kvloom_common.tenancy.limits import Limits, limits_to_proto
+from kvloom_common.tenancy.prices import Price
+from kvloom_common.tenancy.table import TenantTable
 from router.core.actions import Action, LeasesWanted, RequestEnded, SendStep, SubmitAttempt
 from router.core.events import LeasesGranted
 from router.core.frames import Finish

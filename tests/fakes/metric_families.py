@@ -15,15 +15,15 @@ from control.usage.metrics import UsageMetrics
 from edge_http.answers.answer import Answer
 from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
-from kvloom.access.tenant_metrics import observe
-from kvloom.access.tenants import Tenants
-from kvloom.config import KvloomConfig, ResultCacheConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
-from kvloom.tenancy.table import TenantTable
-from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
+from kvloom_common.access.tenant_metrics import observe
+from kvloom_common.access.tenants import Tenants
+from kvloom_common.config import KvloomConfig, ResultCacheConfig
+from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.trust.fabric_trust import NO_SECRET
 from router.answers.resumable_answers import ResumeMetrics
 from router.core.actions import (
     LegOutcome,

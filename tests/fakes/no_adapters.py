@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvloom.config import AdapterConfig
+from kvloom_common.config import AdapterConfig
 from tools.failures import CommandError
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from kvloom.config import EdgeConfig, EdgeResumeConfig
+from kvloom_common.config import EdgeConfig, EdgeResumeConfig
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.resuming_client import ResumingClient
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import KvloomConfig, dump_config
-from kvloom.process.service import ReadyLine
-from kvloom.router_link.finder import linked_routers
 from kvloom.router_link.group import RouterGroup
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig, dump_config
+from kvloom_common.discovery.router_finder import linked_routers
+from kvloom_common.process.service import ReadyLine
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.server import ShardServer
 from tests.fakes.router_world import eventually

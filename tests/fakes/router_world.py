@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import KvloomConfig
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest, RouterLink
 from kvloom.v1 import generation_pb2, router_service_pb2_grpc
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from edge_http.recovery.edge_membership import EdgeMembership
-from kvloom.parsers.spec import ParserSpec
-from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from tests.fakes.edge_peers import die
 from tests.fakes.edge_world import EdgeWorld, chat_body
 from tests.fakes.fake_router_link import FakeRequest

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvloom.config import KvloomConfig
-from kvloom.conversation.model_output import model_output
-from kvloom.models.catalogue import Catalogue
-from kvloom.models.served_model import ServedModel
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig
+from kvloom_common.conversation.model_output import model_output
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.tokenizer import ModelTokenizer
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 

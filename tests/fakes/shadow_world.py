@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import KvloomConfig, ModelConfig, ShadowConfig, ShardConfig, SimConfig
-from kvloom.discovery.records import ShardRecord
-from kvloom.models.catalogue import Catalogue
-from kvloom.models.likelihood_gap import GapSums, gap_sums_of
-from kvloom.models.served_model import ServedModel
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig, ModelConfig, ShadowConfig, ShardConfig, SimConfig
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.models.likelihood_gap import GapSums, gap_sums_of
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer

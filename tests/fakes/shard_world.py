@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import KvloomConfig, ModelConfig, ShardConfig, SimConfig
 from kvloom.v1 import generation_pb2, kv_event_pb2, shard_service_pb2, shard_service_pb2_grpc
+from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig, SimConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.server import ShardServer

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvloom.tenancy.limits import limits_to_proto
-from kvloom.tenancy.table import Key, Organisation, Tenant
 from kvloom.v1 import control_service_pb2 as pb
+from kvloom_common.tenancy.limits import limits_to_proto
+from kvloom_common.tenancy.table import Key, Organisation, Tenant
 
 
 def organisation_to_proto(organisation: Organisation) -> pb.OrganisationEntry:

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvloom.access.identities import Identities
-from kvloom.callers import Callers
-from kvloom.config import ControlConfig, KvloomConfig, TlsConfig
-from kvloom.tenancy.table import Key, Organisation, Tenant, TenantTable
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.control_service_pb2 import FollowResponse
+from kvloom_common.access.identities import Identities
+from kvloom_common.callers import Callers
+from kvloom_common.config import ControlConfig, KvloomConfig, TlsConfig
+from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tests.fakes.tenant_entries import key_to_proto, organisation_to_proto, tenant_to_proto
 
 Entry = Organisation | Tenant | Key

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from kvloom.config import ShardConfig, TensorRtLlmConfig
+from kvloom_common.config import ShardConfig, TensorRtLlmConfig
 from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
 from tests.conformance.engine_driver import EngineDriver
 from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_tensorrt_llm

@@ -6,8 +6,8 @@ import functools
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kvloom.text.chat_template import ChatTemplate
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.text.chat_template import ChatTemplate
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"

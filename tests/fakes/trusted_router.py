@@ -9,10 +9,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer

@@ -11,18 +11,18 @@ from prometheus_client import CollectorRegistry
 
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
-from kvloom.config import EdgeConfig, KvloomConfig, ModelConfig, RouteConfig, ShardConfig, SimConfig
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
-from kvloom.models.catalogue import Catalogue
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.models.served_model import ServedModel
 from kvloom.router_link.group import RouterGroup
-from kvloom.text.chat_template import ChatTemplate
-from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
+from kvloom_common.config import EdgeConfig, KvloomConfig, ModelConfig, RouteConfig, ShardConfig, SimConfig
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.chat_template import ChatTemplate
+from kvloom_common.text.tokenizer import ModelTokenizer
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer

@@ -13,7 +13,7 @@ from control.database.migrate import migrate
 from control.database.schema import keys, organisations, projects
 from control.database.url import with_driver
 from control.database.usage_tables import budget_spending, usage_daily
-from kvloom.tenancy.usage_record import UsageRecord
+from kvloom_common.tenancy.usage_record import UsageRecord
 
 NOON = 1_764_072_000.0
 """2025-11-25, 12:00 UTC."""

@@ -53,7 +53,7 @@ def loader_of(name: str) -> Loader:
 
             return (lambda path: load_config(path.parent)), EngineError
         case "tokenizer":
-            from kvloom.text.tokenizer import ModelTokenizer
+            from kvloom_common.text.tokenizer import ModelTokenizer
 
             return (lambda path: ModelTokenizer.load(path.parent).close()), ValueError
         case "policy":
@@ -61,13 +61,13 @@ def loader_of(name: str) -> Loader:
 
             return load_policy, PolicyError
         case "kvloom_config":
-            from kvloom.config import ConfigError
-            from kvloom.config import load_config as load_kvloom_config
+            from kvloom_common.config import ConfigError
+            from kvloom_common.config import load_config as load_kvloom_config
 
             return load_kvloom_config, ConfigError
         case "api_keys":
-            from kvloom.access.api_keys import read_api_keys
-            from kvloom.config import ConfigError
+            from kvloom_common.access.api_keys import read_api_keys
+            from kvloom_common.config import ConfigError
 
             return read_api_keys, ConfigError
         case _:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.config import ShardConfig, TorchConfig
+from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
 from shard_server.engines.torch_engine.checkpoint.weights import load_weights
 from shard_server.engines.torch_engine.config import load_config

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from kvloom.client.client import Client
-from kvloom.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
-from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.trust.fabric_trust import NO_SECRET
+from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
+from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.router_world import eventually

@@ -13,7 +13,7 @@ from standardwebhooks import Webhook
 from control.usage.ledger import store
 from control.usage.metrics import UsageMetrics
 from control.usage.webhook import AlertSender
-from kvloom.tenancy.usage_stream import UsageEntry
+from kvloom_common.tenancy.usage_stream import UsageEntry
 from tests.fakes.usage import NOON, usage_database, usage_record
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom.config import ShardConfig, SimConfig, SpeculationConfig, TorchConfig
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import CancelRequest, GenerateRequest, TokenIds
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.config import ShardConfig, SimConfig, SpeculationConfig, TorchConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.torch_engine.engine import TorchEngine

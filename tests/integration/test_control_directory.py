@@ -14,10 +14,10 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from control.directory.methods import READS, WRITES
 from kvloom.enums import ErrorReason
 from kvloom.errors import KvloomError
-from kvloom.tenancy.class_rights import ClassRights
-from kvloom.tenancy.limits import Limits
 from kvloom.v1 import control_service_pb2 as control_pb
 from kvloom.v1.control_service_pb2 import KeyUse, ReportKeyUsesRequest
+from kvloom_common.tenancy.class_rights import ClassRights
+from kvloom_common.tenancy.limits import Limits
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 
 

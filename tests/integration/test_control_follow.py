@@ -17,9 +17,9 @@ from control.database.schema import keys, table_state
 from control.database.url import with_driver
 from control.directory import transaction
 from kvloom.enums import ErrorReason
-from kvloom.tenancy.table import EXPIRED_SECONDS, TenantTable
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1.control_service_pb2 import FollowRequest, LeaseBudgetsRequest, LeaseBudgetsResponse
+from kvloom_common.tenancy.table import EXPIRED_SECONDS, TenantTable
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 
 

@@ -19,14 +19,14 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom.config import ControlConfig, KvloomConfig, dump_config
-from kvloom.discovery.registry import ProcessRegistry
-from kvloom.process.service import ReadyLine
-from kvloom.tenancy.table import TenantTable
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1 import control_service_pb2_grpc, directory_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest
 from kvloom.v1.directory_service_pb2 import ApiKey, CreateKeyRequest, ListKeysRequest
+from kvloom_common.config import ControlConfig, KvloomConfig, dump_config
+from kvloom_common.discovery.registry import ProcessRegistry
+from kvloom_common.process.service import ReadyLine
+from kvloom_common.tenancy.table import TenantTable
 
 TIMEOUT_SECONDS = 60.0
 

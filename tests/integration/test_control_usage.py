@@ -16,8 +16,6 @@ from control.database.usage_tables import budget_alerts, budget_leases
 from control.usage.leases import ProducerClosedError, change_leases
 from control.usage.ledger import forget_records, store
 from control.usage.report import answers_of, usage_of
-from kvloom.tenancy.usage_record import MAX_FREE_PARTS, Charge, UsageRecord, counting, merged
-from kvloom.tenancy.usage_stream import Stored, UsageEntry
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import (
     BUDGET_UNIT_NANOS,
@@ -26,6 +24,8 @@ from kvloom.v1.control_service_pb2 import (
     BudgetGrant,
     BudgetName,
 )
+from kvloom_common.tenancy.usage_record import MAX_FREE_PARTS, Charge, UsageRecord, counting, merged
+from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 from tests.fakes.usage import NOON, spending, totals, usage_database, usage_record
 
 TENANT = "tenant:acme/search"

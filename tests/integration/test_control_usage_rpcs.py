@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 
 from control.usage.ledger import store
-from kvloom.tenancy.usage_stream import UsageEntry
 from kvloom.v1.control_service_pb2 import (
     BUDGET_UNIT_NANOS,
     BudgetChange,
@@ -22,6 +21,7 @@ from kvloom.v1.usage_service_pb2 import (
     GetUsageRequest,
     ListAnswersRequest,
 )
+from kvloom_common.tenancy.usage_stream import UsageEntry
 from tests.fakes.control_world import ControlWorld, control_world
 from tests.fakes.usage import NOON, usage_record
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import ShardConfig, SimConfig, TensorRtCacheTransceiverConfig, TensorRtLlmConfig
-from kvloom.process.service import StartError
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, SequenceFinish
+from kvloom_common.config import ShardConfig, SimConfig, TensorRtCacheTransceiverConfig, TensorRtLlmConfig
+from kvloom_common.process.service import StartError
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release

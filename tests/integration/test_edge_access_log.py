@@ -9,9 +9,9 @@ import structlog
 from structlog.testing import LogCapture
 
 from edge_http.edge import Edge
-from kvloom.config import LogConfig
-from kvloom.process.access_log import AccessLog
-from kvloom.process.request_context import add_request_fields
+from kvloom_common.config import LogConfig
+from kvloom_common.process.access_log import AccessLog
+from kvloom_common.process.request_context import add_request_fields
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -10,9 +10,6 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom.config import EdgeConfig
-from kvloom.models.catalogue import Catalogue
-from kvloom.process.control_socket import SOCKET
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
     LoadModelAdapterRequest,
@@ -20,6 +17,9 @@ from kvloom.v1.supervisor_service_pb2 import (
     UnloadModelAdapterRequest,
     UnloadModelAdapterResponse,
 )
+from kvloom_common.config import EdgeConfig
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.process.control_socket import SOCKET
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.served_models import tiny_model
 

@@ -8,11 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from kvloom.config import RouteConfig
-from kvloom.models.adapters import Adapter
-from kvloom.models.catalogue import Catalogue, adapters_of
-from kvloom.models.model_routes import ModelRoutes
+from kvloom.adapters import Adapter
 from kvloom.v1.router_service_pb2 import AdapterInfo, FleetState, ModelInfo
+from kvloom_common.config import RouteConfig
+from kvloom_common.models.catalogue import Catalogue, adapters_of
+from kvloom_common.models.model_routes import ModelRoutes
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.served_models import tiny_model

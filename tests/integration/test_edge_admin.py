@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from kvloom.callers import Callers
-from kvloom.tenancy.sliced_dict import NUM_SLICES
-from kvloom.tenancy.table import Key, Organisation, Tenant
+from kvloom_common.callers import Callers
+from kvloom_common.tenancy.sliced_dict import NUM_SLICES
+from kvloom_common.tenancy.table import Key, Organisation, Tenant
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.tenants import identities_of

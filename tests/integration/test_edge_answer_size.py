@@ -11,8 +11,8 @@ import pytest
 
 from edge_http.formatting.collected_choice import CollectedChoice
 from edge_http.wire.large_body import PIECE_BYTES
-from kvloom.config import EdgeConfig
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT

@@ -7,8 +7,8 @@ import io
 import openai
 import pytest
 
-from kvloom.access.api_keys import ApiKey, ApiKeys, digest_of
-from kvloom.callers import Callers
+from kvloom_common.access.api_keys import ApiKey, ApiKeys, digest_of
+from kvloom_common.callers import Callers
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 

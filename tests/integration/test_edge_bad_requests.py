@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from edge_http.openai.sampling import check_window
-from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from kvloom.callers import Callers
-from kvloom.config import EdgeConfig
+from kvloom_common.callers import Callers
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_peers import edges
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_control import key_of, two_organisations

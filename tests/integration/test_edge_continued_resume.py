@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from edge_http.recovery.edge_membership import EdgeMembership
-from kvloom.config import RouteConfig
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import ModelRoutes
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.config import RouteConfig
+from kvloom_common.models.model_routes import ModelRoutes
 from tests.fakes.edge_peers import die, edges, published
 from tests.fakes.edge_world import EdgeWorld, chat_body
 from tests.fakes.fake_router_link import ERROR, FakeRequest

@@ -12,13 +12,13 @@ from typing import Any
 import openai
 import pytest
 
-from kvloom.config import EdgeConfig, EdgeResumeConfig, RouteConfig
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.models.served_model import ServedModel
-from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.config import EdgeConfig, EdgeResumeConfig, RouteConfig
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import ERROR, LENGTH, FakeRequest, FakeRouterLink
 from tests.fakes.resume_world import client

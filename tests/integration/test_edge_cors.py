@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from edge_http.server.http_router import ROUTES
-from kvloom.access.api_keys import ApiKeys
-from kvloom.callers import Callers
-from kvloom.config import EdgeConfig
+from kvloom_common.access.api_keys import ApiKeys
+from kvloom_common.callers import Callers
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 

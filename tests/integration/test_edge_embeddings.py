@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from kvloom.config import EdgeConfig
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.config import EdgeConfig
 from shard_server.engines.sim_embedding import EMBEDDING_SIZE
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine

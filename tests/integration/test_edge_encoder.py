@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModel
 
-from kvloom.config import ShardConfig, TorchConfig
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import ShardConfig, TorchConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world
 from tests.fakes.failover_world import MODEL

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import EdgeConfig
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, FakeRequest, answer
 

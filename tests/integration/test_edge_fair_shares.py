@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvloom.config import EdgeConfig
-from kvloom.limits.address_limit import AddressLimit
+from kvloom_common.config import EdgeConfig
+from kvloom_common.limits.address_limit import AddressLimit
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.resume_world import CHAT, client, until

@@ -18,10 +18,10 @@ import pytest
 
 from edge_http.edge import Edge
 from edge_http.server.http_server import LEAVE_POLL_SECONDS, LEAVE_SECONDS, EdgeServer
-from kvloom.config import EdgeConfig, KvloomConfig, LogConfig, ModelConfig, RouterConfig, dump_config
-from kvloom.models.served_model import ServedModel
-from kvloom.process.service import StartError
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.config import EdgeConfig, KvloomConfig, LogConfig, ModelConfig, RouterConfig, dump_config
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.process.service import StartError
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.tiny_tokenizer import CHATML, byte_level_tokenizer, model_tokenizer

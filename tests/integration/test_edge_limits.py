@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits_state import LimitsState, RateState, limits_state_to_proto
+from kvloom.limits_state import LimitsState, RateState, limits_state_to_proto
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_control import ACME, SEARCH, SEARCH_KEY, key_of

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import structlog.testing
 
-from kvloom.config import EdgeConfig
-from kvloom.limits import memory_watch
-from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
-from kvloom.limits.memory_watch import MemoryWatch
+from kvloom_common.config import EdgeConfig
+from kvloom_common.limits import memory_watch
+from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.limits.memory_watch import MemoryWatch
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 from tests.fakes.resume_world import CHAT, until

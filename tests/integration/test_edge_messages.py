@@ -10,10 +10,10 @@ from typing import Any
 import anthropic
 import pytest
 
-from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
-from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import EdgeConfig
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, LENGTH, FakeRequest, answer
 from tests.fakes.scripted_answer import messages_body

@@ -9,10 +9,10 @@ from typing import Any
 import anthropic
 
 from edge_http.resume.response_name import edge_tag_of
-from kvloom.access.api_keys import ApiKey, ApiKeys, digest_of
-from kvloom.callers import Callers
-from kvloom.parsers.spec import ParserSpec
-from kvloom.text.detokenizer import IncrementalDetokenizer
+from kvloom_common.access.api_keys import ApiKey, ApiKeys, digest_of
+from kvloom_common.callers import Callers
+from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from tests.fakes.edge_peers import edges
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import answer

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import edge_world
 
 PATH = "/v1/moderations"

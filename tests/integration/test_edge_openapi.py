@@ -26,14 +26,14 @@ from edge_http.server.api_docs import document_bytes
 from edge_http.server.http_router import OPEN_ROUTES, ROUTES
 from edge_http.server.operations import OPERATIONS
 from edge_http.tenant_usage import TenantUsage
-from kvloom.access.api_keys import ApiKeys
-from kvloom.callers import Callers
-from kvloom.config import EdgeConfig, RouteConfig
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.parsers.spec import ParserSpec
-from kvloom.tenancy.limits_state import LimitsState, RateState, limits_state_from_proto, limits_state_to_proto
+from kvloom.limits_state import LimitsState, RateState, limits_state_from_proto, limits_state_to_proto
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.access.api_keys import ApiKeys
+from kvloom_common.callers import Callers
+from kvloom_common.config import EdgeConfig, RouteConfig
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_control import ACME, SEARCH, SEARCH_KEY, key_of
 from tests.fakes.fake_router_link import ERROR, LENGTH, FakeRequest, answer

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvloom.config import EdgeConfig
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 

@@ -12,9 +12,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from kvloom.errors import KvloomError
-from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, ERROR, LENGTH, FakeRequest, answer
 

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvloom.parsers.spec import ParserSpec
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_peers import edges
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import answer

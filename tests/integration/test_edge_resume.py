@@ -12,9 +12,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from kvloom.config import EdgeConfig
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest, answer
 from tests.fakes.resume_world import CHAT, client, metric, unattended, until

@@ -12,7 +12,7 @@ import pytest
 import redis.asyncio
 
 from edge_http.recovery.edge_membership import EdgeMembership
-from kvloom.config import RedisConfig
+from kvloom_common.config import RedisConfig
 from tests.fakes.edge_peers import begin, die, edges, join, left_by_a_dead_edge, published
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer

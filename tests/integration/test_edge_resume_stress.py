@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from kvloom.config import EdgeConfig
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT, client, config, unattended, until

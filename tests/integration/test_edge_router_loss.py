@@ -13,8 +13,8 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from edge_http.server.process import EdgeListenOptions, serve_edge
-from kvloom.models.catalogue import load_catalogue
 from kvloom.router_link.group import RouterGroup
+from kvloom_common.models.catalogue import load_catalogue
 from tests.fakes.router_processes import MODEL, TIMEOUT_SECONDS, RouterProcess, RouterProcesses, router_processes
 from tests.fakes.router_world import eventually
 

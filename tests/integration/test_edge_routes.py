@@ -10,11 +10,11 @@ from typing import Any
 import openai
 import pytest
 
-from kvloom.config import RouteConfig, RouteRule, RouteTarget
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import ModelRoutes
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.config import RouteConfig, RouteRule, RouteTarget
+from kvloom_common.models.model_routes import ModelRoutes
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import ERROR, FakeRequest, FakeRouterLink, Script, answer
 from tests.fakes.served_models import tiny_model

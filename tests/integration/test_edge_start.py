@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from edge_http.server.process import EdgeListenOptions, serve_edge
-from kvloom.config import KvloomConfig, RedisConfig
-from kvloom.models.catalogue import Catalogue
-from kvloom.process import service
 from kvloom.v1.router_service_pb2 import FleetState
+from kvloom_common.config import KvloomConfig, RedisConfig
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.process import service
 from tests.fakes.edge_peers import left_by_a_dead_edge
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.resume_world import CHAT

@@ -14,16 +14,16 @@ import openai
 import pytest
 
 from edge_http.wire.headers import RELAYED, RELAYED_CERTIFICATE
-from kvloom.access.listener_tls import ListenerTls
-from kvloom.callers import Callers
-from kvloom.config import CertificateConfig, RouteConfig, TlsConfig
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.process.watched_files import following
-from kvloom.tenancy.class_rights import ClassRights
-from kvloom.tenancy.table import Tenant
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from kvloom_common.access.listener_tls import ListenerTls
+from kvloom_common.callers import Callers
+from kvloom_common.config import CertificateConfig, RouteConfig, TlsConfig
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.process.watched_files import following
+from kvloom_common.tenancy.class_rights import ClassRights
+from kvloom_common.tenancy.table import Tenant
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.certificates import Authority
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_control import (

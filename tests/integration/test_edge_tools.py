@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvloom.parsers.spec import ParserSpec
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest, answer
 from tests.fakes.tiny_tokenizer import marked_tokenizer

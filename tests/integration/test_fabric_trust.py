@@ -15,13 +15,13 @@ import pytest
 import redis.asyncio
 
 from edge_http.recovery.edge_membership import join_edges
-from kvloom.config import EdgeConfig, RedisConfig
-from kvloom.discovery.records import RouterRecord, ShardRecord
-from kvloom.discovery.registry import RouterRegistry, ShardRegistry
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
-from kvloom.trust.secret import FabricSecret, write_secret
-from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from kvloom_common.config import EdgeConfig, RedisConfig
+from kvloom_common.discovery.records import RouterRecord, ShardRecord
+from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.trust.secret import FabricSecret, write_secret
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.edge_peers import begin, published
 from tests.fakes.edge_world import edge_world
 from tests.fakes.shard_world import shard_world

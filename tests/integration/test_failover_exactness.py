@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import KvloomConfig, ModelConfig, ShardConfig, SimConfig, dump_config
 from kvloom.errors import reason_name
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams
+from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig, SimConfig, dump_config
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineRequest
 from tests.fakes.failing_engine import RecitingEngine
 from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams, TokenLogprobs
+from kvloom_common.config import ShardConfig, SpeculationConfig, TorchConfig
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import Capability, EngineRequest
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world

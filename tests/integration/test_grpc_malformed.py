@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom.process.service import SERVER_OPTIONS, bind
-from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_server
+from kvloom_common.process.service import SERVER_OPTIONS, bind
+from kvloom_common.transport.checked_server import CheckedServer
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
 from tests.fakes.router_world import RouterWorld

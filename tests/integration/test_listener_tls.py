@@ -17,13 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
-from kvloom.access.listener_tls import ListenerTls
 from kvloom.client.credentials import TlsOptions, channel_opener
-from kvloom.config import ConfigError, EdgeConfig, TlsConfig
-from kvloom.models.served_model import ServedModel
-from kvloom.process.service import set_serving
-from kvloom.process.watched_files import following
-from kvloom.transport.standard_services import add_health_and_reflection
+from kvloom_common.access.listener_tls import ListenerTls
+from kvloom_common.config import ConfigError, EdgeConfig, TlsConfig
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.process.service import set_serving
+from kvloom_common.process.watched_files import following
+from kvloom_common.transport.standard_services import add_health_and_reflection
 from tests.fakes.certificates import Authority
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer

@@ -10,11 +10,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvloom.access.api_keys import ApiKey, digest_of, write_api_keys
-from kvloom.config import KvloomConfig
-from kvloom.metrics.server import MAX_SCRAPES, MetricsServer
-from kvloom.process.service import StartError
-from kvloom.process.watched_files import following
+from kvloom_common.access.api_keys import ApiKey, digest_of, write_api_keys
+from kvloom_common.config import KvloomConfig
+from kvloom_common.metrics.server import MAX_SCRAPES, MetricsServer
+from kvloom_common.process.service import StartError
+from kvloom_common.process.watched_files import following
 from tests.fakes.certificates import Authority
 
 KEY = "kvl-test"

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from kvloom.process import watched_files
-from kvloom.process.log_lines import LineWriter
-from kvloom.process.watched_files import WatchedFiles, following
 from kvloom.transport.local_client import connect_local
-from kvloom.transport.local_server import LocalServer
 from kvloom.transport.local_socket import local_socket_name
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import router_service_pb2 as router
+from kvloom_common.process import watched_files
+from kvloom_common.process.log_lines import LineWriter
+from kvloom_common.process.watched_files import WatchedFiles, following
+from kvloom_common.transport.local_server import LocalServer
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from router.decisions.file import DecisionWriter, RotatingFile
 from safety_svc import policy_file as policy_file_module
 from safety_svc.policy_file import PolicyFile

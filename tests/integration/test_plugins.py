@@ -18,21 +18,21 @@ from click.testing import CliRunner
 
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
-from kvloom.access.exposure import exposure_risk
-from kvloom.access.listener_tls import ListenerTls
-from kvloom.callers import configured_callers
-from kvloom.config import CallersConfig, ConfigError, EdgeConfig, KvloomConfig
 from kvloom.enums import ErrorReason
-from kvloom.metrics.server import MetricsServer
-from kvloom.models.served_model import ServedModel
-from kvloom.parsers.events import ReasoningDelta, TextDelta
-from kvloom.parsers.output_parser import ParserSpec, make_parser
-from kvloom.process.service import SERVER_OPTIONS
-from kvloom.process.watched_files import following
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.generation_pb2 import FinishReason
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_server
+from kvloom_common.access.exposure import exposure_risk
+from kvloom_common.access.listener_tls import ListenerTls
+from kvloom_common.callers import configured_callers
+from kvloom_common.config import CallersConfig, ConfigError, EdgeConfig, KvloomConfig
+from kvloom_common.metrics.server import MetricsServer
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.parsers.events import ReasoningDelta, TextDelta
+from kvloom_common.parsers.output_parser import ParserSpec, make_parser
+from kvloom_common.process.service import SERVER_OPTIONS
+from kvloom_common.process.watched_files import following
 from router.rpc import provider_check
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer

@@ -16,15 +16,15 @@ import pytest
 from safetensors.torch import load_file
 
 from kvloom.client.client import Client
-from kvloom.config import AdapterConfig, KvloomConfig, ShardConfig
-from kvloom.models.catalogue import Catalogue, adapters_of
-from kvloom.models.served_model import ServedModel
-from kvloom.receipts.key_files import KEY_FILE, public_path
-from kvloom.receipts.keys import Signer, made_or_read, read_public_keys
-from kvloom.receipts.receipt import Bundle, decode_bundle, digest, encode_bundle
-from kvloom.tenancy.prices import Price, Prices
-from kvloom.text.model_checksum import model_checksum
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import AdapterConfig, KvloomConfig, ShardConfig
+from kvloom_common.models.catalogue import Catalogue, adapters_of
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.receipts.key_files import KEY_FILE, public_path
+from kvloom_common.receipts.keys import Signer, made_or_read, read_public_keys
+from kvloom_common.receipts.receipt import Bundle, decode_bundle, digest, encode_bundle
+from kvloom_common.tenancy.prices import Price, Prices
+from kvloom_common.text.model_checksum import model_checksum
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.lora.peft import adapter_checksum

@@ -11,7 +11,7 @@ import redis.asyncio.retry
 import redis.backoff
 import uvloop
 
-from kvloom.discovery.redis_client import redis_client
+from kvloom_common.discovery.redis_client import redis_client
 
 MAX_STEPS = 60
 """Iterations of the event loop, more than a command takes."""

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from kvloom.discovery import announcer as announcer_module
-from kvloom.discovery.announcer import Announcer, name_owner
-from kvloom.discovery.records import NameTakenError, ProcessRecord, RouterRecord, ShardRecord, may_replace
-from kvloom.discovery.registry import ProcessRegistry, RouterRegistry, ShardRegistry
+from kvloom_common.discovery import announcer as announcer_module
+from kvloom_common.discovery.announcer import Announcer, name_owner
+from kvloom_common.discovery.records import NameTakenError, ProcessRecord, RouterRecord, ShardRecord, may_replace
+from kvloom_common.discovery.registry import ProcessRegistry, RouterRegistry, ShardRegistry
 
 FIRST = ShardRecord("shard-0", "a:1", "m", "incarnation-1", owner="east")
 OTHER = ShardRecord("shard-0", "b:1", "m", "incarnation-2", owner="west")

@@ -8,8 +8,8 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
-from kvloom.discovery.records import NameTakenError, ShardRecord
-from kvloom.discovery.registry import ShardRegistry
+from kvloom_common.discovery.records import NameTakenError, ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
 
 RECORD = ShardRecord("shard-0", "127.0.0.1:1", "m", "i", owner="o")
 

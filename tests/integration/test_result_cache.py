@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import KvloomConfig
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import ClearResultCacheRequest, GenerateRequest, GenerateResponse
+from kvloom_common.config import KvloomConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL, Collected
 

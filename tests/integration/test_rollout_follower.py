@@ -10,15 +10,15 @@ import pytest
 import redis.asyncio
 import structlog.testing
 
-from kvloom.config import KvloomConfig
-from kvloom.discovery.records import NameTakenError, RolloutRecord
-from kvloom.discovery.registry import RolloutRegistry
-from kvloom.models import rollout_follower
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.models.rollout_follower import RolloutFollower
-from kvloom.process.watched_files import following
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.records import NameTakenError, RolloutRecord
+from kvloom_common.discovery.registry import RolloutRegistry
+from kvloom_common.models import rollout_follower
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.models.rollout_follower import RolloutFollower
+from kvloom_common.process.watched_files import following
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import eventually
 

@@ -12,15 +12,15 @@ import grpc
 import pytest
 
 from kvloom import Client, KvloomError
-from kvloom.config import ShardConfig, SimConfig
-from kvloom.models.catalogue import adapters_of
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams
 from kvloom.v1.router_service_pb2 import GenerateRequest, PlanRequest, TokenIds
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom.v1.shard_service_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
+from kvloom_common.config import ShardConfig, SimConfig
+from kvloom_common.models.catalogue import adapters_of
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_adapters import sim_adapter_checksum
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
 from tests.fakes.failover_world import MODEL, FailoverWorld, failover_world

@@ -9,14 +9,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvloom.access.api_keys import digest_of
 from kvloom.client.client import Client
 from kvloom.errors import KvloomError
-from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.access.api_keys import digest_of
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
 

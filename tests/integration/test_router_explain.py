@@ -12,14 +12,14 @@ import structlog.testing
 from rich.console import Console
 
 from kvloom.client.client import Client
-from kvloom.config import CascadeConfig, RouteConfig, RouteRule
 from kvloom.errors import KvloomError
-from kvloom.process.service import StartError
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import ExplainRequest, GenerateRequest, ListModelsRequest, PlanRequest, TokenIds
+from kvloom_common.config import CascadeConfig, RouteConfig, RouteRule
+from kvloom_common.process.service import StartError
 from router.decisions.records import FleetLine, RequestLine, read_decisions
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request

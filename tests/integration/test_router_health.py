@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from kvloom.config import KvloomConfig
 from kvloom.v1 import generation_pb2
+from kvloom_common.config import KvloomConfig
 from shard_server.engines.base import StepOutput
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens

@@ -10,12 +10,12 @@ import grpc
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld, eventually
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.config import KvloomConfig, dump_config, load_config
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
-from kvloom.process.service import ReadyLine
+from kvloom_common.config import KvloomConfig, dump_config, load_config
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
+from kvloom_common.process.service import ReadyLine
 from tests.fakes.fake_shard import FakeShard, expected_text
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import ShadowConfig
-from kvloom.discovery.records import RolloutRecord
-from kvloom.models.likelihood_gap import GapSums
 from kvloom.router_link.link import GrpcRouterLink
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, TokenIds
+from kvloom_common.config import ShadowConfig
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.models.likelihood_gap import GapSums
+from kvloom_common.text.tokenizer import ModelTokenizer
 from router.shadow.sampling import is_sampled
 from shard_server.engines.sim_sequence import CHOSEN_LOGPROB
 from tests.fakes.router_world import Answer, eventually, link_request

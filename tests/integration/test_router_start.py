@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from kvloom.discovery.records import ShardRecord
-from kvloom.process import service
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, TokenIds
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.process import service
 from tests.fakes.fake_shard import expected_text
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
 

@@ -15,16 +15,16 @@ import pytest
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.client.client import Client
-from kvloom.config import CertificateConfig, ControlConfig, TlsConfig
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.table import Key, Organisation, Tenant
-from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import model_card_pb2, model_card_pb2_grpc
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.config import CertificateConfig, ControlConfig, TlsConfig
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.table import Key, Organisation, Tenant
+from kvloom_common.trust.shared_secret import SharedSecret
 from router.server import RouterServer
 from tests.fakes.certificates import Authority
 from tests.fakes.fake_control import (

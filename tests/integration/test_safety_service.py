@@ -14,7 +14,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvloom.process.service import SERVER_OPTIONS
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.safety_service_pb2 import (
@@ -27,6 +26,7 @@ from kvloom.v1.safety_service_pb2 import (
     ScreenResponse,
 )
 from kvloom.v1.safety_service_pb2_grpc import SafetyServiceStub, add_SafetyServiceServicer_to_server
+from kvloom_common.process.service import SERVER_OPTIONS
 from safety_svc.policy_file import PolicyFile
 from safety_svc.screen import CHARS_PER_SLICE
 from safety_svc.server import SafetyServicer

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvloom.process.service import settle_memory
+from kvloom_common.process.service import settle_memory
 
 NUM_CALLS = 1200
 NUM_CYCLES = 500

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import ShardConfig, TorchConfig
 from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.router_world import eventually
 from tests.fakes.shadow_world import CANDIDATE, MODEL, PAIR, shadow_world

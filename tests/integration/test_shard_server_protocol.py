@@ -11,10 +11,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2, shard_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from shard_server.spot_notice import SpotNotices
 from tests.fakes.shard_world import EOS, VOCABULARY, RouterEnd, ShardWorld, shard_world, sim_config, submit_of, text_of
 

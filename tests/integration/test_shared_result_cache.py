@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.trust.sealing import SecretSealer
-from kvloom.trust.secret import FabricSecret
+from kvloom_common.trust.sealing import SecretSealer
+from kvloom_common.trust.secret import FabricSecret
 from router.result_cache.shared import SharedResultCache
 from tests.fakes.router_world import eventually
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.trust.fabric_trust import NO_SECRET
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
+from kvloom_common.trust.fabric_trust import NO_SECRET
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.no_adapters import NoAdapters
 from tests.fakes.no_rollouts import NoRollouts
 from tools.failures import CommandError

@@ -19,12 +19,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvloom.config import ControlConfig
-from kvloom.tenancy.table import Tenant
-from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.config import ControlConfig
+from kvloom_common.tenancy.table import Tenant
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, FakeControl, two_organisations
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
 from tests.fakes.shard_world import sim_config

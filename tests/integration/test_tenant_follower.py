@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.access.tenant_follower import TenantFollower
-from kvloom.config import ControlConfig, KvloomConfig
-from kvloom.discovery.announcer import announced_process, process_record
-from kvloom.process.watched_files import following
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
+from kvloom_common.access.tenant_follower import TenantFollower
+from kvloom_common.config import ControlConfig, KvloomConfig
+from kvloom_common.discovery.announcer import announced_process, process_record
+from kvloom_common.process.watched_files import following
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, key_of, two_organisations
 from tests.fakes.router_world import eventually
 
@@ -91,7 +91,7 @@ async def test_changes_larger_than_the_table_are_replaced_by_a_snapshot(
     control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy on disk would otherwise grow for as long as keys are made and revoked."""
-    monkeypatch.setattr("kvloom.access.tenant_file.MIN_CHANGES_BYTES", 1000)
+    monkeypatch.setattr("kvloom_common.access.tenant_file.MIN_CHANGES_BYTES", 1000)
     follower = follower_of(tmp_path, config_of(control))
     async with following(follower):
         await eventually(lambda: follower.tenants.connected, "the table")
@@ -118,7 +118,7 @@ async def test_the_owner_learns_which_keys_were_used(
     control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Administrators revoke keys that nobody uses."""
-    monkeypatch.setattr("kvloom.access.tenant_follower.REPORT_SECONDS", 0.01)
+    monkeypatch.setattr("kvloom_common.access.tenant_follower.REPORT_SECONDS", 0.01)
     follower = follower_of(tmp_path, config_of(control))
     async with following(follower):
         await eventually(lambda: follower.tenants.connected, "the table")

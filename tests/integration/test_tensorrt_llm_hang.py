@@ -10,7 +10,7 @@ from tests.conftest import REPOSITORY
 TIMEOUT_SECONDS = 60.0
 SCRIPT = """
 import asyncio, sys
-from kvloom.config import TensorRtLlmConfig
+from kvloom_common.config import TensorRtLlmConfig
 from shard_server.engines.tensorrt_llm import engine
 from tests.conformance.engine_driver import prompt_of, request_of
 from tests.fakes.tensorrt_llm_engine import running_tensorrt_llm

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvloom.config import load_config
+from kvloom_common.config import load_config
 from tests.conftest import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy" / "tensorrt_llm"

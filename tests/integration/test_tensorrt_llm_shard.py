@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import KvloomConfig, ModelConfig, ShardConfig
-from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.generation_pb2 import (
     FINISH_REASON_CANCELLED,
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
 )
+from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from tests.conformance.engine_driver import prompt_of
 from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, installed_tensorrt_llm
 from tests.fakes.shard_world import ShardWorld, shard_world, text_of

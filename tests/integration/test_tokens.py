@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvloom.access.identities import Identities
-from kvloom.access.key_sets import MAX_BYTES
-from kvloom.access.tokens import is_token
-from kvloom.config import ConfigError, IssuerConfig
 from kvloom.errors import KvloomError
-from kvloom.process.watched_files import following
-from kvloom.tenancy.principal import Principal
-from kvloom.tenancy.table import Tenant
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.access.identities import Identities
+from kvloom_common.access.key_sets import MAX_BYTES
+from kvloom_common.access.tokens import is_token
+from kvloom_common.config import ConfigError, IssuerConfig
+from kvloom_common.process.watched_files import following
+from kvloom_common.tenancy.principal import Principal
+from kvloom_common.tenancy.table import Tenant
 from tests.fakes.fake_control import SEARCH_KEY, key_of, two_organisations
 from tests.fakes.fake_issuer import ISSUER, FakeIssuer, fake_issuer
 from tests.fakes.tenants import change, identities_of

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.workloads import Workload
 from tools.failures import CommandError

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvloom.client.client import Client
-from kvloom.models.likelihood_gap import GapSums
-from kvloom.models.served_model import ServedModel
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.models.likelihood_gap import GapSums
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_sequence import CHOSEN_LOGPROB
 from tests.fakes.shadow_world import CANDIDATE, MODEL, ShadowWorld, shadow_world
 from tests.fakes.word_tokenizer import word_tokenizer

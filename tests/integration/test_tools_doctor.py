@@ -13,7 +13,7 @@ import pytest
 import structlog
 from click.testing import CliRunner
 
-from kvloom.config import KvloomConfig
+from kvloom_common.config import KvloomConfig
 from shard_server.engines.tensorrt_llm.versions import NEWEST
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
 from tests.fakes.tiny_bert import write_tiny_bert

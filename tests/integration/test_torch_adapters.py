@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.config import ShardConfig, SpeculationConfig, TorchConfig
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import EngineRequest, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.lora.peft import read_adapter

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModel
 
-from kvloom.config import ShardConfig, TorchConfig
+from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineRequest, Pooling, PoolingKind, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.conformance.engine_driver import EngineDriver

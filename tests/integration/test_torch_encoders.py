@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from kvloom.config import ShardConfig, TorchConfig
+from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import Capability, EngineError
 from shard_server.engines.torch_engine.encoder.runner import EncoderRunner
 from shard_server.engines.torch_engine.engine import TorchEngine

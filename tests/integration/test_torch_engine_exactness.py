@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import ShardConfig, TorchConfig
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.config import ShardConfig, TorchConfig
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import Capability, EngineRequest, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.model_runner import ModelRunner

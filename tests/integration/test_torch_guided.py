@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvloom.config import ShardConfig, TorchConfig
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.config import ShardConfig, TorchConfig
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason, Guide, GuideKind, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.guides import GuideError

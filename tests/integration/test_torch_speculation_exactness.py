@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import SpeculationConfig
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.config import SpeculationConfig
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import EngineRequest, Guide, GuideKind, Sampling
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.guides import GuideState

@@ -19,13 +19,13 @@ from control.database.database import Database
 from control.usage.consumer import UsageConsumer
 from control.usage.leases import change_leases
 from control.usage.metrics import UsageMetrics
-from kvloom.config import ControlConfig, KvloomConfig, RedisConfig
-from kvloom.discovery.redis_client import redis_client
-from kvloom.tenancy.prices import Price, Prices
-from kvloom.tenancy.usage_stream import UsageStream
-from kvloom.trust.seal import PLAIN
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BudgetChange, BudgetName
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
+from kvloom_common.config import ControlConfig, KvloomConfig, RedisConfig
+from kvloom_common.discovery.redis_client import redis_client
+from kvloom_common.tenancy.prices import Price, Prices
+from kvloom_common.tenancy.usage_stream import UsageStream
+from kvloom_common.trust.seal import PLAIN
 from router.core.actions import RequestEnded
 from router.core.events import Tier
 from router.core.request_usage import RequestUsage

@@ -19,7 +19,9 @@ import pytest
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from edge_http.tenant_usage import TenantUsage
-from kvloom.config import (
+from kvloom.router_link.group import RouterGroup
+from kvloom.v1.control_service_pb2 import FollowResponse
+from kvloom_common.config import (
     CascadeConfig,
     ControlConfig,
     EdgeConfig,
@@ -28,13 +30,11 @@ from kvloom.config import (
     RouteConfig,
     ShadowConfig,
 )
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.parsers.spec import ParserSpec
-from kvloom.router_link.group import RouterGroup
-from kvloom.tenancy.prices import Price
-from kvloom.tenancy.usage_record import UsageRecord, counting
-from kvloom.trust.shared_secret import SharedSecret
-from kvloom.v1.control_service_pb2 import FollowResponse
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.tenancy.prices import Price
+from kvloom_common.tenancy.usage_record import UsageRecord, counting
+from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.edge_peers import die, join
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, two_organisations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.text.block_hash import block_hash, block_hashes, root_hash
+from kvloom_common.text.block_hash import block_hash, block_hashes, root_hash
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from edge_http.answers.carried_text import NOTHING, CarriedText, progress_in_tokens, remaining_stop
-from kvloom.text.detokenizer import IncrementalDetokenizer
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import StopConditions
+from kvloom_common.text.detokenizer import IncrementalDetokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from tests.fakes.tiny_tokenizer import byte_fallback_tokenizer, model_tokenizer
 
 BYTE_LEVEL = model_tokenizer()

@@ -23,9 +23,9 @@ from control.directory.transaction import changing
 from control.replication.follower import Follower
 from control.replication.versions import Versions
 from kvloom.errors import KvloomError
-from kvloom.tenancy.table import TenantTable
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits, Price
+from kvloom_common.tenancy.table import TenantTable
 
 OPERATOR = Actor("test")
 ORGANISATIONS = ("a", "b")

@@ -22,8 +22,8 @@ from edge_http.openai.sampling import (
 )
 from edge_http.openai.tools import tools_of
 from edge_http.openai.unsupported import CHAT, COMPLETION
-from kvloom.conversation.tool_plan import plan_tools
 from kvloom.errors import KvloomError
+from kvloom_common.conversation.tool_plan import plan_tools
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 JSON = st.recursive(

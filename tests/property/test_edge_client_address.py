@@ -7,7 +7,7 @@ import ipaddress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.limits.client_address import MAX_PROXIES, client_address
+from kvloom_common.limits.client_address import MAX_PROXIES, client_address
 
 TRUSTED = [ipaddress.ip_network(network) for network in ("10.0.0.0/8", "fd00::/8")]
 PROXIES = st.one_of(

@@ -17,8 +17,8 @@ from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.response_formatter import Envelope, Finish, ResponseFormatter
 from edge_http.formatting.usage import Usage
 from kvloom.conversation.tools import Tool
-from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.parsers.spec import ParserSpec
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os\\"lo é"}}\n</tool_call>'

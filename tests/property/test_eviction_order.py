@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.kv_share import MAX_KV_SHARES_PERCENT, KvShare
+from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from shard_server.engines.eviction_order import IDLE_SHARE_SECONDS, EvictionOrder, KvOwner, preempted_for
 
 NUM_BLOCKS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.kv_share import KvShare
+from kvloom_common.kv_share import KvShare
 from shard_server.engines.base import BlockRemoved, BlockStored
 from shard_server.engines.eviction_order import KvOwner
 from shard_server.engines.sim_blocks import SimBlockPool

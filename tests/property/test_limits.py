@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.prices import Price
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.prices import Price
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import RequestCancelled, Tick
 from router.core.tenancy.answer_cost import money_cost, token_cost

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom.parsers import registry
-from kvloom.parsers.events import Event, TextDelta, ToolCallEnd, ToolCallStart, merge
-from kvloom.parsers.output_parser import OutputParser, ParserSpec, make_parser
-from tests.unit.kvloom.parsers.corpus import TOOLS, texts
+from kvloom_common.parsers import registry
+from kvloom_common.parsers.events import Event, TextDelta, ToolCallEnd, ToolCallStart, merge
+from kvloom_common.parsers.output_parser import OutputParser, ParserSpec, make_parser
+from tests.unit.kvloom_common.parsers.corpus import TOOLS, texts
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("KVLOOM_PARSER_EXAMPLES", "200")),

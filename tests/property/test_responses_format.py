@@ -15,9 +15,9 @@ from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.response_formatter import Envelope, Finish
 from edge_http.formatting.usage import Usage
 from edge_http.openai.responses.formatter import ResponsesFormatter
-from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.parsers.output_parser import make_parser
-from kvloom.parsers.spec import ParserSpec
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom_common.parsers.output_parser import make_parser
+from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 SPEC = ParserSpec(tools="hermes", reasoning="qwen3")

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 import xxhash
 
-from kvloom.config import RouteTarget
-from kvloom.discovery.records import RolloutRecord
-from kvloom.models import model_routes
-from kvloom.models.model_routes import ModelRoutes, RouteFacts
+from kvloom_common.config import RouteTarget
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.models import model_routes
+from kvloom_common.models.model_routes import ModelRoutes, RouteFacts
 
 NUM_EDGES = 3
 SESSIONS = [f"session-{i}" for i in range(40)]

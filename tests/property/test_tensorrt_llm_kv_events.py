@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.text.block_hash import block_hashes
+from kvloom_common.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStored
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import parse_events

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.errors import KvloomError
-from kvloom.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer
-from kvloom.text.special_tokens import AliasedEncoder, SpecialStrings
-from kvloom.text.tokenizer import ChatMessage
+from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer
+from kvloom_common.text.special_tokens import AliasedEncoder, SpecialStrings
+from kvloom_common.text.tokenizer import ChatMessage
 from tests.fakes.tiny_tokenizer import SPECIAL, byte_level_tokenizer, model_tokenizer
 
 TOKENIZER = model_tokenizer()

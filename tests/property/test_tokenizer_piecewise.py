@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvloom.text.tokenization_cache import _KNOWN_SPLITS, PieceCache, PieceRules, TextEncoding
+from kvloom_common.text.tokenization_cache import _KNOWN_SPLITS, PieceCache, PieceRules, TextEncoding
 
 PARTS = [
     *" \n\t.,'5é\u0301\u200b中ßA-!<|>", "  ", " \n", "the", " quick", "brown ", "fox's", " 1234", "it'S", "a.b", "...",
@@ -75,7 +75,7 @@ def ids_by_pieces(cache: PieceCache, tokenizer: Tokenizer, text: str) -> list[in
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes several blocks of short texts."""
-    monkeypatch.setattr("kvloom.text.tokenization_cache.BLOCK_CHARS", 8)
+    monkeypatch.setattr("kvloom_common.text.tokenization_cache.BLOCK_CHARS", 8)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

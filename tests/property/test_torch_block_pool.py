@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.text.block_hash import root_hash
+from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import BlockRemoved, BlockStored
 from shard_server.engines.torch_engine.block_pool import BlockKey, BlockPool, extend_block_keys
 

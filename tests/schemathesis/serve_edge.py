@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from kvloom.models.served_model import ServedModel
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.models.served_model import ServedModel
 from tests.fakes.edge_world import edge_world
 from tests.fakes.fake_router_link import FakeRequest, FakeRouterLink
 

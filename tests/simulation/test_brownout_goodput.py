@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.config import BrownoutConfig
+from kvloom_common.config import BrownoutConfig
 from tools.bench.brownout_model import BrownoutPlan, find_capacity, measure
 
 

@@ -14,10 +14,10 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from kvloom.access.api_keys import ApiKey, digest_of, draw_key, write_api_keys
-from kvloom.config import KvloomConfig, ModelConfig
-from kvloom.metrics.exposition import samples_in
 from kvloom.v1.router_service_pb2 import ExplainResponse
+from kvloom_common.access.api_keys import ApiKey, digest_of, draw_key, write_api_keys
+from kvloom_common.config import KvloomConfig, ModelConfig
+from kvloom_common.metrics.exposition import samples_in
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.streams import Stream, explain, open_session
 from tools.fabric_trust import trust_of_running

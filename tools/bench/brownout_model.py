@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvloom.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
+from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
 from router.core.actions import Action, BrownoutStepChanged, RequestDegraded, SubmitAttempt
 from router.core.core import CoreConfig
 from router.core_config import core_config

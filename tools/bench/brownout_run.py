@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
+from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
 from tools.bench.arrivals import Requests, arrival_times, measure_capacity, play_arrivals
 from tools.bench.bench_fabric import Fabric, bench_fabric
 from tools.bench.plots import Timeline

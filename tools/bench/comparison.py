@@ -14,8 +14,10 @@ from typing import Any, Final, TypeVar
 
 from kvloom.client.client import Client
 from kvloom.client.generate_request import GenerateOptions
-from kvloom.models.card_service import fetch_card
-from kvloom.models.likelihood_gap import (
+from kvloom.transport.channel_options import OpenChannel
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SequenceStart, TokenLogprobs
+from kvloom_common.models.card_service import fetch_card
+from kvloom_common.models.likelihood_gap import (
     MIN_ANSWERS,
     GapInterval,
     GapSums,
@@ -23,11 +25,9 @@ from kvloom.models.likelihood_gap import (
     lower_bound_at_any_time,
     num_answers_until,
 )
-from kvloom.models.model_card import ModelCardError
-from kvloom.models.served_model import ServedModel, served_model_of
-from kvloom.text.tokenizer import ChatMessage
-from kvloom.transport.channel_options import OpenChannel
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SequenceStart, TokenLogprobs
+from kvloom_common.models.model_card import ModelCardError
+from kvloom_common.models.served_model import ServedModel, served_model_of
+from kvloom_common.text.tokenizer import ChatMessage
 from tools.failures import CommandError
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import click
 
-from kvloom.config import KvloomConfig, ModelConfig
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.config import KvloomConfig, ModelConfig
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from router.core.placement import POLICIES
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.conversations import Exchange, play

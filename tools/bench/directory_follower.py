@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import uvloop
 
-from kvloom.access.tenant_follower import TenantFollower
-from kvloom.config import ControlConfig, KvloomConfig
-from kvloom.process.service import settle_memory
-from kvloom.process.telemetry import configure_logging
-from kvloom.process.watched_files import following
-from kvloom.trust.fabric_trust import NO_SECRET
+from kvloom_common.access.tenant_follower import TenantFollower
+from kvloom_common.config import ControlConfig, KvloomConfig
+from kvloom_common.process.service import settle_memory
+from kvloom_common.process.telemetry import configure_logging
+from kvloom_common.process.watched_files import following
+from kvloom_common.trust.fabric_trust import NO_SECRET
 from tools.process_counters import rss_bytes
 
 PERIOD_SECONDS: Final = 0.001

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvloom.config import KvloomConfig
+from kvloom_common.config import KvloomConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.overload import OverloadSettings
 from router.core_config import core_config

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.config import KvloomConfig
+from kvloom_common.config import KvloomConfig
 from tools.bench.arrivals import Requests, arrival_times, measure_capacity, play_arrivals
 from tools.bench.bench_fabric import Fabric, bench_fabric
 from tools.bench.streams import Stream

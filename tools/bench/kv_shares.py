@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import click
 
-from kvloom.config import KvloomConfig
-from kvloom.kv_share import MAX_KV_SHARES_PERCENT, KvShare
-from kvloom.text.block_hash import root_hash
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig
+from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT, KvShare
+from kvloom_common.text.block_hash import root_hash
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineRequest, Sampling, SequenceEnd, SequenceStart
 from shard_server.engines.create import create_engine
 from tools.bench.bench_fabric import Device, bench_config, shard_options

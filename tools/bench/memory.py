@@ -18,7 +18,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.config import KvloomConfig, ModelConfig
+from kvloom_common.config import KvloomConfig, ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.memory_bursts import BURSTS
 from tools.failures import CommandError

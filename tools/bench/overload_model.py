@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvloom.config import KvloomConfig
+from kvloom_common.config import KvloomConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.overload import OverloadSettings
 from router.core_config import core_config

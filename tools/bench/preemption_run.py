@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from kvloom.config import KvloomConfig, PriorityClassConfig
 from kvloom.v1.router_service_pb2 import ExplainResponse
+from kvloom_common.config import KvloomConfig, PriorityClassConfig
 from tools.bench.bench_fabric import Fabric, bench_fabric
 from tools.bench.streams import (
     Stream,

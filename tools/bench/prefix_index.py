@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 import psutil
 
-from kvloom.text.block_hash import block_hashes, root_hash
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from router.core.prefix_index.prefix_index import PrefixIndex
 from tools.bench.prefix_index_fill import FilledIndex, chain
 

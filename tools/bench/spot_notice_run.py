@@ -12,11 +12,11 @@ from typing import Final
 import msgspec
 import psutil
 
-from kvloom.config import KvloomConfig
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom.v1.shard_service_pb2 import DrainRequest, GetInfoRequest
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
+from kvloom_common.config import KvloomConfig
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.bench.bench_fabric import bench_fabric
 from tools.bench.streams import (
     CALL_TIMEOUT_SECONDS,

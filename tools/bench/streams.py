@@ -13,9 +13,9 @@ import aiohttp
 import grpc.aio
 import msgspec
 
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1.router_service_pb2 import ExplainRequest, ExplainResponse
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 
 CALL_TIMEOUT_SECONDS: Final = 10.0

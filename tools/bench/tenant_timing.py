@@ -27,10 +27,10 @@ import grpc
 import grpc.aio
 import msgspec
 
-from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.config import KvloomConfig, ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.auc import auc
 from tools.failures import CommandError

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.chaos.attackers.mix import ATTACK_NAMES
 from tools.chaos.checking.report_text import attack_page, chaos_page, soak_page, summary

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvloom.client.client import Client
-from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.errors import KvloomError
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig, ModelConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from tools.chaos.attackers.targets import attackers_tenants
 from tools.chaos.checking.absences import absence_figures, absence_problems
 from tools.chaos.checking.attack_report import attack_figures

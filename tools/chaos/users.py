@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from tools.chaos.checking.record import Record
 from tools.chaos.checking.verdicts import judge
 from tools.chaos.clients.http_client import PATHS, HttpClient

@@ -10,10 +10,10 @@ import click
 import grpc
 import redis.exceptions
 
-from kvloom.config import ConfigError, KvloomConfig, load_config
-from kvloom.discovery.registry import RouterRegistry
 from kvloom.v1.router_service_pb2 import ClearResultCacheRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.config import ConfigError, KvloomConfig, load_config
+from kvloom_common.discovery.registry import RouterRegistry
 from tools.cli.running import running_folder
 from tools.fabric_trust import trust_of
 from tools.failures import CommandError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvloom.process.extras import MissingPackageError, naming_extras
+from kvloom_common.process.extras import MissingPackageError, naming_extras
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from typing import Final
 import click
 import msgspec
 
-from kvloom.access.api_keys import ApiKey, check_name, digest_of, draw_key, read_api_keys, write_api_keys
-from kvloom.config import ConfigError, load_config
+from kvloom_common.access.api_keys import ApiKey, check_name, digest_of, draw_key, read_api_keys, write_api_keys
+from kvloom_common.config import ConfigError, load_config
 from tools.cli.lazy_group import LazyGroup
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option

@@ -15,14 +15,14 @@ from typing import Final, Literal, cast
 import msgspec
 import redis
 
-from kvloom.access.exposure import exposure_risk
-from kvloom.access.listener_tls import listener_tls
-from kvloom.callers import configured_callers
-from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
-from kvloom.discovery.announcer import fabric_host
-from kvloom.models.configured import configured_models
-from kvloom.models.model_routes import ModelRoutes
-from kvloom.trust.fabric_trust import FabricTrust
+from kvloom_common.access.exposure import exposure_risk
+from kvloom_common.access.listener_tls import listener_tls
+from kvloom_common.callers import configured_callers
+from kvloom_common.config import ConfigError, KvloomConfig, ModelConfig, dump_config
+from kvloom_common.discovery.announcer import fabric_host
+from kvloom_common.models.configured import configured_models
+from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.trust.fabric_trust import FabricTrust
 from shard_server.engines.engine_plugins import ENGINES
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
 from tools.failures import CommandError

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvloom.process.extras import MissingPackageError, naming_extras
+from kvloom_common.process.extras import MissingPackageError, naming_extras
 from tools.failures import CommandError
 
 

@@ -11,8 +11,8 @@ import click
 import msgspec
 import redis.exceptions
 
-from kvloom.config import KvloomConfig
-from kvloom.metrics.targets import http_sd, metrics_registry
+from kvloom_common.config import KvloomConfig
+from kvloom_common.metrics.targets import http_sd, metrics_registry
 from tools.fabric_trust import trust_of
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option

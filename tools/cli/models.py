@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from kvloom.config import KvloomConfig
-from kvloom.models.adapters import full_name
+from kvloom.adapters import full_name
+from kvloom_common.config import KvloomConfig
 from tools.cli.compare import compare_models
 from tools.cli.rollouts import history, roll_back, roll_out
 from tools.cli.running import running_folder

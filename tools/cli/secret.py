@@ -11,8 +11,8 @@ from typing import Final
 
 import click
 
-from kvloom.config import KvloomConfig
-from kvloom.trust.secret import FabricSecret, SecretError, key_id, read_secret, write_secret
+from kvloom_common.config import KvloomConfig
+from kvloom_common.trust.secret import FabricSecret, SecretError, key_id, read_secret, write_secret
 from tools.fabric_trust import SECRET_FILE
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option

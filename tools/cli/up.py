@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvloom.config import KvloomConfig
+from kvloom_common.config import KvloomConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.cli.launch import Launch, apply_flags
 from tools.failures import CommandError

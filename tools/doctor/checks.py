@@ -10,8 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from kvloom.text.block_hash import block_hashes, root_hash
-from kvloom.text.detokenizer import IncrementalDetokenizer
+from kvloom_common.text.block_hash import block_hashes, root_hash
+from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from shard_server.engines.base import (
     Capability,
     EngineError,

@@ -19,8 +19,8 @@ from typing import Any, Final, Literal
 import click
 import structlog
 
-from kvloom.config import KvloomConfig
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from tools.doctor.checks import CheckFailedError, CheckSkippedError, checks_of

@@ -10,9 +10,9 @@ from typing import Any, Final
 import click
 import msgspec
 
-from kvloom.access.auth_provider import AUTH_PROVIDERS
-from kvloom.parsers.registry import PARSERS
-from kvloom.plugins import PluginError, PluginGroup
+from kvloom_common.access.auth_provider import AUTH_PROVIDERS
+from kvloom_common.parsers.registry import PARSERS
+from kvloom_common.plugins import PluginError, PluginGroup
 from router.placement_plugins import PLACEMENT_POLICIES
 from safety_svc.rule_plugins import RULE_KINDS
 from shard_server.engines.engine_plugins import ENGINES

@@ -17,9 +17,9 @@ import redis.asyncio
 import redis.exceptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom.access.exposure import authenticates, is_loopback
-from kvloom.config import KvloomConfig
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.access.exposure import authenticates, is_loopback
+from kvloom_common.config import KvloomConfig
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.readiness import reachable_address

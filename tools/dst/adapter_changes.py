@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
 from tools.dst.nodes.shard import SimShard
 from tools.dst.world import World
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
-from kvloom.discovery.records import RolloutRecord
 from kvloom.errors import KvloomError
+from kvloom_common.discovery.records import RolloutRecord
 from router.core.actions import Action, RequestEnded, SendStep, SequencesPreempted, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, KvChange, Request
 from router.core.frames import Finish, Step

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from kvloom.config import BrownoutConfig, BrownoutStepConfig, HealthConfig
+from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, HealthConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings

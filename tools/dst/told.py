@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvloom.discovery.records import RolloutRecord
+from kvloom_common.discovery.records import RolloutRecord
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections import deque
 
 import msgspec
 
-from kvloom.kv_share import KvShare
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.kv_share import KvShare
 from router.core.events import ChoiceSpec, Request, Tier
 from router.core.objectives import Objectives
 from tools.dst import script

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvloom.discovery.records import RolloutRecord
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
+from kvloom_common.discovery.records import RolloutRecord
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, Event, Request
 from tools.dst.observed import ObservedHandoff, ObservedRequest, ObservedShard

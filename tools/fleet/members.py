@@ -11,10 +11,10 @@ from typing import Final
 
 import redis.exceptions
 
-from kvloom.config import ConfigError, KvloomConfig, load_config
-from kvloom.discovery.records import ProcessRecord
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.shard_service_pb2 import GetInfoResponse
+from kvloom_common.config import ConfigError, KvloomConfig, load_config
+from kvloom_common.discovery.records import ProcessRecord
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
 from tools.failures import EXIT_NOT_RUNNING, CommandError
 from tools.fleet.view import FleetView, Machine, merged, with_loads

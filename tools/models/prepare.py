@@ -11,8 +11,8 @@ import hashlib
 import sys
 from pathlib import Path
 
-from kvloom.process.extras import MissingPackageError, naming_extras
-from kvloom.text.model_checksum import ChecksumError, check_model
+from kvloom_common.process.extras import MissingPackageError, naming_extras
+from kvloom_common.text.model_checksum import ChecksumError, check_model
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_builtin_model, ensure_converted_model
 

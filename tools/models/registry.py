@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.text.model_checksum import ChecksumError, check_model, model_checksum
+from kvloom_common.text.model_checksum import ChecksumError, check_model, model_checksum
 from tools.failures import CommandError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -25,7 +25,7 @@ class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     path: str
     """A directory in the layout of Hugging Face, or a .gguf file."""
     sha256: str
-    """See kvloom/text/model_checksum.py."""
+    """See kvloom_common/text/model_checksum.py."""
 
     @property
     def label(self) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import save_file
 
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.torch_engine.checkpoint.weights import load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.lora.peft import CONFIG_FILE, MODULES, WEIGHTS_FILE, module_sizes

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvloom.receipts.receipt import MAX_BUNDLE_BYTES, Bundle, decode_bundle
+from kvloom_common.receipts.receipt import MAX_BUNDLE_BYTES, Bundle, decode_bundle
 
 _PARTS: Final = frozenset({"receipt", "signature", "key_id", "request", "output"})
 _MAX_DEPTH: Final = 64

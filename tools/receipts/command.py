@@ -13,11 +13,11 @@ import click
 import msgspec
 import structlog
 
-from kvloom.config import KvloomConfig
-from kvloom.receipts.key_files import key_path, public_path
-from kvloom.receipts.keys import PublicKeys, ReceiptKeyError, made_or_read, read_public_keys
-from kvloom.receipts.receipt import Bundle, encode_bundle
-from kvloom.text.model_checksum import ChecksumError
+from kvloom_common.config import KvloomConfig
+from kvloom_common.receipts.key_files import key_path, public_path
+from kvloom_common.receipts.keys import PublicKeys, ReceiptKeyError, made_or_read, read_public_keys
+from kvloom_common.receipts.receipt import Bundle, encode_bundle
+from kvloom_common.text.model_checksum import ChecksumError
 from shard_server.engines.base import EngineError
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
-from kvloom.receipts.receipt import Bundle, Output, output_of, pooling_of, sampling_of, stop_of
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import Choice, SequenceFinish
 from kvloom.v1.shard_service_pb2 import (
     AdapterRef,
@@ -22,6 +19,9 @@ from kvloom.v1.shard_service_pb2 import (
     ShardServiceConnectResponse,
     ShardSubmit,
 )
+from kvloom_common.config import KvloomConfig
+from kvloom_common.receipts.receipt import Bundle, Output, output_of, pooling_of, sampling_of, stop_of
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engine_multiplexer import EngineMultiplexer
 from shard_server.engines.base import Engine, adapters_of
 from shard_server.engines.create import create_engine

@@ -11,12 +11,12 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
-from kvloom.receipts.checks import Fault, faults_of
-from kvloom.receipts.keys import PublicKeys, is_signed
-from kvloom.receipts.receipt import Bundle, Output
-from kvloom.text.model_checksum import model_checksum
+from kvloom_common.config import KvloomConfig
+from kvloom_common.receipts.checks import Fault, faults_of
+from kvloom_common.receipts.keys import PublicKeys, is_signed
+from kvloom_common.receipts.receipt import Bundle, Output
+from kvloom_common.text.model_checksum import model_checksum
 from tools.receipts.rerun import Rerunner, rerunner
 
 _FLOAT_BYTES: Final = 4

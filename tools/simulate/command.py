@@ -12,7 +12,7 @@ from typing import Final
 import click
 from rich.console import Console
 
-from kvloom.plugins import PluginError
+from kvloom_common.plugins import PluginError
 from router.core.placement import POLICIES
 from router.placement_plugins import PLACEMENT_POLICIES, plugin_policy
 from tools.failures import CommandError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.process.extras import MissingPackageError, naming_extras
+from kvloom_common.process.extras import MissingPackageError, naming_extras
 from tools.failures import CommandError
 from tools.simulate.runs import Curves
 from tools.simulate.workload import ShardSample

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvloom.access.exposure import authenticates, is_loopback
-from kvloom.config import KvloomConfig
+from kvloom_common.access.exposure import authenticates, is_loopback
+from kvloom_common.config import KvloomConfig
 from tools.supervisor.supervised_process import ProcessStatus
 
 _MAX_PORTS = 12

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
-from kvloom.config import KvloomConfig, dump_config
+from kvloom_common.config import KvloomConfig, dump_config
 from tools.failures import CommandError
 from tools.supervisor.child import bound_command
 

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvloom.config import KvloomConfig, ModelConfig, Section
+from kvloom_common.config import KvloomConfig, ModelConfig, Section
 from tools.supervisor.process_specs import ROLES
 
 _ALL: Final = ROLES

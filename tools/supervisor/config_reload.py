@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvloom.config import AdapterConfig, ConfigError, KvloomConfig, ModelConfig, dump_config
-from kvloom.models.configured import configured_models
+from kvloom_common.config import AdapterConfig, ConfigError, KvloomConfig, ModelConfig, dump_config
+from kvloom_common.models.configured import configured_models
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
 from tools.supervisor.config_changes import (

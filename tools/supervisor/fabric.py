@@ -14,12 +14,12 @@ from pathlib import Path
 
 import redis.exceptions
 
-from kvloom.config import AdapterConfig, KvloomConfig, ModelConfig
-from kvloom.discovery.announcer import announced_process, name_owner, process_record
-from kvloom.discovery.records import NameTakenError
-from kvloom.models.configured import configured_models
-from kvloom.process.watched_files import following
-from kvloom.trust.fabric_trust import FabricTrust
+from kvloom_common.config import AdapterConfig, KvloomConfig, ModelConfig
+from kvloom_common.discovery.announcer import announced_process, name_owner, process_record
+from kvloom_common.discovery.records import NameTakenError
+from kvloom_common.models.configured import configured_models
+from kvloom_common.process.watched_files import following
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec

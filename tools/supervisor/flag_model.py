@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_NAMES
 
 

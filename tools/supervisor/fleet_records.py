@@ -6,10 +6,10 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 
-from kvloom.config import RedisConfig
-from kvloom.discovery.records import ProcessRecord, RouterRecord, ShardRecord
-from kvloom.discovery.registry import ProcessRegistry, Registry, RouterRegistry, ShardRegistry
-from kvloom.trust.seal import Sealer
+from kvloom_common.config import RedisConfig
+from kvloom_common.discovery.records import ProcessRecord, RouterRecord, ShardRecord
+from kvloom_common.discovery.registry import ProcessRegistry, Registry, RouterRegistry, ShardRegistry
+from kvloom_common.trust.seal import Sealer
 
 
 @dataclasses.dataclass(frozen=True)

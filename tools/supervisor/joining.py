@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 import redis.exceptions
 
-from kvloom.access.exposure import is_loopback
-from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import name_owner
-from kvloom.trust.fabric_trust import FabricTrust
-from kvloom.trust.secret import ENVIRONMENT_VARIABLE
+from kvloom_common.access.exposure import is_loopback
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import name_owner
+from kvloom_common.trust.fabric_trust import FabricTrust
+from kvloom_common.trust.secret import ENVIRONMENT_VARIABLE
 from tools.failures import CommandError
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.process_specs import possible_roles, started_roles, supervisor_name

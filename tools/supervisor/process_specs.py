@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvloom.config import KvloomConfig, ShardConfig
-from kvloom.models.configured import configured_models, model_label, shard_config
+from kvloom_common.config import KvloomConfig, ShardConfig
+from kvloom_common.models.configured import configured_models, model_label, shard_config
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec, launched_command
 from tools.supervisor.embedded_redis import embedded_redis

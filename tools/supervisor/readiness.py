@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import msgspec
 
-from kvloom.config import KvloomConfig
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc, shard_service_pb2, shard_service_pb2_grpc
 from kvloom.v1.router_service_pb2 import ModelInfo
+from kvloom_common.config import KvloomConfig
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.supervisor.fleet_records import FleetRecords
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 

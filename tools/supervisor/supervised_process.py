@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvloom.process.backoff import Backoff
-from kvloom.process.service import ReadyLine
+from kvloom.backoff import Backoff
+from kvloom_common.process.service import ReadyLine
 from tools.supervisor.child import Child, ChildFailedError, ChildSpec
 from tools.supervisor.logs.bounded_log import BoundedLog
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvloom.process.backoff import Backoff
+from kvloom.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.supervised_process import ProcessStatus, SupervisedProcess, restart_backoff
 

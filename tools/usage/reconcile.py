@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from kvloom.tenancy.usage_record import TIER_SHADOW
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
+from kvloom_common.tenancy.usage_record import TIER_SHADOW
 
 MAX_NAMED: Final = 20
 """How many answers a report names."""

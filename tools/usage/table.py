@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from kvloom.tenancy.prices import decimal
 from kvloom.v1 import usage_service_pb2 as pb
+from kvloom_common.tenancy.prices import decimal
 
 GROUPS: Final = {
     "day": (pb.USAGE_GROUP_DAY, "day"),

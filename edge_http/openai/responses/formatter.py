@@ -18,10 +18,10 @@ from edge_http.openai.logprobs import chat_logprobs
 from edge_http.openai.responses.output_items import WHITE_SPACE, OutputItem, collected_items, items_json
 from edge_http.openai.responses.response_object import ResponseObject, status_of
 from kvloom.errors import KvloomError
-from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 
 def _head(name: str) -> bytes:

@@ -15,7 +15,7 @@ import msgspec
 
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.json_bytes import Buffer, encode_json
-from kvloom.conversation.call_ids import tool_call_id
+from kvloom_common.conversation.call_ids import tool_call_id
 
 WHITE_SPACE: Final = " \n\r\t"
 _BLANK: Final = re.compile(rb"(?: |\\[nrt])*")

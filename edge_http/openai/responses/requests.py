@@ -12,7 +12,7 @@ from edge_http.openai.requests import Body, StreamOptions
 from edge_http.openai.unsupported import Harmless
 from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
-from kvloom.models.model_routes import MAX_CANDIDATES
+from kvloom_common.models.model_routes import MAX_CANDIDATES
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDABLE: Final = frozenset(

@@ -7,9 +7,9 @@ from typing import Final
 
 import msgspec
 
-from kvloom.config import BrownoutConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import BrownoutConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import BrownoutStepChanged, RequestDegraded
 from router.core.brownout.controller import BrownoutController, StepChange

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from kvloom.config import BrownoutConfig
+from kvloom_common.config import BrownoutConfig
 from router.core.brownout.burn_rate import BurnRates, BurnRateWindows
 
 MAX_MODELS: Final = 64

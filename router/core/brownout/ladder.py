@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from kvloom.config import BrownoutStepConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import BrownoutStepConfig
 from router.core.degradation import Degradation
 from router.core.events import Request, Tier
 

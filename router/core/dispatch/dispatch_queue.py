@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvloom.class_rank import INTERACTIVE_RANK
+from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters

@@ -36,7 +36,7 @@ MIN_COMPETING_TOKENS: Final = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FairnessSettings:
-    """What kvloom.config.FairnessConfig configures."""
+    """What kvloom_common.config.FairnessConfig configures."""
 
     preempt_after_seconds: float = 0.25
     """How long a request waits before sequences of another tenant are preempted for it."""

@@ -46,7 +46,8 @@ _WELL: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OverloadSettings:
-    """What kvloom.config.OverloadConfig configures, with everything off by default: a core on its own sheds nothing."""
+    """What kvloom_common.config.OverloadConfig configures, with everything off by default: a core on its own sheds
+    nothing."""
 
     sheds_early: bool = False
     """Refuse and drop by prediction. Otherwise only when the queue is full, and by the clock."""

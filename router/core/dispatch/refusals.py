@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
+from kvloom.adapters import unknown_name
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, protocol_violation, unsupported
-from kvloom.models.adapters import unknown_name
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription

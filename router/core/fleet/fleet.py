@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvloom.models.adapters import MAX_ADAPTERS, Adapter
+from kvloom.adapters import MAX_ADAPTERS, Adapter
 from router.core.events import ShardDescription
 from router.core.fleet.departure import Departure
 from router.core.fleet.fast_path import FastPath

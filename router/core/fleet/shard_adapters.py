@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
 from router.core.events import AdapterState
 
 GUESSED_LOAD_SECONDS: Final = 0.1

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from kvloom.config import HealthConfig
-from kvloom.process.backoff import Backoff
+from kvloom.backoff import Backoff
+from kvloom_common.config import HealthConfig
 from router.core.events import ShardLoad
 
 MIN_EVIDENCE: Final = 0.6

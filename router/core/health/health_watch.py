@@ -7,7 +7,7 @@ from collections import OrderedDict
 from statistics import median
 from typing import Final
 
-from kvloom.config import HealthConfig
+from kvloom_common.config import HealthConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, ShardHealthChanged
 from router.core.dispatch.attempt_sender import AttemptSender

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvloom.class_rank import INTERACTIVE_RANK
+from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.events import ShardLoad
 from router.core.load.speed_model import PrefillWork, SpeedModel
 

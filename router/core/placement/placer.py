@@ -8,11 +8,11 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvloom.class_rank import INTERACTIVE_RANK
+from kvloom.adapters import Adapter
 from kvloom.errors import KvloomError
-from kvloom.models.adapters import Adapter
-from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.class_rank import INTERACTIVE_RANK
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import HeldRequest, LoadLedger, LoadView

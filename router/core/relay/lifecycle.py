@@ -8,7 +8,6 @@ from typing import Final
 import msgspec
 
 from kvloom.errors import KvloomError
-from kvloom.tenancy.usage_record import is_part
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
     FINISH_REASON_CONTENT_FILTER,
@@ -18,6 +17,7 @@ from kvloom.v1.generation_pb2 import (
     RESULT_CACHE_USE_HIT,
     FinishReason,
 )
+from kvloom_common.tenancy.usage_record import is_part
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import AnswerCompleted, CancelOnShard, CompletedChoice, RequestEnded, SequencesPreempted
 from router.core.brownout.brownout import Brownout

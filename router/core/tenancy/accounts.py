@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.table import Key, Organisation, Tenant
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.table import Key, Organisation, Tenant
 from router.core.lease_messages import LeaseKind, LeaseName
 from router.core.tenancy.budget_lease import BudgetLease
 from router.core.tenancy.rate_lease import RateLease

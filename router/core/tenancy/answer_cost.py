@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.prices import Price
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.prices import Price
 
 
 class AnswerCost(NamedTuple):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.prices import Price
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.prices import Price
 from router.core.lease_messages import LeaseKind
 from router.core.tenancy.accounts import Account
 from router.core.tenancy.answer_cost import AnswerCost, money_cost, token_cost

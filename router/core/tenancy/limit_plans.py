@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import date
 from typing import Final, NamedTuple
 
-from kvloom.tenancy.table import Key, Organisation, Tenant, TenantTable
+from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
 from router.core.tenancy.accounts import AccountBook
 from router.core.tenancy.limit_plan import LimitPlan
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits_state import LimitsState, RateState
-from kvloom.tenancy.prices import FREE, Price
-from kvloom.tenancy.table import TenantTable
+from kvloom.limits_state import LimitsState, RateState
+from kvloom_common.tenancy.prices import FREE, Price
+from kvloom_common.tenancy.table import TenantTable
 from router.core.events import SHADOW_TIER, LeasesGranted, Request, Tier
 from router.core.lease_messages import LeaseKind, LeaseWant, LimitCount
 from router.core.tenancy.accounts import AccountBook, Lease

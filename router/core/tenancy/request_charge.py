@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvloom.tenancy.prices import Price
-from kvloom.tenancy.usage_record import Charge, is_part
+from kvloom_common.tenancy.prices import Price
+from kvloom_common.tenancy.usage_record import Charge, is_part
 from router.core.events import Request, Tier
 from router.core.lease_messages import LeaseKind
 from router.core.tenancy.accounts import Account, Lease

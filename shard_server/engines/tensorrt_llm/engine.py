@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import structlog
 
-from kvloom.config import ShardConfig
+from kvloom_common.config import ShardConfig
 from shard_server.engines.base import (
     Capability,
     EngineError,

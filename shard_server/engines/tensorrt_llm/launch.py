@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import structlog
 
-from kvloom.config import ShardConfig
+from kvloom_common.config import ShardConfig
 from shard_server.engines.base import Capability, EngineError
 from shard_server.engines.tensorrt_llm.api import Llm, TensorRtLlm, load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon

@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from kvloom.config import ShardConfig, TensorRtLlmConfig, TensorRtSpeculationConfig
+from kvloom_common.config import ShardConfig, TensorRtLlmConfig, TensorRtSpeculationConfig
 from shard_server.engines.base import EngineError
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm
 

@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the configuration asks for; see kvloom.config.TorchConfig."""
+    """What the configuration asks for; see kvloom_common.config.TorchConfig."""
 
     dtype: str = "auto"
     weights: str = "auto"

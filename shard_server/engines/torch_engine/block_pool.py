@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvloom.text.block_hash import BYTES_PER_TOKEN, block_hashes, token_bytes
+from kvloom_common.text.block_hash import BYTES_PER_TOKEN, block_hashes, token_bytes
 from shard_server.engines.base import BlockRemoved, BlockStored, KvEvent
 from shard_server.engines.eviction_order import EvictionOrder, KvOwner
 
@@ -27,7 +27,7 @@ class BlockKey(NamedTuple):
     """The content of a full block."""
 
     block_hash: int
-    """Chained, see kvloom/text/block_hash.py."""
+    """Chained, see kvloom_common/text/block_hash.py."""
     token_data: bytes
     """The block's token ids, little-endian uint32."""
 

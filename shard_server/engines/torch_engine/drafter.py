@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.config import SpeculationConfig
+from kvloom_common.config import SpeculationConfig
 from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
 from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS, PromptLookup
 from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from kvloom.config import ShardConfig
-from kvloom.process.freed_memory import return_freed_memory
+from kvloom_common.config import ShardConfig
+from kvloom_common.process.freed_memory import return_freed_memory
 from shard_server.engines.adapters.host import AdapterHost
 from shard_server.engines.base import (
     AdapterError,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvloom.process.freed_memory import return_freed_memory
+from kvloom_common.process.freed_memory import return_freed_memory
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.arithmetic import Wanted, choose_arithmetic
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
@@ -70,9 +70,9 @@ class ModelRunner:
         on_progress: OnProgress = lambda _message: None,
     ) -> None:
         """Loads the weights and allocates the KV blocks. `dtype`, `weights` and `kernels` are as in
-        kvloom.config.TorchConfig; 0 for `num_blocks`, `max_model_len` or `num_threads` means the default. Without
-        `wants_batch_invariance` prompts are prefilled in larger products where torch's operators compute: faster by
-        half or more, but the last bits depend on the batch. With
+        kvloom_common.config.TorchConfig; 0 for `num_blocks`, `max_model_len` or `num_threads` means the default.
+        Without `wants_batch_invariance` prompts are prefilled in larger products where torch's operators compute:
+        faster by half or more, but the last bits depend on the batch. With
         `shared_cores` compiled kernels compute with up to that many threads (see core_share.py), others with
         `num_threads`. `on_progress` is called with a message at every stage of loading.
         Raises EngineError."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kvloom.config import SpeculationConfig
+from kvloom_common.config import SpeculationConfig
 from shard_server.engines.base import (
     AdapterError,
     EngineLoad,

@@ -16,8 +16,8 @@ from typing import Any, Final
 from hypothesis import strategies as st
 
 from kvloom.errors import KvloomError
-from kvloom.text.bounded_template import MAX_SECONDS
-from kvloom.text.chat_template import MAX_RENDERED_CHARS, ChatMessage, ChatTemplate
+from kvloom_common.text.bounded_template import MAX_SECONDS
+from kvloom_common.text.chat_template import MAX_RENDERED_CHARS, ChatMessage, ChatTemplate
 from tests.fakes.tiny_tokenizer import CHATML
 from tests.fuzz.byte_edits import EDITS, edited
 from tests.fuzz.log_watch import LogWatch

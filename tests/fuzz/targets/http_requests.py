@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from hypothesis import strategies as st
 
-from kvloom.config import EdgeConfig
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 from tests.fuzz.byte_edits import EDITS, PIECES, edited

@@ -25,9 +25,9 @@ from edge_http.resume.records import (
     ResponseRecord,
     encode,
 )
-from kvloom.trust.seal import PLAIN
-from kvloom.trust.sealing import SecretSealer
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
+from kvloom_common.trust.seal import PLAIN
+from kvloom_common.trust.sealing import SecretSealer
 from tests.fakes.redis_server import redis_server
 from tests.fuzz.byte_edits import EDITS, PIECES, edited
 from tests.fuzz.log_watch import LogWatch

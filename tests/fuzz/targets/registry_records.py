@@ -13,11 +13,11 @@ from typing import Any, Final
 import msgspec
 from hypothesis import strategies as st
 
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.registry import ShardRegistry
-from kvloom.trust.seal import PLAIN
-from kvloom.trust.sealing import SecretSealer
-from kvloom.trust.secret import FabricSecret
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.registry import ShardRegistry
+from kvloom_common.trust.seal import PLAIN
+from kvloom_common.trust.sealing import SecretSealer
+from kvloom_common.trust.secret import FabricSecret
 from tests.fakes.redis_server import redis_server
 from tests.fuzz.byte_edits import EDITS, PIECES, edited
 from tests.fuzz.log_watch import LogWatch

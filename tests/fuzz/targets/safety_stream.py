@@ -13,9 +13,6 @@ from typing import Any
 import grpc
 from hypothesis import strategies as st
 
-from kvloom.process.service import SERVER_OPTIONS, bind
-from kvloom.transport.checked_server import CheckedServer
-from kvloom.transport.local_server import LocalServer
 from kvloom.v1.safety_service_pb2 import (
     DECISION_BLOCK,
     CheckPromptRequest,
@@ -23,6 +20,9 @@ from kvloom.v1.safety_service_pb2 import (
     ScreenResponse,
 )
 from kvloom.v1.safety_service_pb2_grpc import SafetyServiceStub, add_SafetyServiceServicer_to_server
+from kvloom_common.process.service import SERVER_OPTIONS, bind
+from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.transport.local_server import LocalServer
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
 from tests.fuzz.log_watch import LogWatch

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kvloom.discovery.registry import HEARTBEAT_SECONDS
-from kvloom.models.model_routes import ModelRoutes
+from kvloom_common.discovery.registry import HEARTBEAT_SECONDS
+from kvloom_common.models.model_routes import ModelRoutes
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.arrivals import Arrivals
 from router.core.core import RouterCore

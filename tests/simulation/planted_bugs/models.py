@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from kvloom.adapters import Adapter
 from kvloom.errors import KvloomError
-from kvloom.models.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core.admission import arrivals
 from router.core.core import RouterCore

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.discovery.records import ShardRecord
+from kvloom_common.discovery.records import ShardRecord
 from router.links.fleet_links import LinkChanges, LinkTarget, follow_registry
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import RecordsFollowed, ShardsFound

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvloom.config import RouteTarget
-from kvloom.discovery.records import RolloutRecord
-from kvloom.models import model_routes
-from kvloom.models.rollout_follower import RolloutFollower
+from kvloom_common.config import RouteTarget
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.models import model_routes
+from kvloom_common.models.rollout_follower import RolloutFollower
 from router.core.fleet.fleet import Fleet, Shard
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from control.database.schema import MAX_INTEGER
 from control.directory import account_limits
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits import Limits, limits_from_proto, limits_to_proto
 from kvloom.v1.control_service_pb2 import Limits as LimitsMessage
+from kvloom_common.tenancy.limits import Limits, limits_from_proto, limits_to_proto
 
 limits = st.builds(
     Limits,

@@ -19,7 +19,6 @@ from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.formatting.response_formatter import Envelope
 from edge_http.openai.response_formatters import ChatFormatter
 from edge_http.wire.sse import EventStream, WriteCoalescer
-from kvloom.discovery.records import ShardRecord
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.router_link.tracked_request import TrackedRequest
 from kvloom.transport.local_frames import HEAD, MESSAGE
@@ -28,6 +27,7 @@ from kvloom.v1.generation_pb2 import SamplingParams, SequenceStart, StepFrame, S
 from kvloom.v1.kv_event_pb2 import BlockStored, KvEvent, KvEventBatch
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectResponse
+from kvloom_common.discovery.records import ShardRecord
 from router.core.actions import SubmitAttempt
 from router.core.events import KvSnapshotArrived, SafetyUp
 from router.core_driver import CoreDriver

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.prices import Price
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.prices import Price
 from router.core.actions import LeasesWanted, SubmitAttempt
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import (

@@ -22,8 +22,6 @@ from yarl import URL
 
 from edge_http.edge import Edge
 from edge_http.server.http_router import HttpRouter
-from kvloom.config import KvloomConfig
-from kvloom.models.served_model import ServedModel
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.text.token_ids import pack_token_ids
@@ -38,6 +36,8 @@ from kvloom.v1.generation_pb2 import (
 )
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, RouterServiceConnectRequest, Submit
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectRequest, ShardServiceConnectResponse
+from kvloom_common.config import KvloomConfig
+from kvloom_common.models.served_model import ServedModel
 from router import convert
 from router.core.core import RouterCore
 from router.core.events import KvSnapshotArrived, RequestArrived, SafetyUp, ShardDescription, ShardUp, StepArrived

@@ -11,8 +11,10 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-PACKAGES = ("kvloom", "edge_http", "router", "shard_server", "safety_svc", "control", "tools")
-PATH = re.compile(r"`((?:kvloom|edge_http|router|shard_server|safety_svc|control|tools|fabric|tests|docs)/[\w./-]*)`")
+PACKAGES = ("kvloom", "kvloom_common", "edge_http", "router", "shard_server", "safety_svc", "control", "tools")
+PATH = re.compile(
+    r"`((?:kvloom|kvloom_common|edge_http|router|shard_server|safety_svc|control|tools|fabric|tests|docs)/[\w./-]*)`"
+)
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvloom.config import KvloomConfig, load_config
+from kvloom_common.config import KvloomConfig, load_config
 from tests.conftest import REPOSITORY
 
 

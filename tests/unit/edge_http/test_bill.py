@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edge_http.answers.bill import AnswerBill
-from kvloom.tenancy.prices import Price, Prices, decimal
 from kvloom.v1.generation_pb2 import SequenceFinish
+from kvloom_common.tenancy.prices import Price, Prices, decimal
 
 PRICES = Prices(
     [

@@ -11,10 +11,10 @@ from multidict import CIMultiDict
 from edge_http.endpoints.priority_class import fairness_id_of, priority_class_of
 from edge_http.wire.headers import OBJECTIVE, PRIORITY_CLASS
 from kvloom.errors import KvloomError
-from kvloom.tenancy.class_rights import ClassRights
-from kvloom.tenancy.principal import Principal
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import TIER_BATCH, TIER_INTERACTIVE
+from kvloom_common.tenancy.class_rights import ClassRights
+from kvloom_common.tenancy.principal import Principal
 
 DECLARED = frozenset({"interactive", "batch", "gold", "flex"})
 

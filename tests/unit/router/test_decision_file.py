@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.process.service import StartError
+from kvloom_common.process.service import StartError
 from router.decisions.file import DecisionWriter, Entry, RotatingFile
 
 HEADER = b"# head\n"

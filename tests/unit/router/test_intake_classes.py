@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvloom.config import PriorityClassConfig, RouterConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import TIER_BATCH, Submit
+from kvloom_common.config import PriorityClassConfig, RouterConfig
 from router.core.events import Request
 from router.core_config import declared_classes
 from router.intake import Intake

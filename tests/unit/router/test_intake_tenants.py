@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvloom.access.cache_salts import CacheSalts
 from kvloom.errors import KvloomError
-from kvloom.tenancy.class_rights import ClassRights
-from kvloom.tenancy.table import Tenant
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import TIER_BATCH, Submit
+from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.tenancy.class_rights import ClassRights
+from kvloom_common.tenancy.table import Tenant
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.core.events import Request
 from router.intake import Intake

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.config import CascadeConfig, RouteConfig, RouteRule
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import ModelRoutes
 from kvloom.v1.generation_pb2 import Pooling, StopConditions
 from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message
+from kvloom_common.config import CascadeConfig, RouteConfig, RouteRule
+from kvloom_common.models.model_routes import ModelRoutes
 from router.model_choice import choose_model
 from tests.fakes.served_models import tiny_model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from kvloom.config import KvloomConfig
-from kvloom.plugins import PluginError
-from kvloom.process.failure_log import LOG_SECONDS
+from kvloom_common.config import KvloomConfig
+from kvloom_common.plugins import PluginError
+from kvloom_common.process.failure_log import LOG_SECONDS
 from router.core.core import RouterCore
 from router.core.placement import Policy
 from router.core_config import core_config

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.config import ConfigError, ShadowConfig
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom_common.config import ConfigError, ShadowConfig
 from router.core.events import SHADOW_CLIENT_ID, ChoiceSpec, Request, Tier
 from router.shadow.sampling import (
     Sample,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import ShardConfig
-from kvloom.plugins import PluginError
+from kvloom_common.config import ShardConfig
+from kvloom_common.plugins import PluginError
 from shard_server.engines.base import EngineError
 from shard_server.engines.engine_plugins import EngineSetup, plugin_engine
 from tests.fakes.plugin_site import PluginSite

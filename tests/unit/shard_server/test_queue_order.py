@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvloom.config import ShardConfig, SimConfig
-from kvloom.text.block_hash import root_hash
+from kvloom_common.config import ShardConfig, SimConfig
+from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
 from shard_server.engines.queue_order import AGING, MAX_PATIENCE_SECONDS
 from shard_server.engines.sim_engine import SimEngine

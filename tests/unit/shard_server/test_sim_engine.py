@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import KvloomConfig, ModelConfig, ShardConfig, SimConfig
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig, SimConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError, EngineRequest, Sampling
 from shard_server.engines.create import create_engine
 from shard_server.engines.sim_engine import SimEngine, expected_token_id

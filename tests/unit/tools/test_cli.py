@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from kvloom.config import KvloomConfig
+from kvloom_common.config import KvloomConfig
 from tests.conftest import REPOSITORY
 from tests.fakes.plugin_site import PluginSite
 from tools.cli.commands import main

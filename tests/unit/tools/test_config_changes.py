@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
-from kvloom.config import KvloomConfig, ModelConfig, Section
+from kvloom_common.config import KvloomConfig, ModelConfig, Section
 from tools.supervisor.config_changes import (
     Change,
     apply_change,

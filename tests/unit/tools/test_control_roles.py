@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import ControlConfig, KvloomConfig
-from kvloom.discovery.announcer import name_owner
-from kvloom.discovery.records import ProcessRecord
+from kvloom_common.config import ControlConfig, KvloomConfig
+from kvloom_common.discovery.announcer import name_owner
+from kvloom_common.discovery.records import ProcessRecord
 from tools.failures import CommandError
 from tools.supervisor.fleet_records import FleetRecords
 from tools.supervisor.joining import check_one_control, check_roles

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import KvloomConfig
-from kvloom.discovery.records import ProcessRecord, RouterRecord, ShardRecord
 from kvloom.v1.shard_service_pb2 import GetInfoResponse, LoadReport, ShardInfo
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.records import ProcessRecord, RouterRecord, ShardRecord
 from tools.failures import CommandError
 from tools.fleet.view import merged, plan_fleet_restart, skipped_by_restart, with_loads
 from tools.supervisor.fleet_records import FleetRecords

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvloom.config import KvloomConfig
-from kvloom.process.service import StartError
-from kvloom.text.model_checksum import ChecksumError, check_model, model_checksum
+from kvloom_common.config import KvloomConfig
+from kvloom_common.process.service import StartError
+from kvloom_common.text.model_checksum import ChecksumError, check_model, model_checksum
 from shard_server.__main__ import _load
 from tools.cli.commands import main
 from tools.failures import CommandError

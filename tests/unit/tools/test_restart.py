@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvloom.trust.fabric_trust import NO_SECRET
+from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.no_adapters import NoAdapters
 from tests.fakes.no_rollouts import NoRollouts
 from tests.unit.tools.test_supervisor import TIMEOUT_SECONDS, World, assert_gone, breakable, stand_in

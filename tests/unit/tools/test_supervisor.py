@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvloom.process.backoff import Backoff
+from kvloom.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec, launched_command
 from tools.supervisor.supervised_process import ProcessStatus
 from tools.supervisor.supervisor import Supervisor

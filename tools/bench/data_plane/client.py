@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from tools.bench.data_plane.load import BEGUN, Order
 from tools.bench.data_plane.workloads import Workload
 from tools.failures import CommandError

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.data_plane.peer_comparison import PEERS, run_with_peers
 from tools.bench.data_plane.peer_table import peers_table, write_into_page

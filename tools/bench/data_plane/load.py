@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import msgspec
 import uvloop
 
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_stamps import TICK_SECONDS, seconds_since, stamp_token_ids
 from tools.bench.data_plane.workloads import Workload, request_bodies
 from tools.process_counters import context_switches, cpu_microseconds, rss_bytes

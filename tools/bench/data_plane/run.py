@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.config import KvloomConfig, ModelConfig
+from kvloom_common.config import KvloomConfig, ModelConfig
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.workloads import Workload
 from tools.supervisor.child_fabric import child_fabric

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.config import KvloomConfig
+from kvloom_common.config import KvloomConfig
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.run import BenchPlan, fabric_config, fabric_pids, figures_of, report_of, warm_ups
 from tools.bench.data_plane.workloads import Workload, beside_long_prompts

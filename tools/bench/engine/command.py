@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 import msgspec
 
-from kvloom.config import TorchConfig
+from kvloom_common.config import TorchConfig
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.engine.device import SHAPES, device_table, run_device_bench

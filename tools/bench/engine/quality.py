@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from kvloom.errors import KvloomError
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from kvloom.config import ShardConfig, TorchConfig
 from kvloom.errors import KvloomError
+from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import Capability, Engine, EngineError
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.engine import TorchEngine

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.config import ShardConfig, SpeculationConfig, TorchConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError, EngineRequest, Guide, GuideKind, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvloom.config import ShardConfig, TorchConfig
+from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineRequest, Sampling, StepOutput
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tools.bench.engine_peers.worker import serve

@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import msgspec
 import uvloop
 
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_stamps import stamp_of, stamp_token_ids
 
 _LENGTH: Final = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)

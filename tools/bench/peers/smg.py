@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_stamps import TICK_SECONDS, stamp_token_ids
 from tools.bench.peers.peer import Peer, Site
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 import msgspec
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.data_plane.run import BenchPlan, Layout, figures_of, warm_ups
 from tools.bench.data_plane.workloads import Workload

@@ -15,11 +15,6 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from kvloom.config import KvloomConfig
-from kvloom.models.served_model import ServedModel
-from kvloom.tenancy.limits import NO_LIMITS, Limits, limits_to_proto
-from kvloom.tenancy.prices import Prices
-from kvloom.tenancy.table import TenantTable
 from kvloom.text.token_ids import pack_token_ids
 from kvloom.v1 import control_service_pb2 as pb
 from kvloom.v1.generation_pb2 import (
@@ -33,6 +28,11 @@ from kvloom.v1.generation_pb2 import (
 )
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, Submit
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectRequest, ShardServiceConnectResponse
+from kvloom_common.config import KvloomConfig
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.tenancy.limits import NO_LIMITS, Limits, limits_to_proto
+from kvloom_common.tenancy.prices import Prices
+from kvloom_common.tenancy.table import TenantTable
 from router import convert
 from router.core.actions import LeasesWanted, LimitsCounted, RequestEnded
 from router.core.core import RouterCore

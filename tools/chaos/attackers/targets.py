@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.callers import Callers
+from kvloom_common.callers import Callers
 
 ATTACKER_HOST: Final = "127.0.0.66"
 """Fabrics without keys take an IP address for a caller, so that the attackers are not the users' caller."""

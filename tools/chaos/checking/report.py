@@ -102,8 +102,8 @@ def _failure_name(record: Record) -> str:
 
 
 USAGE_RECORD_SECONDS: Final = 0.1
-"""A usage record is written up to 20 ms after its answer has ended (kvloom/process/log_lines.py), and later on a busy
-machine."""
+"""A usage record is written up to 20 ms after its answer has ended (kvloom_common/process/log_lines.py), and later on a
+busy machine."""
 
 
 _LOSES_RECORDS: Final = frozenset({FaultKind.KILL_ROUTER, FaultKind.DISK_FULL})

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from kvloom.client.client import Client
-from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
 from shard_server.submits import choice_seed
 from tools.chaos.clients.questions import Question

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloom.config import KvloomConfig, ModelConfig, dump_config
-from kvloom.models.configured import configured_models, find_configured, num_configured_shards
-from kvloom.process.backoff import Backoff
-from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom.backoff import Backoff
+from kvloom_common.config import KvloomConfig, ModelConfig, dump_config
+from kvloom_common.models.configured import configured_models, find_configured, num_configured_shards
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.chaos.fabric.faults import Probe
 from tools.chaos.fabric.proxy import FaultProxy
 from tools.fabric_trust import provide_secret, trust_of

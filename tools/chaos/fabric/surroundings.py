@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from kvloom.models.configured import configured_models
+from kvloom_common.models.configured import configured_models
 from tools.chaos.attackers.neighbour import AttackOrder, attack
 from tools.chaos.attackers.targets import Targets
 from tools.chaos.fabric import clocks, redis_faults

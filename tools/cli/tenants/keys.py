@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import click
 
-from kvloom.tenancy.scopes import SCOPES
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits
+from kvloom_common.tenancy.scopes import SCOPES
 from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option
 from tools.cli.tenants.tables import Columns, show_list, show_one

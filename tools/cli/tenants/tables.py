@@ -9,7 +9,7 @@ import click
 import msgspec
 from google.protobuf.message import Message
 
-from kvloom.transport.plain_messages import as_plain
+from kvloom_common.transport.plain_messages import as_plain
 
 Columns = Mapping[str, Callable[[Any], str]]
 

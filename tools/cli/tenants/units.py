@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import click
 
-from kvloom.tenancy.limits import Limits
 from kvloom.v1.control_service_pb2 import Limits as LimitsMessage
+from kvloom_common.tenancy.limits import Limits
 from tools.options import F, option
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdwy])")

@@ -7,8 +7,8 @@ from typing import Final
 
 import click
 
-from kvloom.tenancy.scopes import ROLES
 from kvloom.v1 import directory_service_pb2 as pb
+from kvloom_common.tenancy.scopes import ROLES
 from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.failures import CommandError

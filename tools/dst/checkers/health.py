@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvloom.config import HealthConfig
+from kvloom_common.config import HealthConfig
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
 from router.core.fleet.shard_health import HealthState, check_seconds

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvloom.tenancy.limits import Limits
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom_common.tenancy.limits import Limits
 from router.core.actions import RequestEnded, SubmitAttempt
 from router.core.events import Request, Tier
 from router.core.lease_messages import LeaseKind, LeaseName

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
 from router.core.events import ChoiceSpec, Request
 from router.core.placement import PlacementPlan
 from tools.dst.checker import Checker

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from kvloom.discovery.records import RolloutRecord
-from kvloom.discovery.registry import TTL_SECONDS
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.discovery.registry import TTL_SECONDS
 from router.core.actions import SubmitAttempt
 from router.core.events import ChoiceSpec
 from tools.dst.checker import Checker

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
-from kvloom.kv_share import KvShare
-from kvloom.models.adapters import Adapter
-from kvloom.text.block_hash import block_hashes, root_hash
+from kvloom.adapters import Adapter
+from kvloom_common.kv_share import KvShare
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from router.core.events import KvChange, Request
 from shard_server.engines.eviction_order import EvictionOrder, KvOwner
 from tools.dst.scenario import ShardShape

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.discovery.records import RecordError, ShardRecord, may_replace, read_record
-from kvloom.discovery.registry import HEARTBEAT_SECONDS, POLL_SECONDS, TTL_SECONDS
-from kvloom.trust.seal import PLAIN
+from kvloom_common.discovery.records import RecordError, ShardRecord, may_replace, read_record
+from kvloom_common.discovery.registry import HEARTBEAT_SECONDS, POLL_SECONDS, TTL_SECONDS
+from kvloom_common.trust.seal import PLAIN
 from tools.dst.environment import Environment
 from tools.dst.views import RegistryReader, ShardView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from kvloom.config import ResultCacheConfig
+from kvloom_common.config import ResultCacheConfig
 from router.answer_keeper import AnswerKeeper
 from router.core.events import Request
 from router.fingerprints import ModelFingerprint

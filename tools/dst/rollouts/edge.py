@@ -10,17 +10,17 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, cast
 
-from kvloom.config import KvloomConfig, ModelConfig
-from kvloom.discovery.records import RolloutRecord
 from kvloom.errors import KvloomError
-from kvloom.models.catalogue import Catalogue
-from kvloom.models.model_routes import ModelRoutes, RouteFacts
-from kvloom.models.rollout_follower import RolloutFollower
-from kvloom.models.served_model import ServedModel, adapters_by_model
-from kvloom.models.succession import SuccessionFollower, heirs
 from kvloom.router_link.members import merged_fleet
-from kvloom.trust.seal import PLAIN
 from kvloom.v1.router_service_pb2 import FleetState
+from kvloom_common.config import KvloomConfig, ModelConfig
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.models.catalogue import Catalogue
+from kvloom_common.models.model_routes import ModelRoutes, RouteFacts
+from kvloom_common.models.rollout_follower import RolloutFollower
+from kvloom_common.models.served_model import ServedModel, adapters_by_model
+from kvloom_common.models.succession import SuccessionFollower, heirs
+from kvloom_common.trust.seal import PLAIN
 from router.convert import fleet_to_proto
 from router.core.actions import FleetChanged
 from router.core.events import Request

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 import redis.exceptions
 
-from kvloom.discovery.records import NameTakenError, RolloutRecord, may_replace
-from kvloom.discovery.registry import POLL_SECONDS, TTL_SECONDS
+from kvloom_common.discovery.records import NameTakenError, RolloutRecord, may_replace
+from kvloom_common.discovery.registry import POLL_SECONDS, TTL_SECONDS
 from tools.dst.environment import Environment
 from tools.dst.nodes.registry import SimRegistry
 from tools.dst.virtual_loop import VirtualLoop
@@ -70,7 +70,7 @@ class RolloutStore:
 
 
 class RolloutClient:
-    """A process's connection to it: see kvloom.discovery.registry.RolloutRegistry."""
+    """A process's connection to it: see kvloom_common.discovery.registry.RolloutRegistry."""
 
     def __init__(self, env: Environment, store: RolloutStore, loop: VirtualLoop) -> None:
         self._env = env

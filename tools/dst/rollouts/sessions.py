@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from kvloom.errors import KvloomError
-from kvloom.models.model_routes import FALLBACK_REASONS
-from kvloom.models.succession import error_to_tell
+from kvloom_common.models.model_routes import FALLBACK_REASONS
+from kvloom_common.models.succession import error_to_tell
 from router.core.events import Request
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import Answer

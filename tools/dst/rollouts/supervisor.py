@@ -6,8 +6,8 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from kvloom.config import ModelConfig
-from kvloom.discovery.records import RolloutRecord
+from kvloom_common.config import ModelConfig
+from kvloom_common.discovery.records import RolloutRecord
 from tools.dst.environment import Environment
 from tools.dst.rollouts.metering import SimMetering
 from tools.dst.rollouts.registry import RolloutClient, RolloutStore

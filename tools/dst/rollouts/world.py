@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from router.core.actions import FleetChanged, RequestEnded
 from tools.dst.environment import Environment
 from tools.dst.nodes.registry import SimRegistry

@@ -12,11 +12,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from kvloom.tenancy.limits import Limits, limits_to_proto
-from kvloom.tenancy.prices import Price
-from kvloom.tenancy.table import TenantTable
 from kvloom.v1 import control_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
+from kvloom_common.tenancy.limits import Limits, limits_to_proto
+from kvloom_common.tenancy.prices import Price
+from kvloom_common.tenancy.table import TenantTable
 from router.core.actions import LeasesWanted, RequestEnded
 from router.core.events import Event, LeasesGranted, Request
 from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant

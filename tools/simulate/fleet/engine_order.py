@@ -6,7 +6,7 @@ import bisect
 import operator
 from typing import Final, Protocol
 
-from kvloom.class_rank import INTERACTIVE_RANK
+from kvloom_common.class_rank import INTERACTIVE_RANK
 from shard_server.engines.prefill_order import PrefillOrder
 from shard_server.engines.queue_order import CLASS_PATIENCE_SECONDS, class_order
 from tools.simulate.fleet.kv_cache import KvCache

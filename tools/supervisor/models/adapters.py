@@ -11,13 +11,13 @@ from typing import Any, Final
 import grpc
 import msgspec
 
-from kvloom.config import AdapterConfig, KvloomConfig, ModelConfig, dump_config
-from kvloom.models.adapters import full_name
-from kvloom.models.configured import configured_models, shard_config
-from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.adapters import full_name
 from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import AdapterState, GetInfoRequest, LoadAdapterRequest, UnloadAdapterRequest
+from kvloom_common.config import AdapterConfig, KvloomConfig, ModelConfig, dump_config
+from kvloom_common.models.configured import configured_models, shard_config
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus

@@ -14,11 +14,11 @@ import grpc
 import msgspec
 import psutil
 
-from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
-from kvloom.models.configured import configured_models, shard_config
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.shard_service_pb2 import DrainRequest, SleepRequest, WakeRequest, WithdrawRequest
+from kvloom_common.config import ConfigError, KvloomConfig, ModelConfig, dump_config
+from kvloom_common.models.configured import configured_models, shard_config
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.models.idle_watch import POLL_SECONDS, IdleWatch, ShardWork

@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 import redis.exceptions
 
-from kvloom.discovery.records import NameTakenError, RolloutRecord
-from kvloom.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS
+from kvloom_common.discovery.records import NameTakenError, RolloutRecord
+from kvloom_common.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS
 from tools.failures import CommandError
 
 
@@ -33,7 +33,7 @@ class Shares(Protocol):
 
 class Announcements(Protocol):
     """Where the record is announced. All methods raise RedisError or OSError while it cannot be reached; see
-    kvloom.discovery.registry.Registry."""
+    kvloom_common.discovery.registry.Registry."""
 
     async def announce(self, record: RolloutRecord) -> None:
         """Raises NameTakenError if another supervisor rolls out the model."""

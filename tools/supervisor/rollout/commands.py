@@ -7,10 +7,10 @@ import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable
 
-from kvloom.config import KvloomConfig, ModelConfig
-from kvloom.discovery.records import RolloutRecord
-from kvloom.discovery.registry import RolloutRegistry
-from kvloom.trust.fabric_trust import FabricTrust
+from kvloom_common.config import KvloomConfig, ModelConfig
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.discovery.registry import RolloutRegistry
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.models.changes import ModelChanges
 from tools.supervisor.models.history import ModelHistory

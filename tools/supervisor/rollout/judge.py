@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvloom.models.likelihood_gap import GapSums, lower_bound_at_any_time
+from kvloom_common.models.likelihood_gap import GapSums, lower_bound_at_any_time
 
 ALPHA: Final = 0.01
 QUANTILES: Final = (0.5, 0.9)

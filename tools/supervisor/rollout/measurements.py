@@ -12,16 +12,16 @@ import grpc
 import redis.exceptions
 from prometheus_client.samples import Sample
 
-from kvloom.config import RedisConfig
-from kvloom.discovery.registry import RouterRegistry
 from kvloom.errors import CATALOGUE
-from kvloom.metrics.exposition import samples_in
-from kvloom.models import likelihood_gap
-from kvloom.models.likelihood_gap import GapSums
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GetMetricsRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.config import RedisConfig
+from kvloom_common.discovery.registry import RouterRegistry
+from kvloom_common.metrics.exposition import samples_in
+from kvloom_common.models import likelihood_gap
+from kvloom_common.models.likelihood_gap import GapSums
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.supervisor.rollout.judge import Counts
 
 REQUESTS: Final = "kvloom_router_requests"

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom.config import ModelConfig
-from kvloom.models.configured import merged_settings
+from kvloom_common.config import ModelConfig
+from kvloom_common.models.configured import merged_settings
 from tools.failures import CommandError
 from tools.supervisor.rollout.judge import Limits
 

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-from kvloom.discovery.registry import POLL_SECONDS
-from kvloom.models.likelihood_gap import GapSums
+from kvloom_common.discovery.registry import POLL_SECONDS
+from kvloom_common.models.likelihood_gap import GapSums
 from tools.failures import CommandError
 from tools.supervisor.rollout.announcement import Shares
 from tools.supervisor.rollout.judge import Counts, Decision, Looks, Verdict, judge, too_unlikely

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from tools.failures import CommandError
 from tools.supervisor.models.changes import ModelChanges
 from tools.supervisor.rollout.plan import RolloutPlan

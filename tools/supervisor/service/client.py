@@ -10,9 +10,6 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from kvloom.process.control_socket import SOCKET, short_path
-from kvloom.process.service import MAX_MESSAGE_BYTES
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
     FollowRolloutRequest,
@@ -30,6 +27,9 @@ from kvloom.v1.supervisor_service_pb2 import (
     UnloadModelRequest,
     WakeModelRequest,
 )
+from kvloom_common.process.control_socket import SOCKET, short_path
+from kvloom_common.process.service import MAX_MESSAGE_BYTES
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.logs.entries import LogEntry
 from tools.supervisor.logs.files import LogQuery

@@ -14,10 +14,6 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from kvloom.config import AdapterConfig, ModelConfig
-from kvloom.process import service
-from kvloom.process.control_socket import SOCKET, short_path
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
     FollowRolloutRequest,
@@ -51,6 +47,10 @@ from kvloom.v1.supervisor_service_pb2 import (
     WakeModelRequest,
     WakeModelResponse,
 )
+from kvloom_common.config import AdapterConfig, ModelConfig
+from kvloom_common.process import service
+from kvloom_common.process.control_socket import SOCKET, short_path
+from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.logs.entries import LEVELS

@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 import xxhash
 
-from kvloom.text.block_hash import block_hashes
+from kvloom_common.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import BlockIdentity, KvRecord, StoredBlock
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger

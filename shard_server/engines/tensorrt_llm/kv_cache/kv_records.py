@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvloom.text.block_hash import token_bytes
+from kvloom_common.text.block_hash import token_bytes
 
 BlockIdentity = int | str
 """TensorRT-LLM's block_hash: a number, or hexadecimal text. Its rule differs between versions, so it only distinguishes
@@ -20,7 +20,7 @@ class StoredBlock:
     identity: BlockIdentity
     num_tokens: int
     token_bytes: bytes | None
-    """As kvloom.text.block_hash takes them; None if the tokens alone do not identify the content (images, prompt
+    """As kvloom_common.text.block_hash takes them; None if the tokens alone do not identify the content (images, prompt
     tuning)."""
     cache_salt: str | None = None
     """Only newer versions report it."""

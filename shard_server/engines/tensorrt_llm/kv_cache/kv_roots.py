@@ -21,7 +21,7 @@ from typing import Final
 
 import xxhash
 
-from kvloom.text.block_hash import block_hashes, token_bytes
+from kvloom_common.text.block_hash import block_hashes, token_bytes
 
 MAX_ROOTS_PER_PREFIX: Final = 256
 

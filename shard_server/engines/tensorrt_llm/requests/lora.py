@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvloom.text.model_checksum import ChecksumError, model_checksum
+from kvloom_common.text.model_checksum import ChecksumError, model_checksum
 from shard_server.engines.base import AdapterError, AdapterInfo, AdaptersState, AdapterState, EngineError
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from kvloom.class_rank import INTERACTIVE_RANK
-from kvloom.config import TensorRtLlmConfig
+from kvloom_common.class_rank import INTERACTIVE_RANK
+from kvloom_common.config import TensorRtLlmConfig
 from shard_server.engines.base import EngineError, EngineRequest
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from kvloom.config import TorchConfig
+from kvloom_common.config import TorchConfig
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.arithmetic import DTYPES
 from shard_server.engines.torch_engine.checkpoint.sentence_config import load_sentence_config

@@ -11,9 +11,9 @@ import pytest
 
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.local_client import connect_local
-from kvloom.transport.local_server import LocalServer
 from kvloom.transport.local_stream import LocalStream
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse
+from kvloom_common.transport.local_server import LocalServer
 
 
 class Pile:

@@ -8,7 +8,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits_state import LimitsState, RateState
+from kvloom.limits_state import LimitsState, RateState
 from kvloom.transport.grpc_errors import error_from_peer, to_grpc_status
 from kvloom.v1.error_reason_pb2 import ErrorReason
 

@@ -14,11 +14,11 @@ import pytest
 from kvloom.errors import KvloomError, protocol_violation
 from kvloom.transport.grpc_errors import abort, from_rpc_error
 from kvloom.transport.local_client import connect_local
-from kvloom.transport.local_server import LocalServer
 from kvloom.transport.local_socket import local_socket_name
 from kvloom.transport.local_stream import LocalStream
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, RouterServiceConnectResponse
+from kvloom_common.transport.local_server import LocalServer
 
 Handler = Callable[[Any], Awaitable[None]]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvloom.adapters import Adapter
 from kvloom.errors import KvloomError
-from kvloom.models.adapters import Adapter
-from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from router import convert
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import (

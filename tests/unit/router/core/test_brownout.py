@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import BrownoutConfig, BrownoutStepConfig
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
@@ -16,6 +15,7 @@ from kvloom.v1.generation_pb2 import (
     SamplingParams,
     StopConditions,
 )
+from kvloom_common.config import BrownoutConfig, BrownoutStepConfig
 from router import convert
 from router.core.actions import (
     AnswerCompleted,

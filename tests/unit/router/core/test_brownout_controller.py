@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.config import BrownoutConfig, BrownoutStepConfig
+from kvloom_common.config import BrownoutConfig, BrownoutStepConfig
 from router.core.brownout.burn_rate import BurnRateWindows
 from router.core.brownout.controller import MAX_HOLD_FACTOR, MAX_MODELS, BrownoutController, StepChange
 

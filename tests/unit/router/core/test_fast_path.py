@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import HealthConfig
 from kvloom.router_link.deferred_token_log import MAX_FRAMES
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
+from kvloom_common.config import HealthConfig
 from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import (

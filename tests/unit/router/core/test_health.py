@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import HealthConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
+from kvloom_common.config import HealthConfig
 from router.core.actions import (
     Action,
     CancelOnShard,

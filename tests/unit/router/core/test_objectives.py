@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import (
     ChoiceSpec,

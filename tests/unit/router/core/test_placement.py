@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from router.core.actions import SubmitAttempt, WantKvSnapshot
 from router.core.events import (
     ChoiceSpec,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.tenancy.limits import Limits
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER
+from kvloom_common.tenancy.limits import Limits
 from router.convert import finish_to_proto
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, RequestCancelled, ShardDown, Tick

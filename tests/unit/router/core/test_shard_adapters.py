@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
 from router.core.events import AdapterState
 from router.core.fleet.shard_adapters import GUESSED_LOAD_SECONDS, ShardAdapters
 

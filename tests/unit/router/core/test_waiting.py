@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt
 from router.core.dispatch.overload import OverloadSettings

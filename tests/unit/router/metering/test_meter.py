@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from kvloom.tenancy.prices import Price, Prices
-from kvloom.tenancy.usage_record import Charge, UsageRecord
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
+from kvloom_common.tenancy.prices import Price, Prices
+from kvloom_common.tenancy.usage_record import Charge, UsageRecord
 from router.core.actions import RequestEnded
 from router.core.events import SHADOW_TENANT, Tier
 from router.core.priority_classes import PriorityClass

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.tenancy.usage_record import UsageRecord
+from kvloom_common.tenancy.usage_record import UsageRecord
 from router.metering import segment
 from router.metering.orphans import finish, without_gaps
 from router.metering.recent import HALF_BYTES, RecentRecords, read_recent

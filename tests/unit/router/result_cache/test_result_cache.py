@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvloom.access.cache_salts import CacheSalts
-from kvloom.config import ResultCacheConfig
-from kvloom.models.adapters import Adapter
+from kvloom.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams, StopConditions
+from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.config import ResultCacheConfig
 from router.answer_keeper import AnswerKeeper
 from router.core.actions import AnswerCompleted, CompletedChoice
 from router.core.events import ChoiceSpec, Request, RequestArrived, ShardDescription

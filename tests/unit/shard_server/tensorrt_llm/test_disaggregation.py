@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvloom.config import TensorRtCacheTransceiverConfig, TensorRtLlmConfig
+from kvloom_common.config import TensorRtCacheTransceiverConfig, TensorRtLlmConfig
 from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason, Sampling
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff
 from shard_server.engines.tensorrt_llm.versions import NEWEST

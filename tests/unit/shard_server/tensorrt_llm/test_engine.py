@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import TensorRtKvCacheConfig, TensorRtLlmConfig, TensorRtLoraConfig
-from kvloom.text.block_hash import block_hashes
+from kvloom_common.config import TensorRtKvCacheConfig, TensorRtLlmConfig, TensorRtLoraConfig
+from kvloom_common.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, Capability, EngineError, FinishReason, Sampling
 from shard_server.engines.tensorrt_llm import daemon_thread
 from shard_server.engines.tensorrt_llm.engine import PROBE_SALT

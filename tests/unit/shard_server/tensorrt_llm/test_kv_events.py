@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.text.block_hash import block_hashes
+from kvloom_common.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import as_records, parse_events

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import (
+from kvloom_common.config import (
     ShardConfig,
     TensorRtCacheTransceiverConfig,
     TensorRtKvCacheConfig,

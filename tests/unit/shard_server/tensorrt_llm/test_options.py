@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvloom.config import (
+from kvloom_common.config import (
     ShardConfig,
     TensorRtCacheTransceiverConfig,
     TensorRtKvCacheConfig,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import TensorRtKvCacheConfig, TensorRtLlmConfig
-from kvloom.text.block_hash import block_hashes, token_bytes
+from kvloom_common.config import TensorRtKvCacheConfig, TensorRtLlmConfig
+from kvloom_common.text.block_hash import block_hashes, token_bytes
 from shard_server.engines.base import EngineError
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, StoredBlock, parse_events

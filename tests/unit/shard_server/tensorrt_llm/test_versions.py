@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvloom.config import TensorRtLlmConfig
+from kvloom_common.config import TensorRtLlmConfig
 from shard_server.engines.tensorrt_llm import known_names
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm, argument_names
 from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, RELEASES, Release, release_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.text.block_hash import block_hashes
+from kvloom_common.text.block_hash import block_hashes
 from shard_server.engines.torch_engine.block_pool import BlockKey, BlockPool, extend_block_keys
 
 ROOT = 7

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import ShardConfig
+from kvloom_common.config import ShardConfig
 from shard_server.engines.base import (
     Capability,
     EngineError,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from kvloom.text.tokenizer import ModelTokenizer
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.gguf_tokenizer import build_tokenizer
 

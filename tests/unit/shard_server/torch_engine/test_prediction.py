@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.config import SpeculationConfig
+from kvloom_common.config import SpeculationConfig
 from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
 from tests.step_bench import same
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import make_request, various_requests

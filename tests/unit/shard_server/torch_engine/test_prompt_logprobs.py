@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvloom.config import SpeculationConfig
+from kvloom_common.config import SpeculationConfig
 from shard_server.engines.base import EngineRequest, TokenLogprobs
 from shard_server.engines.torch_engine.scheduler import max_prompt_logits_on_cpu
 from tests.fakes.fake_model_runner import logits_of

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from kvloom.kv_share import KvShare
-from kvloom.text.block_hash import root_hash
+from kvloom_common.kv_share import KvShare
+from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP

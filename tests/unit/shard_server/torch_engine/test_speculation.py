@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.config import SpeculationConfig
+from kvloom_common.config import SpeculationConfig
 from shard_server.engines.base import EngineRequest, FinishReason
 from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
 from tests.fakes.fake_model_runner import FakeModelRunner

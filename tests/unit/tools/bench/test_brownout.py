@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.config import BrownoutConfig
+from kvloom_common.config import BrownoutConfig
 from tools.bench.arrivals import Requests
 from tools.bench.brownout_run import FabricBrownoutPlan, Run, report_of, row_of
 from tools.bench.streams import Stream

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvloom.config import TorchConfig
+from kvloom_common.config import TorchConfig
 from shard_server.engines.base import EngineError
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.fakes.virtual_time_engine import VirtualTimeEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.config import TorchConfig
+from kvloom_common.config import TorchConfig
 from tools.bench.engine.versus import (
     BATCHES,
     OWN_SETTINGS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.config import ShardConfig, SimConfig
+from kvloom_common.config import ShardConfig, SimConfig
 from shard_server.engines.sim_engine import SimEngine
 from tools.bench.kv_shares import Hits, KvSharesPlan, Turn, play
 

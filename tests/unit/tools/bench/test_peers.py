@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from tools.bench.data_plane.peer_comparison import PEERS, Turns
 from tools.bench.data_plane.peer_systems import System
 from tools.bench.data_plane.peer_table import BEGIN, END, peers_table, write_into_page

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.config import KvloomConfig, ModelConfig
+from kvloom_common.config import KvloomConfig, ModelConfig
 from tools.bench.data_plane.run import BenchPlan, figures_of, report_of
 from tools.bench.data_plane.scale import GRID, Standing, parse_layout
 from tools.bench.data_plane.scale_table import scale_table

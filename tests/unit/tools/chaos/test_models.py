@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from kvloom.config import ModelConfig
+from kvloom_common.config import ModelConfig
 from tests.fakes.tiny_tokenizer import model_tokenizer
 from tools.chaos.checking.absences import absence_problems
 from tools.chaos.checking.explanations import FleetSize, is_explained

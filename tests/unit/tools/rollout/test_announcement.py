@@ -6,8 +6,8 @@ import dataclasses
 
 import redis.exceptions
 
-from kvloom.discovery.records import RolloutRecord
-from kvloom.discovery.registry import TTL_SECONDS
+from kvloom_common.discovery.records import RolloutRecord
+from kvloom_common.discovery.registry import TTL_SECONDS
 from tools.dst.timeline import Timeline
 from tools.dst.virtual_loop import VirtualLoop
 from tools.supervisor.rollout.announcement import RolloutAnnouncement

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.metrics.buckets import LATENCY_SECONDS
-from kvloom.models.likelihood_gap import GapSums
+from kvloom_common.metrics.buckets import LATENCY_SECONDS
+from kvloom_common.models.likelihood_gap import GapSums
 from tools.supervisor.rollout.judge import (
     ALPHA,
     Counts,

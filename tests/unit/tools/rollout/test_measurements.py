@@ -6,8 +6,8 @@ import math
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.metrics.exposition import exposition_of, samples_in
-from kvloom.process.fast_metrics import CounterFamily, HistogramFamily
+from kvloom_common.metrics.exposition import exposition_of, samples_in
+from kvloom_common.process.fast_metrics import CounterFamily, HistogramFamily
 from tools.supervisor.rollout.judge import Counts
 from tools.supervisor.rollout.measurements import REQUESTS, TTFT, Increments, Reading, counts_of, reading_of
 

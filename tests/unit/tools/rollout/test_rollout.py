@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.models import likelihood_gap
+from kvloom_common.models import likelihood_gap
 from tools.failures import CommandError
 from tools.supervisor.rollout.judge import Limits
 from tools.supervisor.rollout.measurements import REQUESTS, Increments

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom.tenancy.limits import Limits
-from kvloom.tenancy.prices import Price
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, RESULT_CACHE_USE_HIT
+from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.prices import Price
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import CachedChoice, Request, RequestArrived
 from router.core.frames import Finish

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.tenancy.limits import Limits, limits_to_proto
-from kvloom.tenancy.prices import Price
 from kvloom.v1.control_service_pb2 import FollowResponse, KeyEntry, OrganisationEntry, TenantEntry
+from kvloom_common.tenancy.limits import Limits, limits_to_proto
+from kvloom_common.tenancy.prices import Price
 from router.core.actions import Action, LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, SlotsCancelled, Tick
 from router.core.lease_messages import LeaseKind, LimitCount

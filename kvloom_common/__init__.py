@@ -1,0 +1,24 @@
+"""The code that the services share and the SDK does not need (see ARCHITECTURE.md). It imports the SDK, and
+no service.
+
+config.py        the configuration file as one typed tree
+models/          the models of a fabric: their configuration, cards and catalogue
+plugins.py       parts of a fabric that other packages bring, as entry points
+private_file.py  files that only this user can read
+access/          who may use the fabric from outside: API keys, tenants, TLS for clients
+tenancy/         what is known of tenants, their keys, limits and prices
+limits/          bounds on what a process holds, and a share of it for each caller
+callers.py       who sends a request, and so who is isolated from whom
+class_rank.py    how urgent a request is, as a shard is told
+kv_share.py      a guaranteed share of the KV blocks of a shard
+replay/          events kept of a response, so that its client can resume it
+conversation/    conversations with tools: prompts, guides and parsers for them
+parsers/         a model's output becomes text, reasoning and tool calls
+text/            tokenizers, chat templates, detokenizing, block hashes
+transport/       the server side of streams between processes
+receipts/        signed receipts of answers: their content, their checks, their keys
+trust/           the secret that the processes of a fabric share, and what proves that they know it
+discovery/       the registry in Redis in which shards and routers announce themselves
+metrics/         what the Prometheus metrics of all processes have in common, and where they are scraped
+process/         what every service process needs: logs, metrics, signals and timers
+"""

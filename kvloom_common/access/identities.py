@@ -1,0 +1,79 @@
+"""Who a caller is, where the fabric has tenants: the holder of an API key, of a token, or of a certificate."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+
+from kvloom_common.access.api_keys import missing_key_error, wrong_key_error
+from kvloom_common.access.client_certificates import ClientCertificates
+from kvloom_common.access.tenant_follower import TenantFollower
+from kvloom_common.access.tenants import Tenants
+from kvloom_common.access.tokens import TokenVerifier, is_token
+from kvloom_common.config import ConfigError, KvloomConfig
+from kvloom_common.tenancy.principal import Principal
+from kvloom_common.trust.fabric_trust import FabricTrust
+
+
+class Identities:
+    """Its `watch` must run while callers are served."""
+
+    def __init__(self, config: KvloomConfig, own_name: str, trust: FabricTrust) -> None:
+        """Raises ConfigError."""
+        if config.callers.provider:
+            raise ConfigError("callers.provider and control.enabled exclude each other: both say who a caller is")
+        control = config.control
+        if control.certificates and not config.tls.client_ca_file:
+            raise ConfigError("control.certificates needs tls.client_ca_file, by which certificates are verified")
+        self.trust = trust
+        self._operators = control.operator_organisation
+        self._follower = TenantFollower(config, own_name, trust)
+        self.tenants: Tenants = self._follower.tenants
+        self._tokens = TokenVerifier(control.issuers) if control.issuers else None
+        self._certificates = ClientCertificates(control.certificates) if control.certificates else None
+
+    @property
+    def tried(self) -> asyncio.Event:
+        """Set once there is a table, or `control` could not be reached."""
+        return self._follower.tried
+
+    def control_addresses(self) -> list[str]:
+        """Where the control service may be reached, best first."""
+        return self._follower.control_addresses()
+
+    @property
+    def control_channel(self) -> grpc.aio.Channel | None:
+        """To the control service; None while it is away."""
+        return self._follower.channel
+
+    def administered_by(self, principal: Principal) -> str | None:
+        """The organisation that the holder of a key with the scope admin administers; None: the whole fabric."""
+        organisation = principal.tenant.partition("/")[0]
+        return None if organisation == self._operators else organisation
+
+    def at_once(self, credential: str, certificate: bytes) -> Principal | None:
+        """The caller who presents these; None if `later` must be asked. `certificate`: PEM or DER, verified by TLS; b""
+        without one. It counts only for callers without a credential. Raises KvloomError."""
+        if credential:
+            if self._tokens is None or not is_token(credential):
+                return self.tenants.of_credential(credential)
+            self.tenants.check_fresh()
+            identity = self._tokens.known(credential)
+            return None if identity is None else identity.principal(self.tenants)
+        if certificate and self._certificates is not None:
+            return self._certificates.principal(certificate, self.tenants)
+        self.tenants.check_fresh()
+        raise missing_key_error()
+
+    async def later(self, credential: str) -> Principal:
+        """As `at_once`, for a token that has not been verified before."""
+        if self._tokens is None:
+            raise wrong_key_error()
+        return (await self._tokens.verify(credential)).principal(self.tenants)
+
+    async def watch(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follower.watch(), name="tenants")
+            if self._tokens is not None:
+                tasks.create_task(self._tokens.watch(), name="issuers' keys")

@@ -1,0 +1,230 @@
+"""Keeps the table of tenants of an edge or a router that of `control`.
+
+follower = TenantFollower(config, "router-0", trust)
+async with following(follower):       # kvloom_common/process/watched_files.py
+    await follower.tried.wait()
+    follower.tenants.of_credential(...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from pathlib import Path
+from typing import Final
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from kvloom.backoff import Backoff
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.v1 import control_service_pb2_grpc
+from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
+from kvloom_common.access.exposure import is_loopback
+from kvloom_common.access.tenant_file import TenantFile
+from kvloom_common.access.tenants import Tenants
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import fabric_host
+from kvloom_common.discovery.process_finder import ProcessFinder
+from kvloom_common.tenancy.sliced_dict import NUM_SLICES
+from kvloom_common.tenancy.table import EXPIRED_SECONDS, TenantTable
+from kvloom_common.trust.fabric_trust import FabricTrust
+
+log = structlog.get_logger()
+
+ROLE: Final = "control"
+CONNECT_SECONDS: Final = 5.0
+"""How long a service may take for the first response."""
+TOUCH_SECONDS: Final = 10.0
+"""How often the copy on disk is marked as current."""
+REPORT_SECONDS: Final = 30.0
+"""How often `control` is told which keys were used."""
+MAX_PENDING_PARTS: Final = 1024
+"""Parts of one set of changes. Beyond that a snapshot is asked for."""
+FREED_ENTRIES: Final = 256
+"""Of each kind, between two turns of the event loop."""
+
+
+class _StartAgainError(Exception):
+    """The table is to be asked for from its beginning."""
+
+
+def control_finder(config: KvloomConfig, own_name: str, trust: FabricTrust) -> ProcessFinder:
+    """Finds the control service: the configured one, and those that the registry has."""
+    host = config.control.host
+    host = fabric_host(config, host) if is_loopback(host) else host
+    configured = f"{host}:{config.control.port}" if config.control.port else ""
+    return ProcessFinder(config.redis, ROLE, own_name, configured, trust.sealer)
+
+
+class TenantFollower:
+    """`tenants` is usable from the beginning, with the copy that this process has kept."""
+
+    def __init__(self, config: KvloomConfig, own_name: str, trust: FabricTrust) -> None:
+        """`own_name`: the process's; its copy is called after it."""
+        self.tenants = Tenants(config.control.max_stale_seconds)
+        self.tried = asyncio.Event()
+        """Set once there is a table, or `control` could not be reached."""
+        self._trust = trust
+        self._finder = control_finder(config, own_name, trust)
+        folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
+        self._file = TenantFile(folder / "tenants" / f"{own_name}.table")
+        self.channel: grpc.aio.Channel | None = None
+        """To `control`, while it is followed."""
+        self._stub: control_service_pb2_grpc.ControlServiceStub | None = None
+        """While there is a connection."""
+        self._pending: list[FollowResponse] = []
+        """Parts of changes that are not complete."""
+        self._starts_again = False
+        """Changes are missing."""
+        self._arriving: TenantTable | None = None
+        """A snapshot that is not complete."""
+        self._backoff = Backoff(0.1, 5.0, stable_seconds=10.0, jitter=lambda: random.uniform(0.5, 1.0))
+        table, current_at = self._file.load()
+        if not table.is_empty:
+            self.tenants.use(table, current_at)
+            self.tried.set()
+
+    def control_addresses(self) -> list[str]:
+        """Where the control service may be reached, best first."""
+        return self._finder.candidates()
+
+    async def watch(self) -> None:
+        """Follow until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._finder.run(), name="control finder")
+                tasks.create_task(self._touch(), name="tenants' copy")
+                tasks.create_task(self._report_uses(), name="uses of keys")
+                tasks.create_task(self._drop_expired(), name="expired keys")
+                await self._finder.found.wait()
+                await self._follow_all()
+        finally:
+            self.tenants.set_connected(False)
+            self._file.close()
+
+    async def _follow_all(self) -> None:
+        turn = 0
+        while True:
+            candidates = self._finder.candidates()
+            started_at = time.monotonic()
+            if candidates:
+                address = candidates[turn % len(candidates)]
+                turn += 1
+                await self._follow_until_it_breaks(address)
+            self.tried.set()
+            await asyncio.sleep(self._backoff.next_seconds(time.monotonic() - started_at))
+
+    async def _follow_until_it_breaks(self, address: str) -> None:
+        try:
+            async with self._trust.open_channel(address, ROLE, options=CHANNEL_OPTIONS) as channel:
+                await self._follow(channel)
+        except _StartAgainError:
+            log.info("the table of tenants is asked for again", address=address)
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
+            code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
+            log.warning("control cannot be followed", address=address, cause=code)
+        except DecodeError:
+            log.exception("control sent something unexpected", address=address)
+        finally:
+            self.tenants.set_connected(False)
+            self._stub = self.channel = None
+            self._pending.clear()
+            self._file.drop_snapshot()
+            arriving, self._arriving = self._arriving, None
+            if arriving is not None:
+                await _free(arriving)
+
+    async def _follow(self, channel: grpc.aio.Channel) -> None:
+        """Raises AioRpcError, TimeoutError, and _StartAgainError."""
+        wanted = FollowRequest()
+        if not (self._starts_again or self._file.is_bloated):
+            wanted = FollowRequest(table_id=self.tenants.table.table_id, version=self.tenants.table.version)
+        self._starts_again = False
+        self.channel = channel
+        self._stub = control_service_pb2_grpc.ControlServiceStub(channel)
+        call = self._stub.Follow(wanted)
+        async with asyncio.timeout(CONNECT_SECONDS):
+            await call.initial_metadata()  # `control` sends it at once, also if nothing has changed
+        if wanted.table_id:
+            self._connected()
+        async for response in call:
+            await self._apply(response)
+        log.info("control has ended the stream of tenants")
+
+    def _connected(self) -> None:
+        if not self.tenants.connected:
+            self.tenants.set_connected(True)
+            self._file.touch()
+            log.info("the table of tenants is followed", version=self.tenants.table.version)
+        self.tried.set()
+
+    async def _apply(self, response: FollowResponse) -> None:
+        """Between parts others have their turn: a table may be large, and requests must not wait for it. Raises
+        _StartAgainError."""
+        if response.begins_snapshot:
+            self._arriving = TenantTable()
+            self._file.begin_snapshot()
+        if self._arriving is not None:
+            self._arriving.apply(response)
+            self._file.add_to_snapshot(response)
+            if response.is_complete:
+                table, self._arriving = self._arriving, None
+                replaced, replaced_file = self.tenants.table, self._file.complete_snapshot()
+                self.tenants.use(table, time.time())
+                self._connected()
+                if replaced_file is not None:
+                    await asyncio.to_thread(replaced_file.close)
+                await _free(replaced)
+            return
+        if response.table_id != self.tenants.table.table_id or len(self._pending) >= MAX_PENDING_PARTS:
+            self._starts_again = True
+            raise _StartAgainError
+        self._pending.append(response)
+        if response.is_complete:
+            parts, self._pending = self._pending, []
+            # Until the last part the table has its old version, and each entry is as it was or as it is now.
+            for part in parts:
+                self.tenants.table.apply(part)
+                self._file.append(part)
+                if part is not response:
+                    await asyncio.sleep(0)
+            self.tenants.changed()
+            if self._file.is_bloated:
+                raise _StartAgainError
+
+    async def _report_uses(self) -> None:
+        """What cannot be reported is forgotten: the keys that are used still are reported the next time."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            uses = self.tenants.take_uses()
+            if self._stub is None or not uses:
+                continue
+            report = ReportKeyUsesRequest(uses=[KeyUse(key_id=key_id, at=at) for key_id, at in uses.items()])
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._stub.ReportKeyUses(report, timeout=CONNECT_SECONDS)
+
+    async def _drop_expired(self) -> None:
+        """Go through the keys once in EXPIRED_SECONDS, a slice at a time."""
+        while True:
+            for number in range(NUM_SLICES):
+                await asyncio.sleep(EXPIRED_SECONDS / NUM_SLICES)
+                self.tenants.table.drop_expired(number, time.time() - EXPIRED_SECONDS)
+
+    async def _touch(self) -> None:
+        while True:
+            await asyncio.sleep(TOUCH_SECONDS)
+            if self.tenants.connected:
+                self._file.touch()
+
+
+async def _free(table: TenantTable) -> None:
+    """A table that is not in use any more. Freed at once, a large one would hold up the event loop. Even the parts are
+    small, since most of the memory goes back to the system with the last of them."""
+    number = 0
+    while number < NUM_SLICES:
+        number += not table.drop_some(number, FREED_ENTRIES)
+        await asyncio.sleep(0)

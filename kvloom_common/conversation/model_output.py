@@ -1,0 +1,58 @@
+"""How a model writes tool calls and reasoning."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Final
+
+from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom_common.config import ConfigError, ModelConfig
+from kvloom_common.parsers import registry
+from kvloom_common.parsers.sniff import sniff, starts_in_reasoning
+from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.text.chat_template import read_json
+from kvloom_common.text.tokenizer import ModelTokenizer
+
+PLAIN_TEMPLATE_TOOLS: Final = "hermes"
+"""The family of calls that kvloom describes to models whose template knows no tools (plain_messages.py)."""
+
+
+def model_output(config: ModelConfig, folder: Path | None, tokenizer: ModelTokenizer) -> ParserSpec:
+    """The families of a model: those that its configuration names, and otherwise those that its chat template shows.
+    `folder` has its config.json. Raises ConfigError."""
+    template = tokenizer.template
+    found = ParserSpec()
+    if template is not None:
+        model_type = read_json(folder / "config.json").get("model_type") if folder is not None else None
+        found = sniff(template.source, tokenizer.special_tokens, model_type if isinstance(model_type, str) else "")
+        if not template.knows_tools:
+            found = dataclasses.replace(found, tools=PLAIN_TEMPLATE_TOOLS)
+    tools, reasoning = config.tool_parser, config.reasoning_parser
+    found = ParserSpec(
+        tools=found.tools if tools == "auto" else _named(tools),
+        reasoning=found.reasoning if reasoning == "auto" else _named(reasoning),
+        starts_in_reasoning=found.starts_in_reasoning and reasoning == "auto",
+    )
+    try:
+        registry.markers(found)  # loads the families
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+    return found
+
+
+def prompted(spec: ParserSpec | None, prompt: str) -> ParserSpec | None:
+    """The families for the answer to this rendered prompt, which may end inside the reasoning."""
+    if spec is None or not spec.reasoning or spec.starts_in_reasoning or not starts_in_reasoning(spec, prompt):
+        return spec
+    return dataclasses.replace(spec, starts_in_reasoning=True)
+
+
+def show_markers(sampling: SamplingParams, spec: ParserSpec | None, tokenizer: ModelTokenizer) -> None:
+    """Have the shard show the special tokens by which a parser of these families finds its way."""
+    if spec is not None:
+        sampling.shown_special_token_ids.extend(tokenizer.special_token_ids(registry.markers(spec)))
+
+
+def _named(family: str) -> str | None:
+    return None if family == "none" else family

@@ -1,0 +1,49 @@
+"""The prompt of a conversation with a model."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvloom.conversation.tools import Tool
+from kvloom.text.chat_message import ChatMessage
+from kvloom_common.conversation.plain_messages import plain_messages
+from kvloom_common.text.tokenizer import ModelTokenizer
+
+
+async def conversation_prompt(
+    tokenizer: ModelTokenizer,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] | None = None,
+    is_continued: bool = False,
+) -> tuple[array[int], str]:
+    """The (token ids, rendered text). `options`: further variables of the chat template, e.g. {"enable_thinking":
+    False}. `is_continued`: the last message is the beginning of the answer. Raises KvloomError."""
+    template = tokenizer.template
+    if template is not None and not template.knows_tools and (tools or _has_calls(messages)):
+        messages, tools = plain_messages(messages, tools), ()
+    return await tokenizer.encode_chat(messages, [tool.as_function() for tool in tools], options, is_continued)
+
+
+def screened_text(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
+    """What the safety service screens of a conversation: everything in it that a caller has written."""
+    texts: list[str] = []
+    for tool in tools:
+        texts.append(json.dumps(tool.as_function(), ensure_ascii=False))  # noqa: PERF401  (there are mostly none)
+    for message in messages:
+        if message.reasoning:
+            texts.append(message.reasoning)
+        texts.append(message.content)
+        for call in message.tool_calls:
+            texts.append(call.arguments)  # noqa: PERF401
+    return "\n".join(texts)
+
+
+def _has_calls(messages: Sequence[ChatMessage]) -> bool:
+    for message in messages:  # noqa: SIM110  (a generator would cost a call for each message)
+        if message.tool_calls or message.tool_call_id:
+            return True
+    return False

@@ -1,0 +1,94 @@
+"""When the answer of a smaller model is discarded, so that a larger one answers. It is pure: an answer that has ended
+is judged by the tests of its route (docs/model-routes.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from kvloom_common.config import CascadeConfig
+from kvloom_common.models.refusals import is_refusal
+from kvloom_common.models.schema_check import conforms
+
+Objection = Literal["schema", "logprob", "refusal", "too_large"]
+"""Why an answer is discarded. "too_large": it could not be held until its end."""
+
+ANY_JSON: Final[Mapping[str, Any]] = {"type": "object"}
+"""The schema of `response_format: {"type": "json_object"}`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What a request says about the form of its answers."""
+
+    schema: Any = None
+    """The JSON Schema of its text; None: there is none."""
+    choices: Sequence[str] = ()
+    """The texts of which it must be one; empty: any."""
+    is_guided: bool = False
+    """Whether the request asked for any form, so that an answer that was cut off does not have it."""
+    tools: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The schema of the arguments of each tool that may be called."""
+
+
+@dataclasses.dataclass(slots=True)
+class CandidateChoice:
+    """One choice of the answer that is judged."""
+
+    text: str = ""
+    """Without reasoning and calls."""
+    calls: Sequence[tuple[str, str]] = ()
+    """(name, arguments as the model wrote them)"""
+    finish_reason: str = "stop"
+    """In OpenAI's words."""
+    sum_logprobs: float = 0.0
+    num_logprobs: int = 0
+    """Tokens whose log-probability is in the sum; reasoning has some, too."""
+
+
+def objection(choices: Sequence[CandidateChoice], tests: CascadeConfig, form: AnswerForm) -> Objection | None:
+    """The first of the tests, in their order, that some choice does not pass; None: the answer is good enough."""
+    for test in tests.escalate_on:
+        if not all(_passes(test, choice, tests, form) for choice in choices):
+            return test
+    return None
+
+
+def _passes(test: str, choice: CandidateChoice, tests: CascadeConfig, form: AnswerForm) -> bool:
+    match test:
+        case "refusal":
+            return choice.finish_reason != "content_filter" and (bool(choice.calls) or not is_refusal(choice.text))
+        case "logprob":
+            # An answer without tokens says nothing of how sure the model was.
+            return not choice.num_logprobs or choice.sum_logprobs / choice.num_logprobs >= tests.min_mean_logprob
+        case _:
+            return _has_form(choice, form)
+
+
+def _has_form(choice: CandidateChoice, form: AnswerForm) -> bool:
+    if choice.finish_reason == "length" and (form.is_guided or choice.calls):
+        return False
+    if choice.calls:
+        return all(_is_call(name, arguments, form.tools) for name, arguments in choice.calls)
+    if form.choices:
+        return choice.text in form.choices
+    return form.schema is None or _is_json(choice.text, form.schema)
+
+
+def _is_call(name: str, arguments: str, tools: Mapping[str, Any]) -> bool:
+    return name in tools and _is_json(arguments, ANY_JSON) and _is_json(arguments, tools[name])
+
+
+def _is_json(text: str, schema: Any) -> bool:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return False
+    return conforms(value, schema)
+
+
+def _refuse_constant(name: str) -> None:
+    """JSON has no NaN."""
+    raise ValueError(name)

@@ -1,0 +1,43 @@
+"""`make_parser`: the parser for a model's output, by the names of its families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvloom_common.parsers.events import Event, TextDelta
+from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
+
+__all__ = ["OutputParser", "ParserSpec", "PlainParser", "ToolSchema", "make_parser"]
+
+
+class PlainParser:
+    """All of the output is text."""
+
+    num_tool_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def make_parser(spec: ParserSpec, tools: Sequence[ToolSchema] = ()) -> OutputParser:
+    """The parser of these families. With `tools`, a call of any other name stays text; without, every name is a tool.
+    Raises ValueError for a family that does not exist."""
+    # Loaded here: a fabric that parses nothing needs neither the registry nor a family.
+    from kvloom_common.parsers import registry
+
+    if spec.tools == "harmony" or spec.reasoning == "harmony":
+        if spec.tools not in (None, "", "harmony") or spec.reasoning not in (None, "", "harmony"):
+            raise ValueError("harmony's channels hold reasoning and calls: it cannot be combined with another family.")
+        return registry.harmony_parser(tools, with_calls=bool(spec.tools))
+    tool_parser = registry.tool_family(spec.tools)(tools) if spec.tools else None
+    if not spec.reasoning:
+        return tool_parser or PlainParser()
+    reasoning = registry.reasoning_family(spec.reasoning)(spec.starts_in_reasoning)
+    if tool_parser is None:
+        return reasoning
+    from kvloom_common.parsers.staged_parser import StagedParser
+
+    return StagedParser(reasoning, tool_parser)

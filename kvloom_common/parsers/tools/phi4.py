@@ -1,0 +1,33 @@
+"""Phi-4-mini:
+
+    functools[{"name": "get_weather", "arguments": {"city": "Paris"}}]
+    <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
+
+The model card shows the second form, the model mostly writes the first. Source: the model card and tokenizer of
+microsoft/Phi-4-mini-instruct.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from kvloom_common.parsers.core.json_call import JsonCallParser
+from kvloom_common.parsers.core.markers import Markers
+from kvloom_common.parsers.core.text_input import Steps
+
+_START: Final = Markers("functools", "<|tool_call|>")
+_END: Final = Markers("<|/tool_call|>")
+
+
+class Phi4Parser(JsonCallParser):
+    markers: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
+
+    def grammar(self) -> Steps[None]:
+        while True:
+            marker = yield from self.text_until(_START)
+            yield from self.attempt(self._calls(marker))
+
+    def _calls(self, marker: str) -> Steps[None]:
+        end = _END if marker == "<|tool_call|>" else None
+        if (yield from self.calls(end)) is None and end is not None:
+            yield from self.accept("<|/tool_call|>")

@@ -1,0 +1,17 @@
+"""What every service process needs: start and stop, logs, metrics, timers, and small policies.
+
+service.py        uvloop, signals, the ready line, the gRPC server's port, health and reflection
+telemetry.py      sets up structlog
+log_lines.py      the renderers of log lines, and the writer that batches them
+request_context.py  the request that a task works for, whose names are in the task's log lines
+access_log.py    whether the end of a request is logged
+fast_metrics.py   counters and histograms that are cheap to update from one thread
+aligned_timer.py  runs all periodic work of a process at the same moment
+failure_log.py    logs a failure that may occur at the rate of requests
+control_socket.py  where the supervisor of a machine takes commands
+freed_memory.py   returns freed memory to the system
+cpu_affinity.py   keeps an event loop's thread on one CPU
+cancellation.py   restores task cancellations that a library has swallowed
+watched_files.py  reads files again when they change
+extras.py         names the distribution that brings a missing package
+"""

