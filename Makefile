@@ -11,11 +11,11 @@ ARGS ?=
 # Processes that run tests.
 TEST_WORKERS ?= 2
 # Threads of several engines that share the cores must not wait for one another by spinning.
-test unit: export OMP_WAIT_POLICY = passive
+test test-long unit: export OMP_WAIT_POLICY = passive
 # Hundreds of processes start: each would compile what the last one did.
-test unit: export PYTHONDONTWRITEBYTECODE =
+test test-long unit: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis test-clients clean
+.PHONY: help run test test-long setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -26,6 +26,9 @@ run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards
 test: setup-dev ## Everything: checks, then all tests, two at a time. ARGS="-k name" is passed to pytest.
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(ARGS)
+
+test-long: setup-dev ## Searches, soaks and further positions of the same proofs, which `make test` leaves out.
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m long $(ARGS)
 
 unit: setup-dev ## The quick tests.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property $(ARGS)

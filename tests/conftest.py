@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import psutil
 import pytest
+from xdist.scheduler import LoadGroupScheduling
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.model_runner import ModelRunner
@@ -42,6 +43,19 @@ LONGEST_FIRST = (
 
 GC_THRESHOLD = 10_000
 """With Python's own 700 the simulation spends a fifth of its time on looking for garbage, of which there is little."""
+
+class FilesAndGroups(LoadGroupScheduling):
+    """Gives a process of pytest-xdist the tests of a group (marker `xdist_group`), which share a fabric, or else of a
+    file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope = super()._split_scope(nodeid)
+        return nodeid.partition("::")[0] if scope == nodeid else scope
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndGroups:
+    return FilesAndGroups(config, log)
+
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Threads of several test processes wait for one another by spinning, on cores that the
