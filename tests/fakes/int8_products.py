@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from pathlib import Path
 
 import pytest
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.kernels.codegen.cpu import features, is_arm64
 from shard_server.engines.torch_engine.operators.int8_linear import check_int8_products
 
 
@@ -33,11 +32,7 @@ def _why_not() -> str:
 
 
 def _lacks_instructions() -> bool:
-    """x86 CPUs that add in 32 bits directly, unless oneDNN is to play a lesser one."""
+    """x86 CPUs that do not add in 32 bits directly, and those that oneDNN or numba is to play a lesser one on."""
     if os.environ.get("ONEDNN_MAX_CPU_ISA"):
         return True
-    try:
-        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        return False
-    return flags is not None and not {"avx512_vnni", "avx_vnni", "amx_int8"}.intersection(flags[1].split())
+    return not is_arm64() and features().isdisjoint({"avx512vnni", "avxvnni", "amx-int8"})

@@ -17,6 +17,7 @@ from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.lora.peft import read_adapter
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.conformance.engine_driver import EngineDriver, request_of
+from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.peft_adapter import write_merged_model, write_peft_adapter
 from tests.step_bench import Answer, StepBench, same
 from tools.models.shallow import write_shallow_model
@@ -76,6 +77,8 @@ class Bench:
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def bench(request: pytest.FixtureRequest, shallow_dir: Path, adapter_dirs: list[Path]) -> Bench:
+    if request.param == "torch int8":
+        skip_unless_exact()
     runner = load(shallow_dir, KINDS[request.param])
     if not runner.batch_invariant:
         pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")

@@ -168,4 +168,7 @@ def check_int8_products() -> None:
     rows[2, 0] = _LIMIT
     linear = Int8Linear(rows.repeat(16, 1), None, torch.float32)
     if not torch.equal(linear(rows), (rows @ rows.T).repeat(1, 16)):
-        raise EngineError("int8 weights are not supported here: this CPU's int8 products are not exact")
+        raise EngineError(
+            "int8 weights are not supported here: this CPU's int8 products are not exact; "
+            "set shard.torch.kernels to auto, or shard.torch.weights to dtype"
+        )
