@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -78,7 +78,8 @@ reset."""
 
 class SimEngine:
     """See the module. `max_model_len` is the model's window, used when the config does not set one. `stamps` are tokens
-    to emit by the clock (see sim_stamps), and every output begins with the tokens of `opening`."""
+    to emit by the clock (see sim_stamps), and every output begins with the tokens of `opening`. `clock` says when
+    requests come and steps end."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class SimEngine:
         stamps: Sequence[int] = (),
         opening: Sequence[int] = (),
         max_loaded_adapters: int = 8,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if vocab_size <= max(WORD_TOKEN_IDS) or eos_token_ids.intersection(WORD_TOKEN_IDS):
             raise EngineError(f"the simulated engine's words are not plain tokens of {model_name}'s vocabulary")
@@ -120,6 +122,7 @@ class SimEngine:
         self._queue_order = config.queue_order
         self._answer_seed = config.sim.answer_seed
         self._stamps = stamps
+        self._clock = clock
         self._opening = opening
         self._pool = SimBlockPool(num_blocks)
         self.adapters = AdapterHost(SimAdapterReader(config.sim.adapter_load_ms / 1000), max_loaded_adapters)
@@ -153,7 +156,7 @@ class SimEngine:
             raise EngineError(f"request {request.request_id} is already live")
         adapter = self.adapters.find(request.adapter) if request.adapter else None
         checksum = adapter.checksum if adapter is not None else ""
-        now = time.monotonic()
+        now = self._clock()
         owner = self._pool.order.owner_of(request.kv_share, now)
         sequence = SimSequence(request, self._info, owner, now, checksum, self._answer_seed)
         if request.adapter:
@@ -177,7 +180,7 @@ class SimEngine:
             if not (self._running or self._waiting or self._cancelled or self._failed):
                 self._wake.clear()
                 await self._wake.wait()
-                self._step_ends_at = time.monotonic()
+                self._step_ends_at = self._clock()
                 continue
             output = StepOutput()
             planned, duration_seconds = self._schedule()
@@ -357,7 +360,7 @@ class SimEngine:
             pool.free(cached, 0, owner)
             return False
         pool.allocate(num_private, owner)
-        sequence.admit(len(cached), num_private, time.monotonic())
+        sequence.admit(len(cached), num_private, self._clock())
         return True
 
     def _make_room(self, sequence: SimSequence) -> bool:
@@ -427,7 +430,7 @@ class SimEngine:
         return self._stamp(sequence) if self._stamps else None
 
     def _stamp(self, sequence: SimSequence) -> int:
-        now = time.monotonic()
+        now = self._clock()
         return self._stamps[stamp_of(now if sequence.num_output_tokens else now - sequence.submit_time)]
 
     def _end(self, sequence: SimSequence, reason: FinishReason, output: StepOutput) -> None:
@@ -463,7 +466,7 @@ class SimEngine:
 
     async def _pass_time(self, seconds: float) -> None:
         """Wait for the step's end on an absolute clock, so that late wake-ups do not add up."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._step_ends_at > MAX_LAG_SECONDS:
             self._step_ends_at = now
         self._step_ends_at += seconds
