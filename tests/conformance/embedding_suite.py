@@ -1,4 +1,4 @@
-"""What every engine with Capability.EMBED must do; part of the suite of test_engines.py."""
+"""What every engine with Capability.EMBED must do; part of the suite of engine_suite.py."""
 
 from __future__ import annotations
 

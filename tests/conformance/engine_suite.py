@@ -1,5 +1,5 @@
-"""What every implementation of `Engine` that generates text must do. test_engines.py runs it; adding an engine is one
-class there."""
+"""What every implementation of `Engine` that generates text must do. test_*_engine.py run it; adding an engine is one
+class in a file of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ class OrderSuite(SchedulingSuite, PrefixCacheSuite, KvShareSuite):
     """What the order of those that wait has a bearing on: engines run it once more for every order they have."""
 
 
-class EngineSuite(OrderSuite, SamplingSuite, AdapterSuite, EmbeddingSuite):
+class ArithmeticSuite(PrefixCacheSuite, SamplingSuite, AdapterSuite, EmbeddingSuite):
+    """What depends on how an engine computes: it is run once more for other weights."""
+
+
+class EngineSuite(OrderSuite, ArithmeticSuite):
     """A subclass defines `make_engine`, as in StartedEngines, and `adapter_path` if the engine takes adapters."""
 
     async def test_info_is_complete_once_started(self, start: StartEngine) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens an engine chooses, and what it says of their probabilities; part of the suite of test_engines.py."""
+"""Which tokens an engine chooses, and what it says of their probabilities; part of the suite of engine_suite.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sequences begin, run beside one another and end in every engine; part of the suite of test_engines.py."""
+"""How sequences begin, run beside one another and end in every engine; part of the suite of engine_suite.py."""
 
 from __future__ import annotations
 

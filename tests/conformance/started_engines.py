@@ -1,4 +1,4 @@
-"""Engines that have started, for the tests of the suite of test_engines.py."""
+"""Engines that have started, for the tests of the suite of engine_suite.py."""
 
 from __future__ import annotations
 
