@@ -82,8 +82,9 @@ def choose_routers(
 
 
 async def first_model(client: Client) -> str:
-    """Raises CommandError if no model is served, and KvloomError if the router does not answer."""
+    """The first one that generates, beside encoders. Raises CommandError if no model is served, and KvloomError if the
+    router does not answer."""
     models = await client.list_models()
     if not models:
         raise CommandError("no model is served now")
-    return models[0].name
+    return next((model.name for model in models if "generate" in model.capabilities), models[0].name)
