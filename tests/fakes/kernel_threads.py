@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,20 @@ def runnable_family_names() -> list[str]:
     """At least one: the generic family runs everywhere."""
     families = pytest.importorskip("shard_server.engines.torch_engine.kernels.families")
     return [family.name for family in families.runnable_families()]
+
+
+def family_params() -> list[Any]:
+    """For `parametrize`: make test runs the fastest and the generic family, whose compilation takes seconds each."""
+    fastest, *others = runnable_family_names()
+    between = [pytest.param(name, marks=pytest.mark.long) for name in others[:-1]]
+    return [fastest, *between, *others[-1:]]
+
+
+def float32_family_params() -> list[Any]:
+    """For `parametrize`: lists of families that compute the same bits; make test runs the two narrowest."""
+    names = float32_family_names()
+    two = pytest.param(names[-2:], id="two")
+    return [two, pytest.param(names, marks=pytest.mark.long, id="all")] if len(names) > 2 else [two]
 
 
 def float32_family_names() -> list[str]:

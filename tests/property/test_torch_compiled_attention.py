@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.operators.attention import Extent
-from tests.fakes.kernel_threads import float32_family_names, new_thread_pool, runnable_family_names
+from tests.fakes.kernel_threads import family_params, float32_family_params, new_thread_pool
 
 MAX_TOKENS = 700
 NUM_BLOCKS = 64
@@ -31,7 +31,6 @@ class Shape:
     block_size: int
 
 
-families = st.sampled_from(runnable_family_names())
 shapes = st.builds(
     Shape,
     st.sampled_from([1, 2, 3]),
@@ -114,8 +113,9 @@ def _same_threads_afterwards() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=12, deadline=None)
-@given(families, shapes, st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=4, unique=True))
+@given(shapes, st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=4, unique=True))
 def test_it_is_attention_to_the_precision_of_bf16(family: str, shape: Shape, ends: list[int]):
     """Any group of heads, window and length, with blocks anywhere: weights and results are bf16, sums are not."""
     layers = Layers(family, shape)
@@ -127,8 +127,9 @@ def test_it_is_attention_to_the_precision_of_bf16(family: str, shape: Shape, end
             assert error < 0.01 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=8, deadline=None)
-@given(families, shapes, st.integers(2, MAX_TOKENS), st.randoms(use_true_random=False))
+@given(shapes, st.integers(2, MAX_TOKENS), st.randoms(use_true_random=False))
 def test_a_row_has_the_same_bits_decoded_prefilled_and_in_any_chunks(
     family: str, shape: Shape, num_tokens: int, chooser: random.Random
 ):
@@ -142,7 +143,7 @@ def test_a_row_has_the_same_bits_decoded_prefilled_and_in_any_chunks(
     assert torch.equal(decoded, whole[positions])
 
 
-@pytest.mark.parametrize("family", runnable_family_names())
+@pytest.mark.parametrize("family", family_params())
 def test_what_lies_behind_the_end_leaves_no_trace(family: str):
     """Blocks are used again: behind a sequence's end lies what another one left there."""
     layers = Layers(family, Shape(2, 3, 64, None, 16))
@@ -152,11 +153,12 @@ def test_what_lies_behind_the_end_leaves_no_trace(family: str):
     assert torch.equal(layers.attend((100, 150), (69, 70)), before)
 
 
+@pytest.mark.parametrize("names", float32_family_params())
 @settings(max_examples=8, deadline=None)
 @given(shapes, st.sampled_from([32, 64, 96]), st.integers(2, MAX_TOKENS))
-def test_float32_families_compute_the_same_bits(shape: Shape, head_dim: int, num_tokens: int):
+def test_float32_families_compute_the_same_bits(names: list[str], shape: Shape, head_dim: int, num_tokens: int):
     """Registers of four, eight and sixteen numbers, and heads that AMX cannot have."""
     shape = dataclasses.replace(shape, head_dim=head_dim)
     start = max(0, num_tokens - 60)
-    rows = [Layers(name, shape).attend((start, num_tokens)) for name in float32_family_names()]
+    rows = [Layers(name, shape).attend((start, num_tokens)) for name in names]
     assert all(torch.equal(rows[0], others) for others in rows[1:])

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from shard_server.engines.torch_engine.operators.int8_linear import quantise_rows, split_digits
 from shard_server.engines.torch_engine.operators.linear import Linear, MakesLinears, Product, row_granularity
-from tests.fakes.kernel_threads import float32_family_names, new_thread_pool, runnable_family_names
+from tests.fakes.kernel_threads import family_params, float32_family_names, float32_family_params, new_thread_pool
 
 packed_linear = pytest.importorskip("shard_server.engines.torch_engine.kernels.packed_linear")
 
 depths = st.sampled_from([32, 64, 96, 576])
 columns = st.sampled_from([1, 15, 16, 31, 32, 33, 64, 200, 576])
-families = st.sampled_from(runnable_family_names())
 row_counts = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 600]))
 
 
@@ -44,8 +43,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor, products: torch.Tensor) 
     return actual.shape == expected.shape and bool(((actual.double() - expected).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=40, deadline=None)
-@given(families, depths, columns, row_counts, st.booleans(), st.sampled_from([1, 2]))
+@given(depths, columns, row_counts, st.booleans(), st.sampled_from([1, 2]))
 def test_it_is_the_product_to_the_precision_of_bf16(
     family: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, num_threads: int
 ):
@@ -62,8 +62,9 @@ def test_it_is_the_product_to_the_precision_of_bf16(
     assert close(linear.add(x, other), expected + other.double(), products + 4000 * expected.abs())
 
 
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=20, deadline=None)
-@given(families, depths, st.sampled_from([16, 32, 48, 160]), row_counts, st.floats(0.01, 10.0))
+@given(depths, st.sampled_from([16, 32, 48, 160]), row_counts, st.floats(0.01, 10.0))
 def test_gate_and_up_are_multiplied_column_by_column(
     family: str, depth: int, num_columns: int, num_rows: int, size: float
 ):
@@ -79,9 +80,9 @@ def test_gate_and_up_are_multiplied_column_by_column(
     assert close(gated(x), F.silu(gates) * ups, products)
 
 
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=25, deadline=None)
 @given(
-    families,
     st.sampled_from(["PackedBf16", "PackedInt8"]),
     depths,
     columns,
@@ -104,8 +105,9 @@ def test_a_row_has_the_same_bits_wherever_it_is(
         assert torch.equal(linear.floats(x[rows]), whole_floats[rows])
 
 
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=30, deadline=None)
-@given(families, depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
+@given(depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
 def test_with_int8_weights_only_their_rounding_is_lost(
     family: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, exponent: int
 ):
@@ -133,8 +135,9 @@ def test_with_int8_weights_only_their_rounding_is_lost(
     assert ((linear.floats(x).double() - exact).abs() <= typical).all()
 
 
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=15, deadline=None)
-@given(families, depths, columns, st.lists(st.integers(0, 10**6), max_size=9))
+@given(depths, columns, st.lists(st.integers(0, 10**6), max_size=9))
 def test_weights_can_be_looked_up_where_they_are_packed(family: str, depth: int, num_columns: int, indices: list[int]):
     """So a tied embedding needs no memory of its own."""
     weight = random_bf16(num_columns, depth)
@@ -148,16 +151,19 @@ def test_weights_can_be_looked_up_where_they_are_packed(family: str, depth: int,
     assert torch.equal(look_up(chosen), (values.float() * scales).bfloat16()[chosen])
 
 
+@pytest.mark.parametrize("names", float32_family_params())
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["PackedBf16", "PackedInt8"]), depths, columns, row_counts)
-def test_float32_families_compute_the_same_bits(weights: str, depth: int, num_columns: int, num_rows: int):
+def test_float32_families_compute_the_same_bits(
+    names: list[str], weights: str, depth: int, num_columns: int, num_rows: int
+):
     """Registers of four, eight and sixteen numbers: shards on different CPUs can continue one another's answers."""
     weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
-    rows = [makes_linears(name, 1, weights).linear(weight, None).floats(x) for name in float32_family_names()]
+    rows = [makes_linears(name, 1, weights).linear(weight, None).floats(x) for name in names]
     assert all(torch.equal(rows[0], others) for others in rows[1:])
 
 
-@pytest.mark.parametrize("family", runnable_family_names())
+@pytest.mark.parametrize("family", family_params())
 def test_no_rows_are_no_work(family: str):
     """The head gets none in the middle of a prompt."""
     linears = makes_linears(family)
@@ -166,7 +172,7 @@ def test_no_rows_are_no_work(family: str):
     assert linear(x).shape == linear.floats(x).shape == linear.add(x, random_bf16(0, 48)).shape == (0, 48)
 
 
-@pytest.mark.parametrize("family", runnable_family_names())
+@pytest.mark.parametrize("family", family_params())
 def test_the_start_finds_them_invariant_and_would_find_it_if_they_were_not(family: str):
     """What is promised to others is measured first; beyond 32 rows, too, since these are not cut there."""
     linear: Linear = makes_linears(family).linear(random_bf16(48, 64), None)

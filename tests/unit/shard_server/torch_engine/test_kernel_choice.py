@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.kernel_threads import family_params
+
 choice = pytest.importorskip("shard_server.engines.torch_engine.kernels.choice")
 families = pytest.importorskip("shard_server.engines.torch_engine.kernels.families")
 Found = dict[str, float]
@@ -158,7 +160,7 @@ def test_a_lesser_cpu_can_be_played(name: str, expected: set[str]):
     assert set(done.stdout.split()) == expected
 
 
-@pytest.mark.parametrize("name", [family.name for family in families.runnable_families()])
+@pytest.mark.parametrize("name", family_params())
 def test_every_family_of_this_cpu_passes_its_trial(name: str):
     """Compiled, run and compared with float64 in a process of its own."""
     found = choice.probe_in_process(families.FAMILIES[name])
