@@ -16,8 +16,8 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_sequence import CHOSEN_LOGPROB
 from tests.fakes.shadow_world import CANDIDATE, MODEL, ShadowWorld, shadow_world
 from tests.fakes.word_tokenizer import word_tokenizer
-from tools.bench.comparison import Comparison, ComparisonPlan, CpuSeconds, compare, lines, questions, report
 from tools.failures import CommandError
+from tools.models.comparison import Comparison, ComparisonPlan, CpuSeconds, compare, lines, questions, report
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

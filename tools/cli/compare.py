@@ -13,8 +13,8 @@ import click
 import psutil
 
 from kvloom.client.client import Client
-from tools.bench.comparison import Comparison, ComparisonPlan, compare, fetched_model, lines, report
 from tools.cli.router_client import choose_routers, client_options
+from tools.models.comparison import Comparison, ComparisonPlan, compare, fetched_model, lines, report
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
