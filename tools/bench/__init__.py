@@ -1,5 +1,6 @@
 """Benches: what engines, routing and the data plane cost or reach, each printed as a table or JSON.
 
+commands.py                 `kvloom bench`: the commands by name
 data_plane/                 CPU per token and request of the fabric, process by process, also beside other gateways
 engine/                     the embedded engine by itself
 engine_peers/               other engines for `kvloom bench engine --vs`
@@ -8,7 +9,6 @@ peers/                      other gateways for `kvloom bench data-plane --peers`
 conversations_command.py    `kvloom bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP
 infinite_cache.py           the hits that a perfect cache would have
-comparison.py               `kvloom models compare`: the likelihood gap of two models, and what it costs to measure
 directory.py                `kvloom bench directory`: what the table of many tenants costs a process that follows it
 directory_follower.py       that process
 kv_shares.py                `kvloom bench kv-shares`: cache hits of a tenant that another one floods

@@ -38,7 +38,7 @@ from tools.cli.lazy_group import LazyGroup
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
         "chaos": "tools.chaos.command:chaos",
-        "bench": "tools.cli.commands:bench",
+        "bench": "tools.bench.commands:bench",
         "doctor": "tools.cli.commands:doctor",
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -49,31 +49,6 @@ def main() -> None:
 
     Every option can be set with an environment variable: --http-port is KVLOOM_HTTP_PORT.
     """
-
-
-@click.group(
-    cls=LazyGroup,
-    commands_at={
-        "brownout": "tools.bench.brownout:bench_brownout",
-        "engine": "tools.bench.engine.command:bench_engine",
-        "index": "tools.bench.prefix_index:bench_index",
-        "kv-shares": "tools.bench.kv_shares:bench_kv_shares",
-        "conversations": "tools.bench.conversations_command:bench_conversations",
-        "data-plane": "tools.bench.data_plane.command:bench_data_plane",
-        "directory": "tools.bench.directory:bench_directory",
-        "memory": "tools.bench.memory:bench_memory",
-        "fair-queue": "tools.bench.fair_queue:bench_fair_queue",
-        "fairness": "tools.bench.fairness:bench_fairness",
-        "overload": "tools.bench.overload:bench_overload",
-        "preemption": "tools.bench.preemption:bench_preemption",
-        "spot-notice": "tools.bench.spot_notice:bench_spot_notice",
-        "tenant-timing": "tools.bench.tenant_timing:bench_tenant_timing",
-        "tenants": "tools.bench.tenants.command:bench_tenants",
-        "routing": "tools.simulate.study.command:study_command",
-    },
-)
-def bench() -> None:
-    """Measure engines, routing and the data plane."""
 
 
 @click.group(
