@@ -113,14 +113,23 @@ def at_first_attempt(position: int, request: EngineRequest) -> int | None:
     return position if "#1." in request.request_id else None
 
 
-async def test_an_engine_fails_a_request_behind_any_token(world: FailoverWorld, tokenizer: ModelTokenizer) -> None:
-    """This is exhaustive: each case fails once before its first token and once behind each of its tokens, in particular
-    inside characters and stop strings. Each answer's tokens are metered once."""
+@pytest.mark.parametrize(
+    ("positions", "least_failed"),
+    [
+        pytest.param((0, 1, 2, 11, 12, 13, 23, 59), 60, id="some"),
+        pytest.param(range(61), 300, marks=pytest.mark.long, id="all"),
+    ],
+)
+async def test_an_engine_fails_a_request_behind_any_token(
+    world: FailoverWorld, tokenizer: ModelTokenizer, positions: Sequence[int], least_failed: int
+) -> None:
+    """With all positions this is exhaustive: each case fails once before its first token and once behind each of its
+    tokens, in particular inside characters and stop strings. Each answer's tokens are metered once."""
     await add_shards(world, 2)
     wanted = cases(tokenizer)
     expected = await undisturbed(world, wanted)
     differing: list[str] = []
-    for position in range(61):
+    for position in positions:
         for member in world.members.values():
             member.engine.fails_at = partial(at_first_attempt, position)
         now = {name: case for name, case in wanted.items() if position < case.max_tokens}
@@ -134,7 +143,7 @@ async def test_an_engine_fails_a_request_behind_any_token(world: FailoverWorld, 
         num_tokens = sum(choice.num_output_tokens for name in now for choice in expected[name])
         assert after["output_tokens"] - before["output_tokens"] == num_tokens
     assert not differing
-    assert sum(member.engine.num_failed for member in world.members.values()) > 300
+    assert sum(member.engine.num_failed for member in world.members.values()) > least_failed
 
 
 Fault = Callable[[FailoverWorld, str], Any]
@@ -156,8 +165,17 @@ def stop_for_good(world: FailoverWorld, shard_id: str) -> None:
     world.members[shard_id].proxy.reset()
 
 
-@pytest.mark.parametrize("fault", [reset, end_engine, stop_for_good])
-@pytest.mark.parametrize("num_tokens", [1, 6, 11])
+FAULTS = (reset, end_engine, stop_for_good)
+POSITIONS = (1, 6, 11)
+EVERY_FAULT = [
+    pytest.param(fault, position, marks=() if FAULTS.index(fault) == POSITIONS.index(position) else pytest.mark.long)
+    for fault in FAULTS
+    for position in POSITIONS
+]
+"""In make test each fault at another position."""
+
+
+@pytest.mark.parametrize(("fault", "num_tokens"), EVERY_FAULT)
 async def test_a_shard_fails_in_the_middle_of_answers(
     world: FailoverWorld, tokenizer: ModelTokenizer, fault: Fault, num_tokens: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvloom_common.config import ShardConfig, SpeculationConfig, TorchConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
@@ -25,10 +27,8 @@ from tools.models.train_adapter import ANSWER, QUESTIONS, Plan, train, write
 
 BLOCK_SIZE = 16
 BLOCKS_EACH = 8
-PROMPTS = [
-    torch.randint(3, 49152, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in (37, 5, 64, 70, 1, 16)
-]
+PROMPT_LENGTH = 60
+LENGTHS = (37, 5, 64, 70, 1, 16)
 KINDS: dict[str, dict[str, Any]] = {
     "compiled": {"dtype": "bfloat16"},
     "compiled int8": {"dtype": "bfloat16", "weights": "int8"},
@@ -38,48 +38,63 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def prompt_of(runner: ModelRunner, seed: int, length: int) -> list[int]:
+    return torch.randint(3, runner.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 def load(model_dir: Path, options: dict[str, Any]) -> ModelRunner:
     sizes = {"block_size": BLOCK_SIZE, "num_blocks": 96, "max_model_len": 512, "num_threads": 1}
     return ModelRunner(model_dir, **sizes, **options)
 
 
-@pytest.fixture(scope="module")
-def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shallow_model(model_dir, tmp_path_factory.mktemp("models") / "shallow", num_layers=3)
+@pytest.fixture(scope="module", params=[2048, pytest.param(0, id="all tokens", marks=pytest.mark.long)])
+def own_model_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of the built-in model, with all or only the first of its tokens, which are most of its size."""
+    path = write_shallow_model(model_dir, tmp_path_factory.mktemp("models") / "shallow", num_layers=3)
+    if request.param:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "vocab_size": request.param}))
+        for file in path.glob("*.safetensors"):
+            tensors = load_file(file)
+            for name in tensors.keys() & {"model.embed_tokens.weight"}:
+                tensors[name] = tensors[name][: request.param].contiguous()
+            save_file(tensors, file)
+    return path
 
 
 @pytest.fixture(scope="module")
-def adapter_dirs(shallow_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def adapter_dirs(own_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of all modules, and of the usual two with another rank."""
     folder = tmp_path_factory.mktemp("adapters")
     return [
-        write_peft_adapter(shallow_dir, folder / "all", rank=8, seed=1),
-        write_peft_adapter(shallow_dir, folder / "two", rank=5, modules=["q_proj", "v_proj"], seed=2, size=0.3),
+        write_peft_adapter(own_model_dir, folder / "all", rank=8, seed=1),
+        write_peft_adapter(own_model_dir, folder / "two", rank=5, modules=["q_proj", "v_proj"], seed=2, size=0.3),
     ]
 
 
 class Bench:
     def __init__(self, runner: ModelRunner, adapter_dirs: list[Path], options: dict[str, Any]) -> None:
         self.runner, self.options = runner, options
+        self.prompts = [prompt_of(runner, length, length) for length in LENGTHS]
         weights = [read_adapter(path, runner.config, max_rank=64) for path in adapter_dirs]
         self.adapters: list[Any] = [None, *(runner.adapter(own) for own in weights)]
 
     def scheduled(self, index: int, start: int, end: int) -> ScheduledSequence:
         """Tokens of a prompt; which adapter it has follows from its place."""
         table = range(index * BLOCKS_EACH, (index + 1) * BLOCKS_EACH)
-        tokens = PROMPTS[index][start:end]
+        tokens = self.prompts[index][start:end]
         adapter = self.adapters[index % len(self.adapters)]
-        return ScheduledSequence(tokens, start, table, wants_logits=end == len(PROMPTS[index]), adapter=adapter)
+        return ScheduledSequence(tokens, start, table, wants_logits=end == len(self.prompts[index]), adapter=adapter)
 
     def whole(self, index: int) -> ScheduledSequence:
-        return self.scheduled(index, 0, len(PROMPTS[index]))
+        return self.scheduled(index, 0, len(self.prompts[index]))
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def bench(request: pytest.FixtureRequest, shallow_dir: Path, adapter_dirs: list[Path]) -> Bench:
+def bench(request: pytest.FixtureRequest, own_model_dir: Path, adapter_dirs: list[Path]) -> Bench:
     if request.param == "torch int8":
         skip_unless_exact()
-    runner = load(shallow_dir, KINDS[request.param])
+    runner = load(own_model_dir, KINDS[request.param])
     if not runner.batch_invariant:
         pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")
     return Bench(runner, adapter_dirs, KINDS[request.param])
@@ -87,11 +102,11 @@ def bench(request: pytest.FixtureRequest, shallow_dir: Path, adapter_dirs: list[
 
 def test_a_sequence_has_the_same_bits_alone_and_in_a_mixed_batch(bench: Bench) -> None:
     """Two adapters and the model itself in one batch, as whole prompts and cut into chunks and single tokens."""
-    alone = [bench.runner.run([bench.whole(index)]).clone() for index in range(len(PROMPTS))]
-    together = bench.runner.run([bench.whole(index) for index in range(len(PROMPTS))])
+    alone = [bench.runner.run([bench.whole(index)]).clone() for index in range(len(LENGTHS))]
+    together = bench.runner.run([bench.whole(index) for index in range(len(LENGTHS))])
     assert torch.equal(together, torch.cat(alone))
-    for index, prompt in enumerate(PROMPTS):
-        others = [bench.whole(other) for other in range(len(PROMPTS)) if other not in (index, 4)]
+    for index, prompt in enumerate(bench.prompts):
+        others = [bench.whole(other) for other in range(len(LENGTHS)) if other not in (index, 4)]
         cut, last = len(prompt) // 3, len(prompt) - 1
         if cut:
             bench.runner.run([bench.scheduled(index, 0, cut), *others])
@@ -115,13 +130,13 @@ def test_adapters_change_the_logits_and_only_their_own(bench: Bench) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_logits_are_those_of_merged_weights(
     bench: Bench,
-    shallow_dir: Path,
+    own_model_dir: Path,
     adapter_dirs: list[Path],
     number: int,
     tmp_path: Path,
 ) -> None:
     """Merging is what the adapter means; it rounds the sums of weights where we round the sums of products."""
-    merged_dir = write_merged_model(shallow_dir, adapter_dirs[number], tmp_path / "merged")
+    merged_dir = write_merged_model(own_model_dir, adapter_dirs[number], tmp_path / "merged")
     merged = load(merged_dir, bench.options)
     # With int8 weights, merged ones are rounded to other steps than the model's own.
     least = 0.999 if "weights" in bench.options else 0.9999
@@ -134,15 +149,13 @@ def test_logits_are_those_of_merged_weights(
         assert torch.cosine_similarity(own, expected, dim=0) > least
 
 
-PROMPT = torch.randint(3, 49152, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
 def answer_of(runner: ModelRunner, adapter: Any, *others: Any, **options: Any) -> Answer:
     """The answer to a prompt with an adapter, beside sequences with `others`."""
     bench = StepBench(runner, block_size=BLOCK_SIZE, num_blocks=96, **options)
+    prompt = prompt_of(runner, 1, PROMPT_LENGTH)
     sampling = Sampling(temperature=0.0, num_logprobs=2, num_prompt_logprobs=1)
     for index, own in enumerate((adapter, *others)):
-        request = EngineRequest(str(index), PROMPT, sampling, 40, root_hash=index)
+        request = EngineRequest(str(index), prompt, sampling, 40, root_hash=index)
         loaded: Future[Any] = Future()
         loaded.set_result(own)
         bench.answers[str(index)] = Answer()
@@ -155,14 +168,14 @@ def answer_of(runner: ModelRunner, adapter: Any, *others: Any, **options: Any) -
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_speculation_and_chunks_change_no_bit_of_an_answer(
-    shallow_dir: Path, adapter_dirs: list[Path], number: int
+    own_model_dir: Path, adapter_dirs: list[Path], number: int
 ) -> None:
     """Drafts are verified with the sequence's own adapter, among rows of others; logprobs of the prompt come from the
     adapter, too."""
-    bench = Bench(load(shallow_dir, KINDS["compiled"]), adapter_dirs, {})
+    bench = Bench(load(own_model_dir, KINDS["compiled"]), adapter_dirs, {})
     adapter, *others = bench.adapters[number:] + bench.adapters[:number]
     alone = answer_of(bench.runner, adapter)
-    assert len(alone.logprobs) == len(PROMPT) - 1 + 40
+    assert len(alone.logprobs) == PROMPT_LENGTH - 1 + 40
     speculation = SpeculationConfig(max_draft_tokens=4, max_ngram=1)
     assert same(answer_of(bench.runner, adapter, *others, speculation=speculation, budget=23), alone)
 
@@ -181,10 +194,12 @@ def trained_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
+@pytest.mark.long
 async def test_a_trained_adapter_shows_in_the_answer(
     model_dir: Path, trained_dir: Path, load_runner: Callable[..., ModelRunner]
 ) -> None:
-    """The engine loads it at the first request for it, and the model itself answers as before, in the same batch."""
+    """Training takes ten seconds. The engine loads it at the first request for it, and the model itself answers as
+    before, in the same batch."""
     tokenizer = ModelTokenizer.load(model_dir)
     prompt = tokenizer.encode_now(tokenizer.render_chat([ChatMessage("user", QUESTIONS[0])]))
     shard = ShardConfig(num_blocks=64, max_prefill_tokens_per_step=48, torch=TorchConfig(num_threads=1))

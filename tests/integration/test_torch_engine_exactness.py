@@ -1,4 +1,4 @@
-"""The real model computes a sequence's tokens and logprobs bit for bit the same, however its work is divided.
+"""A real model computes a sequence's tokens and logprobs bit for bit the same, however its work is divided.
 
 Failover, preemption and prefix reuse rely on this. The scheduler itself is tested with a fake model in tests/unit.
 """
@@ -17,6 +17,7 @@ from shard_server.engines.base import Capability, EngineRequest, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from tests.step_bench import Answer, StepBench, same
+from tools.models.shallow import write_shallow_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -35,11 +36,21 @@ QUESTIONS = [
 ]
 
 
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2 layers"), pytest.param(0, id="all layers", marks=pytest.mark.long)]
+)
+def own_model_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model, or its first layers: the same arithmetic, in a fraction of the time."""
+    if not request.param:
+        return model_dir
+    return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", request.param)
+
+
 @pytest.fixture(scope="module")
-def runner(model_dir: Path) -> ModelRunner:
+def runner(own_model_dir: Path) -> ModelRunner:
     # Only one thread is used: on busy cores two threads that wait for each other take minutes instead of seconds.
     return ModelRunner(
-        model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=2048, num_threads=1
+        own_model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=2048, num_threads=1
     )
 
 

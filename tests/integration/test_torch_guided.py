@@ -1,4 +1,4 @@
-"""Guided decoding on the built-in model: answers keep to their guides, and no other answers change."""
+"""Guided decoding on a real model: answers keep to their guides, and no other answers change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.guides import GuideError
 from shard_server.engines.torch_engine.sampling.llguidance_guides import CACHED_GUIDES, GuideCompiler
 from tests.conformance.engine_driver import EngineDriver
+from tools.models.shallow import write_shallow_model
 
 PERSON = {
     "type": "object",
@@ -97,16 +98,33 @@ GUIDES = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> ModelTokenizer:
-    return ModelTokenizer.load(model_dir)
+def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
+    loaded = ModelTokenizer.load(model_dir)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2 layers"), pytest.param(0, id="all layers", marks=pytest.mark.long)]
+)
+def own_model_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model, or its first layers: a guide holds whatever they would say."""
+    if not request.param:
+        return model_dir
+    return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def compiler(model_dir: Path) -> GuideCompiler:
+    return GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
 
 
 @pytest.fixture
-async def driver(model_dir: Path, load_runner: Callable[..., Any]) -> AsyncIterator[EngineDriver]:
+async def driver(own_model_dir: Path, load_runner: Callable[..., Any]) -> AsyncIterator[EngineDriver]:
     # A start computes the largest portion of a prompt several times: a small one.
     sizes = {"num_blocks": 256, "max_model_len": 512, "max_batch": 24, "max_prefill_tokens_per_step": 64}
     config = ShardConfig(torch=TorchConfig(num_threads=1), **sizes)
-    engine = TorchEngine(model_dir, "m", config, load_runner=load_runner)
+    engine = TorchEngine(own_model_dir, "m", config, load_runner=load_runner)
     await engine.start()
     yield EngineDriver(engine)
     await engine.close()
@@ -267,7 +285,7 @@ async def test_structures_in_answers_are_whole_and_continue(driver: EngineDriver
     # Whether a model as small as this one begins a structure by itself depends on the last bits of its arithmetic.
     begun = prompts.tokenizer.encode_now("{")
     requests = [
-        prompts.request(guide, temperature=temperature, max_tokens=240, output_token_ids=begun)
+        prompts.request(guide, temperature=temperature, max_tokens=120, output_token_ids=begun)
         for temperature in (0.0, 0.3, 0.7, 1.0, 1.0, 1.0)
     ]
     await driver.run(*requests)
@@ -347,24 +365,21 @@ def test_structures_stand_in_free_text(model_dir: Path, tmp_path: Path, is_speci
         assert not allowed(tree.replace("{}", "[]"), writer)[0].endswith("</tool_call>")
 
 
-def test_choices_are_taken_letter_by_letter(model_dir: Path) -> None:
+def test_choices_are_taken_letter_by_letter(tokenizer: ModelTokenizer, compiler: GuideCompiler) -> None:
     """Nothing in a choice is a pattern: a dot is a dot, and a special token's name is text."""
-    tokenizer = ModelTokenizer.load(model_dir)
-    compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
     for choice in ("a.c", "[x]*", 'tab\t"q" \\\\ /x/ #&~-', "日本\u2028", "{1,2}|()^$?+"):
         state = compiler.start(Guide(GuideKind.CHOICE, json.dumps([choice, "zz"], ensure_ascii=False)), [0, 2])
         assert state.take(tokenizer.encode_now(choice)), choice
         assert state.mask()[0] & 1, "the end of the sequence may follow"
         wrong = compiler.start(Guide(GuideKind.CHOICE, json.dumps([choice])), [0, 2])
         assert not wrong.take(tokenizer.encode_now("axc"))
-    tokenizer.close()
 
 
-def test_an_answer_in_json_cannot_lose_itself_in_white_space(model_dir: Path) -> None:
+def test_an_answer_in_json_cannot_lose_itself_in_white_space(
+    tokenizer: ModelTokenizer, compiler: GuideCompiler
+) -> None:
     """JSON allows any amount of it, of which small models draw more and more until their tokens are used up; compact,
     on one line, and indented are all there is to say."""
-    tokenizer = ModelTokenizer.load(model_dir)
-    compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
     person = {"name": "Al", "age": 3, "tags": ["red", "blue"]}
     compact = json.dumps(person, separators=(",", ":"))
     for text in (compact, json.dumps(person), json.dumps(person, indent=2), json.dumps(person, indent="\t")):
@@ -373,11 +388,12 @@ def test_an_answer_in_json_cannot_lose_itself_in_white_space(model_dir: Path) ->
         assert state.mask()[0] & 1, "it is complete"
     for text in ("{" + 40 * " ", "{" + 40 * "\n", "{" + 20 * " \n"):
         assert not compiler.start(json_guide(PERSON), [0, 2]).take(tokenizer.encode_now(text))
-    tokenizer.close()
 
 
 @pytest.mark.parametrize("kind", [GuideKind.JSON_SCHEMA, GuideKind.STRUCTURAL_TAGS])
-def test_an_answer_in_json_has_no_properties_that_its_schema_does_not_mention(model_dir: Path, kind: GuideKind) -> None:
+def test_an_answer_in_json_has_no_properties_that_its_schema_does_not_mention(
+    tokenizer: ModelTokenizer, compiler: GuideCompiler, kind: GuideKind
+) -> None:
     """Clients leave `additionalProperties` out, and small models then added properties until their tokens were used
     up."""
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -386,9 +402,6 @@ def test_an_answer_in_json_has_no_properties_that_its_schema_does_not_mention(mo
         tags = {"tags": [{"begin": "@", "json_schema": text, "end": ""}], "triggers": ["@"]}
         begin = "@" if kind is GuideKind.STRUCTURAL_TAGS else ""
         guide = Guide(kind, json.dumps(tags) if begin else text)
-        tokenizer = ModelTokenizer.load(model_dir)
-        compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
         assert compiler.start(guide, [0, 2]).take(tokenizer.encode_now(begin + '{"city": "Oslo"}'))
         longer = tokenizer.encode_now(begin + '{"city": "Oslo", "size": 1}')
         assert compiler.start(guide, [0, 2]).take(longer) is not closes
-        tokenizer.close()

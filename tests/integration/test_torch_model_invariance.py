@@ -10,24 +10,27 @@ import pytest
 import torch
 
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
-from tests.fakes.kernel_threads import runnable_family_names
+from tests.fakes.kernel_threads import family_params
 from tools.models.shallow import write_shallow_model
 
 pytestmark = pytest.mark.timeout(400)
 """CPUs without bf16 arithmetic take two minutes for one of these tests."""
 
-NUM_LAYERS = 4
+NUM_LAYERS = 2
 NUM_BLOCKS = 400
 BLOCKS_PER_SEQUENCE = 48
 
 
 @pytest.fixture(scope="module")
 def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All layers have the same shapes, so that a few show what thirty do."""
+    """All layers have the same shapes, so that two show what thirty do."""
     return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", NUM_LAYERS)
 
 
-@pytest.fixture(scope="module", params=[*runnable_family_names(), "int8", "int8 in float32", "torch's operators"])
+RUNNERS = [*family_params(), "int8", pytest.param("int8 in float32", marks=pytest.mark.long), "torch's operators"]
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
 def runner(shallow_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
     kernels = {"int8": "auto", "int8 in float32": "generic", "torch's operators": "torch"}
     return ModelRunner(
@@ -68,7 +71,10 @@ def test_this_machine_was_found_invariant(runner: ModelRunner):
     assert runner.batch_invariant
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 31, 129, 333])
+@pytest.mark.parametrize(
+    "chunk",
+    [1, pytest.param(5, marks=pytest.mark.long), 31, pytest.param(129, marks=pytest.mark.long), 333],
+)
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one(runner: ModelRunner, chunk: int):
     """Chunk borders depend on the other requests. Chunks of 1 are decoding: a resumed sequence prefills what the lost
     one decoded."""
@@ -130,9 +136,9 @@ def test_only_sequences_that_want_logits_get_them(runner: ModelRunner):
     assert runner.run([middle]).shape == (0, runner.vocab_size)
 
 
-def test_float32_and_uneven_blocks_are_invariant_too(model_dir: Path):
+def test_float32_and_uneven_blocks_are_invariant_too(shallow_dir: Path):
     """float32 is the reference mode, and a block size that divides nothing reveals hidden assumptions."""
-    runner = ModelRunner(model_dir, dtype="float32", block_size=5, num_blocks=80, max_model_len=200, num_threads=1)
+    runner = ModelRunner(shallow_dir, dtype="float32", block_size=5, num_blocks=80, max_model_len=200, num_threads=1)
     assert runner.batch_invariant
     blocks = list(range(80))
     random.Random(6).shuffle(blocks)

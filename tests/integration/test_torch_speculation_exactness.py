@@ -1,4 +1,4 @@
-"""On the real model speculation changes no token and no logprob, bit for bit, also with guides."""
+"""On a real model speculation changes no token and no logprob, bit for bit, also with guides."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.guides import GuideState
 from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 from tests.step_bench import Answer, StepBench, same
+from tools.models.shallow import write_shallow_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -52,10 +53,20 @@ JOBS = [
 ]
 
 
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2 layers"), pytest.param(0, id="all layers", marks=pytest.mark.long)]
+)
+def own_model_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model, or its first layers: the same arithmetic, in a fraction of the time."""
+    if not request.param:
+        return model_dir
+    return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", request.param)
+
+
 @pytest.fixture(scope="module")
-def runner(model_dir: Path) -> ModelRunner:
+def runner(own_model_dir: Path) -> ModelRunner:
     runner = ModelRunner(
-        model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=2048, num_threads=1
+        own_model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=2048, num_threads=1
     )
     if not runner.batch_invariant:
         pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")
