@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import psutil
 import pytest
+from _pytest.nodeid import NodeId
 from xdist.scheduler import LoadGroupScheduling
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ LONGEST_FIRST = (
 
 GC_THRESHOLD = 10_000
 """With Python's own 700 the simulation spends a fifth of its time on looking for garbage, of which there is little."""
+
 
 class FilesAndGroups(LoadGroupScheduling):
     """Gives a process of pytest-xdist the tests of a group (marker `xdist_group`), which share a fabric, or else of a
@@ -75,6 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         ranks = {file: rank for rank, file in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+        for item in items:
+            _name_group(item)
+
+
+def _name_group(item: pytest.Item) -> None:
+    """The scheduler knows a test's group by the end of its id. pytest-xdist 3.8 appends it in a way that pytest 9.2
+    takes no notice of."""
+    group = item.get_closest_marker("xdist_group")
+    if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
+        item._id = NodeId.parse(f"{item.nodeid}@{group.args[0]}")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def pytest_collection_finish() -> None:

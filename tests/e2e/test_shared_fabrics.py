@@ -1,0 +1,15 @@
+"""Tests of a group share a fabric only if they run in one process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.mark.xdist_group("shared")
+def test_the_id_of_a_test_ends_with_its_group(request: pytest.FixtureRequest) -> None:
+    """The scheduler of tests/conftest.py goes by it: without it every process would start every fabric, unnoticed."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("there is one process")
+    assert request.node.nodeid.endswith("@shared")
