@@ -8,8 +8,8 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +22,11 @@ import psutil
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom_common.trust.secret import read_secret
 from kvloom_common.trust.shared_secret import SharedSecret
+from tests.e2e.forked_command import KVLOOM, can_be_forked, run_forked
 from tools.supervisor.state import FabricState, RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL_CACHE_DIR = REPOSITORY / "build" / "models"
-KVLOOM = Path(sys.executable).with_name("kvloom")
 START_TIMEOUT_SECONDS = 120.0
 
 
@@ -47,6 +47,8 @@ def kvloom_environment(data_dir: Path, **settings: str) -> dict[str, str]:
 def run_kvloom(
     *args: str, env: dict[str, str], timeout_seconds: float = START_TIMEOUT_SECONDS, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
+    if can_be_forked(args, env):
+        return run_forked(args, env, timeout_seconds, stdin)
     return subprocess.run(
         [shutil.which("kvloom", path=env.get("PATH", "")) or str(KVLOOM), *args],
         env=env,
@@ -94,6 +96,9 @@ class RunningFabric:
         found = _state(self.env).processes
         return [msgspec.to_builtins(process) for process in found if role in ("", process.role)]
 
+    def is_whole(self) -> bool:
+        return all(process["state"] == "ready" for process in self.processes())
+
     def pids(self) -> list[int]:
         state = _state(self.env)
         return [state.supervisor_pid, *(process.pid for process in state.processes if process.pid is not None)]
@@ -105,6 +110,11 @@ class RunningFabric:
     def trust(self) -> SharedSecret:
         """What proves to the processes that a test belongs to the fabric."""
         return SharedSecret(read_secret(Path(self.env["KVLOOM_DATA_DIR"]) / "secret"), ("tools",), "test")
+
+    def until_key_is_known(self, key: str) -> None:
+        """A new API key reaches each edge by itself."""
+        for edge in self.processes("edge"):
+            eventually("the key is known", lambda url=f"http://{edge['metrics_address']}": _is_known(url, key))
 
     def sum_over_shards(self, metric: str) -> float:
         """Of one metric (any labels), as Prometheus would scrape it."""
@@ -140,6 +150,16 @@ def _shard_load(trust: SharedSecret, address: str) -> shard_service_pb2.LoadRepo
     with grpc.secure_channel(address, trust.channel_credentials(), [trust.demanded_of("shard")]) as channel:
         stub = shard_service_pb2_grpc.ShardServiceStub(channel)
         return stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=5.0).load
+
+
+def _is_known(url: str, key: str) -> bool:
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=5.0):
+            return True
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
 
 
 def _get(url: str) -> str:

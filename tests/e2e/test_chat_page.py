@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, Locator, Page, expect
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -19,7 +20,7 @@ from kvloom_common.callers import Callers
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.asyncio(loop_scope="session")]
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "test-artifacts"
 DESKTOP = {"width": 1280, "height": 800}
@@ -35,7 +36,7 @@ CODE_ANSWER = [
 ]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def world() -> AsyncIterator[EdgeWorld]:
     async with edge_world() as started:
         yield started

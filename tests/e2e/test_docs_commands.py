@@ -11,21 +11,27 @@ from tests.e2e.documentation import Example, find_examples, missing_from
 from tests.e2e.fabric import REPOSITORY, RunningFabric
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-FABRICS = {Path("docs/tenancy.md"): "control_fabric"}
-"""The fixtures of documents whose commands need another fabric than others."""
+FABRICS = {Path("docs/tenancy.md"): "control"}
+"""For documents whose commands need another fabric than the others' `torch`."""
 EXAMPLES = [
     (path.relative_to(REPOSITORY), example) for path in DOCUMENTS for example in find_examples(path.read_text())
 ]
 
 
 @pytest.mark.parametrize(
-    ("path", "example"), [pytest.param(path, example, id=f"{path}:{example.name}") for path, example in EXAMPLES]
+    ("path", "example"),
+    [
+        pytest.param(
+            path, example, id=f"{path}:{example.name}", marks=pytest.mark.xdist_group(FABRICS.get(path, "torch"))
+        )
+        for path, example in EXAMPLES
+    ],
 )
 def test_a_documented_command_does_what_the_document_says(
     path: Path, example: Example, request: pytest.FixtureRequest
 ) -> None:
     """A command that no longer runs costs a reader's trust. The default ports stand for the fabric's own."""
-    fabric: RunningFabric = request.getfixturevalue(FABRICS.get(path, "torch_fabric"))
+    fabric: RunningFabric = request.getfixturevalue(f"{FABRICS.get(path, 'torch')}_fabric")
     http_address = fabric.http_url.removeprefix("http://")
     command = example.command.replace("127.0.0.1:8080", http_address).replace("localhost:8080", http_address)
     command = command.replace("127.0.0.1:8081", fabric.router_address)

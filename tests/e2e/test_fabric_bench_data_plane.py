@@ -13,6 +13,7 @@ SCALE = "0.008"
 """One of W1's requests, which takes five seconds."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # two fabrics are started, one after the other
 def test_the_data_plane_bench_counts_every_process_and_loses_no_token(model_dir: Path, tmp_path: Path):
     """A bench that miscounts would steer all tuning: requests complete, every role's CPU is seen, and the engine's
@@ -37,6 +38,7 @@ def test_the_data_plane_bench_counts_every_process_and_loses_no_token(model_dir:
     assert paced["events_per_read"] >= 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_variants_are_measured_alternately(model_dir: Path, tmp_path: Path):
     """What others' long prompts do to a stream is only to be seen while they are really asked for."""

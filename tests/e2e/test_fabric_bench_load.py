@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.fabric import kvloom_environment, run_kvloom
 
+pytestmark = pytest.mark.long
+
 
 def report_of(bench: str, model_dir: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     shards = ("--engine", "sim", "--model", str(model_dir), "--shards", "1")

@@ -14,8 +14,11 @@ from tests.e2e.fabric import kvloom_environment, run_kvloom
 MINUTES = 1
 SEED = "3194"
 """Of which models, the control service, Redis and routers are struck within that time."""
+SMOKE_MINUTES, SMOKE_SEED = "0.18", "3"
+"""With this seed a router and a shard are killed in that time, which is the least that leaves time for faults."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(480)
 def test_a_minute_of_chaos_loses_doubles_and_changes_nothing(
     model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -63,6 +66,25 @@ def _check_tenants(found: dict[str, Any]) -> None:
     assert min(ample["complete"], rated["complete"], scarce["complete"]) > 0
     assert scarce["refused"] + scarce["cut_short"] > 0
     assert 0.5 * scarce["budget_nanos"] < scarce["spent_nanos"] <= scarce["budget_nanos"]
+
+
+@pytest.mark.timeout(180)
+def test_some_seconds_of_chaos_lose_double_and_change_nothing(model_dir: Path, tmp_path: Path):
+    """A smaller run of the same, whose every part works: faults, users, their checks and the report."""
+    done = run_kvloom(
+        *("chaos", "--minutes", SMOKE_MINUTES, "--seed", SMOKE_SEED, "--shards", "2", "--users", "4", "--json"),
+        *("--edges", "1", "--routers", "1", "--faults", "kill-shard,kill-router", "--model", str(model_dir)),
+        env=kvloom_environment(tmp_path),
+    )
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert report["problems"] == [], done.stderr
+    assert done.returncode == 0
+    verdicts = report["verdicts"]
+    assert (verdicts["wrong"], verdicts["lost"], verdicts["doubled"], verdicts["miscounted"]) == (0, 0, 0, 0)
+    assert report["num_faults"] == 2
+    assert verdicts["ok"] > 0.7 * report["requests"] > 0
+    assert report["metering"]["exact"] > 0
 
 
 def test_an_unknown_fault_is_named(tmp_path: Path):

@@ -23,6 +23,8 @@ from tests.e2e.fabric import (
     run_kvloom,
 )
 
+on_the_shared_fabric = pytest.mark.xdist_group("sim")
+
 
 @contextlib.contextmanager
 def foreground_fabric(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], RunningFabric]]:
@@ -43,6 +45,7 @@ def foreground_fabric(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], R
             process.kill()
 
 
+@on_the_shared_fabric
 def test_status_tells_tools_what_runs(sim_fabric: RunningFabric):
     """The JSON is an interface: scripts find URLs, pids and roles there."""
     status = sim_fabric.status()
@@ -58,6 +61,7 @@ def test_status_tells_tools_what_runs(sim_fabric: RunningFabric):
     assert "shard-1" in table.stdout
 
 
+@on_the_shared_fabric
 def test_doctor_finds_a_fabric_closed_to_strangers_as_it_was_started(sim_fabric: RunningFabric):
     """What `kvloom up` starts must be safe without a setting; the command must say what it has tried."""
     done = run_kvloom("doctor", "security", "--json", env=sim_fabric.env)
@@ -67,9 +71,10 @@ def test_doctor_finds_a_fabric_closed_to_strangers_as_it_was_started(sim_fabric:
     assert {"secret", "Redis", "shard-0 port", "shard-1 port", "router port", "safety port"} <= findings.keys()
 
 
+@on_the_shared_fabric
 def test_a_secret_is_rotated_under_a_running_answer(sim_fabric: RunningFabric):
     """Operators rotate secrets while users are served: a stream that began before must reach its end."""
-    body = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+    body = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
     request = urllib.request.Request(
         f"{sim_fabric.http_url}/v1/chat/completions",
         json.dumps(body | {"stream": True}).encode(),
@@ -94,6 +99,7 @@ def test_a_secret_is_rotated_under_a_running_answer(sim_fabric: RunningFabric):
     assert "accepted" not in shown.stdout
 
 
+@on_the_shared_fabric
 def test_logs_shows_one_process_or_all(sim_fabric: RunningFabric):
     """Without knowing where the files lie, a user must get at them."""
     one = run_kvloom("logs", "router", "--lines", "5", env=sim_fabric.env)
@@ -106,6 +112,7 @@ def test_logs_shows_one_process_or_all(sim_fabric: RunningFabric):
     assert unknown.stderr.startswith("error: there is no log of nobody; there are edge, ")
 
 
+@on_the_shared_fabric
 def test_a_second_fabric_is_refused_and_leaves_the_first_alone(sim_fabric: RunningFabric, tmp_path: Path):
     """Two fabrics on one port or one data directory would corrupt each other: the second must say so, at once."""
     before = sim_fabric.pids()
@@ -136,8 +143,10 @@ def test_ctrl_c_stops_everything(model_dir: Path, tmp_path: Path):
         assert down.stderr.startswith("error: kvloom is not running")
 
 
+@pytest.mark.long
 def test_a_killed_supervisor_takes_its_processes_along(model_dir: Path, tmp_path: Path):
-    """kill -9 (or the kernel, short of memory) must not leave half a fabric that holds the ports."""
+    """kill -9 (or the kernel, short of memory) must not leave half a fabric that holds the ports. (Machines of
+    test_fabric_fleet.py die so in every run.)"""
     with foreground_fabric(tmp_path) as (process, fabric):
         pids = fabric.pids()
         process.kill()
@@ -145,7 +154,7 @@ def test_a_killed_supervisor_takes_its_processes_along(model_dir: Path, tmp_path
         assert run_kvloom("status", env=fabric.env).returncode == 3
 
 
-@pytest.mark.parametrize("detach", [[], ["--detach"]])
+@pytest.mark.parametrize("detach", [[], pytest.param(["--detach"], marks=pytest.mark.long)])
 def test_a_process_that_cannot_start_fails_up_with_its_reason(model_dir: Path, tmp_path: Path, detach: list[str]):
     """What went wrong must be on the screen, not only in a log; and nothing may stay behind."""
     policy = tmp_path / "policy.toml"

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
+pytestmark = pytest.mark.xdist_group("control")
+
 REVOKED_SECONDS = 10
 
 
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    started = RunningFabric.start(tmp_path_factory.mktemp("control"), "--engine", "sim", "--control")
-    yield started
-    started.stop()
+@pytest.fixture
+def fabric(control_fabric: RunningFabric) -> RunningFabric:
+    return control_fabric
 
 
 def kvloom(fabric: RunningFabric, *args: str) -> str:
@@ -48,11 +46,11 @@ def process_of(fabric: RunningFabric, role: str) -> dict[str, Any]:
 def test_a_team_gets_a_key_with_one_command_and_loses_it_with_another(fabric: RunningFabric) -> None:
     """The five minutes that docs/tenancy.md promises."""
     assert status_of(fabric, "kvl-none") == 401
-    key = kvloom(fabric, "keys", "create", "--project", "acme/search", "--create", "--name", "ci").strip()
+    key = kvloom(fabric, "keys", "create", "--project", "weavers/search", "--create", "--name", "ci").strip()
     eventually("the edge knows of the key", lambda: status_of(fabric, key) == 200, REVOKED_SECONDS)
     chat = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     assert status_of(fabric, key, "/v1/chat/completions", chat) == 200
-    (listed,) = json.loads(kvloom(fabric, "keys", "list", "--project", "acme/search", "--json"))
+    (listed,) = json.loads(kvloom(fabric, "keys", "list", "--project", "weavers/search", "--json"))
     assert (listed["name"], listed["prefix"]) == ("ci", key[:8])
     assert kvloom(fabric, "keys", "revoke", listed["id"]) == f"revoked {listed['id']}\n"
     eventually("the edge knows of the key", lambda: status_of(fabric, key) == 401, REVOKED_SECONDS)
@@ -71,7 +69,7 @@ def test_the_commands_change_limits_roles_and_prices(fabric: RunningFabric) -> N
     assert "requests_per_minute=5" in kvloom(fabric, "limits", "show", "tenant:beta/chat")
     kvloom(fabric, "limits", "clear", "tenant:beta/chat")
     kvloom(fabric, "limits", "clear", "tier:gold")
-    price = json.loads(kvloom(fabric, "prices", "set", "*", "--prompt", "0.15", "--output", "0.6", "--json"))
+    price = json.loads(kvloom(fabric, "prices", "set", "unserved", "--prompt", "0.15", "--output", "0.6", "--json"))
     assert (price["prompt_nanos"], price["cached_nanos"], price["output_nanos"]) == (150, 150, 600)
     assert "0.15" in kvloom(fabric, "prices", "list")
     assert "ann@beta.com" in kvloom(fabric, "users", "list", "--org", "beta")
@@ -84,12 +82,12 @@ def test_the_commands_change_limits_roles_and_prices(fabric: RunningFabric) -> N
     ("command", "told"),
     [
         (("keys", "create", "--project", "nobody/there"), "no project 'nobody/there'"),
-        (("keys", "create", "--project", "acme/search", "--expires", "soon"), "30d"),
+        (("keys", "create", "--project", "weavers/search", "--expires", "soon"), "30d"),
         (("keys", "add", "alice"), "kvloom keys create"),
         (("keys", "revoke", "unknown"), "no key 'unknown'"),
-        (("limits", "set", "acme"), "tenant:ORG/PROJECT"),
+        (("limits", "set", "weavers"), "tenant:ORG/PROJECT"),
         (("prices", "set", "m", "--prompt", "0.0000001", "--output", "1"), "digits"),
-        (("users", "create", "bob", "--role", "acme"), "ORG=ROLE"),
+        (("users", "create", "bob", "--role", "weavers"), "ORG=ROLE"),
     ],
 )
 def test_mistakes_are_explained(fabric: RunningFabric, command: tuple[str, ...], told: str) -> None:

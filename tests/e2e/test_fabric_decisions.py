@@ -10,34 +10,32 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fabric import RunningFabric, run_kvloom
+from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 3
 NUM_TOKENS = 4
-CONFIG = """
-[shard]
-engine = "sim"
-num_shards = 2
-[shard.sim]
-step_ms = 5
-[router.decision_log]
-path = "decisions.jsonl"
-"""
+pytestmark = pytest.mark.xdist_group("sim")
 
 
 @pytest.fixture(scope="module")
-def decisions(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """(the file that a fabric left behind, the usage of each answer). The fabric is gone: its log is whole."""
-    folder = tmp_path_factory.mktemp("decisions")
-    (folder / "kvloom.toml").write_text(CONFIG)
-    fabric = RunningFabric.start(folder / "data", "--config", str(folder / "kvloom.toml"))
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda index: converse(fabric, index), range(NUM_CONVERSATIONS)))
-    finally:
-        fabric.stop()
-    return folder / "decisions.jsonl", [usage for usages in answers for usage in usages]
+def decisions(sim_fabric: RunningFabric, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """(what a fabric has logged of conversations, the usage of each answer)."""
+    log = Path(sim_fabric.env["KVLOOM_DATA_DIR"]).parent / "decisions.jsonl"
+    before = log.read_text().splitlines()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda index: converse(sim_fabric, index), range(NUM_CONVERSATIONS)))
+
+    def fleets(lines: list[str]) -> list[str]:
+        return [line for line in lines if "shards" in json.loads(line)]
+
+    def new() -> list[str]:
+        return log.read_text().splitlines()[len(before) :]
+
+    eventually("all are logged", lambda: len(new()) - len(fleets(new())) == NUM_CONVERSATIONS * NUM_TURNS)
+    path = tmp_path_factory.mktemp("decisions") / "decisions.jsonl"
+    path.write_text("".join(f"{line}\n" for line in [*fleets(before)[-1:], *new()]))
+    return path, [usage for usages in answers for usage in usages]
 
 
 def converse(fabric: RunningFabric, index: int) -> list[dict[str, Any]]:

@@ -8,45 +8,44 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.fabric import RunningFabric, eventually
+from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
 NUM_CLIENTS = 24
 """Each with a connection of its own, which the kernel gives to any socket: one of two gets some."""
-NUM_TOKENS = 450
-"""Of a long answer, which takes 9 s."""
+NUM_TOKENS = 300
+"""Of a long answer, which takes 3 s."""
 MODEL = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="module")
-def two_edges(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("two-edges"), "--engine", "sim", "--edges", "2")
-    yield fabric
-    fabric.stop()
+def key(control_fabric: RunningFabric) -> str:
+    made = run_kvloom("keys", "create", "--project", "edges/app", "--create", env=control_fabric.env)
+    assert made.returncode == 0, made.stderr
+    control_fabric.until_key_is_known(made.stdout.strip())
+    return made.stdout.strip()
 
 
-def asked(url: str, **fields: object) -> urllib.request.Request:
+def asked(url: str, key: str, **fields: object) -> urllib.request.Request:
     body = {"model": MODEL, "prompt": "Hello", "seed": 1, **fields}
-    return urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
 
 
-def ask(url: str) -> None:
+def ask(url: str, key: str = "none") -> None:
     """Over a connection of its own. Raises OSError, also when no answer comes."""
-    with urllib.request.urlopen(asked(url, max_tokens=1), timeout=10.0) as response:
+    with urllib.request.urlopen(asked(url, key, max_tokens=1), timeout=10.0) as response:
         assert response.read()
 
 
 @contextlib.contextmanager
-def begun(process: dict[str, Any], num_tokens: int = NUM_TOKENS) -> Iterator[Any]:
+def begun(process: dict[str, Any], key: str = "none", num_tokens: int = NUM_TOKENS) -> Iterator[Any]:
     """A long stream of that edge."""
-    request = asked(f"http://{process['metrics_address']}", max_tokens=num_tokens, stream=True)
+    request = asked(f"http://{process['metrics_address']}", key, max_tokens=num_tokens, stream=True)
     with urllib.request.urlopen(request, timeout=30.0) as stream:
         assert stream.readline()
         yield stream
@@ -81,40 +80,46 @@ def successor_held(fabric: RunningFabric, name: str, before: int) -> Iterator[No
     eventually("it is ready", lambda: edge(fabric, name)["state"] == "ready")
 
 
-def test_clients_of_an_edge_that_died_are_served_by_the_others_while_it_restarts(two_edges: RunningFabric):
+@pytest.mark.xdist_group("control")
+def test_clients_of_an_edge_that_died_are_served_by_the_others_while_it_restarts(
+    control_fabric: RunningFabric, key: str
+):
     """A socket that listens for a process which is not there yet has half of the clients wait for seconds."""
-    pid = edge(two_edges, "edge-1")["pid"]
+    pid = edge(control_fabric, "edge-1")["pid"]
     os.kill(pid, signal.SIGKILL)
-    with successor_held(two_edges, "edge-1", pid):
+    with successor_held(control_fabric, "edge-1", pid):
         for _ in range(NUM_CLIENTS):
-            ask(two_edges.http_url)
+            ask(control_fabric.http_url, key)
 
 
-def test_clients_of_an_edge_that_is_stopping_are_served_by_the_others(two_edges: RunningFabric):
+@pytest.mark.xdist_group("control")
+def test_clients_of_an_edge_that_is_stopping_are_served_by_the_others(control_fabric: RunningFabric, key: str):
     """It ends what it has begun, which may take half a minute, and no longer reads its socket: a client that landed
     there would wait that long, and then be cut off."""
-    before = edge(two_edges, "edge-1")
-    with begun(before) as stream:
+    before = edge(control_fabric, "edge-1")
+    with begun(before, key) as stream:
         os.kill(before["pid"], signal.SIGTERM)
-        with successor_held(two_edges, "edge-1", before["pid"]):
+        with successor_held(control_fabric, "edge-1", before["pid"]):
             for _ in range(NUM_CLIENTS):
-                ask(two_edges.http_url)
+                ask(control_fabric.http_url, key)
             assert psutil.pid_exists(before["pid"])
         assert b"[DONE]" in stream.read()
-    assert edge(two_edges, "edge-1")["restarts"] == before["restarts"] + 1
+    assert edge(control_fabric, "edge-1")["restarts"] == before["restarts"] + 1
 
 
-def test_the_only_edge_is_replaced_when_it_is_told_to_stop(model_dir: Path, tmp_path: Path):
+@pytest.mark.xdist_group("sim")
+def test_the_only_edge_is_replaced_when_it_is_told_to_stop(sim_fabric: RunningFabric):
     """Its clients wait for its successor, which starts at once; no client is refused, and running requests end
     normally."""
-    fabric = RunningFabric.start(tmp_path, "--engine", "sim")
-    try:
-        (only,) = fabric.processes("edge")
-        with begun(only, 150) as stream:
-            os.kill(only["pid"], signal.SIGTERM)
-            for _ in range(3):
-                ask(fabric.http_url)
-            assert b"[DONE]" in stream.read()
-        eventually("the new edge is known", lambda: fabric.processes("edge")[0]["pid"] != only["pid"])
-    finally:
-        fabric.stop()
+    (only,) = sim_fabric.processes("edge")
+    with begun(only, num_tokens=60) as stream:
+        os.kill(only["pid"], signal.SIGTERM)
+        for _ in range(3):
+            ask(sim_fabric.http_url)
+        assert b"[DONE]" in stream.read()
+
+    def is_new() -> bool:
+        edges = sim_fabric.processes("edge")
+        return [edge["state"] for edge in edges] == ["ready"] and edges[0]["pid"] != only["pid"]
+
+    eventually("the new edge is known", is_new)

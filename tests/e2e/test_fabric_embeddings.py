@@ -13,21 +13,26 @@ import openai
 import pytest
 
 from kvloom import Client
-from tests.e2e.fabric import RunningFabric
+from tests.e2e.conftest import ENCODER, GENERATOR
+from tests.e2e.fabric import RunningFabric, run_kvloom
 
-GENERATOR = "smollm2-135m-instruct"
-ENCODER = "all-MiniLM-L6-v2"
+pytestmark = pytest.mark.xdist_group("torch")
+
 DOCUMENTS = ["Cats sleep for most of the day.", "Weaving turns threads into cloth on a loom.", "Paris is in France."]
 
 
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, encoder_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    assert model_dir.exists()
-    assert encoder_dir.exists()
-    models = ("--model", GENERATOR, "--model", ENCODER, "--shards", f"{GENERATOR}=1,{ENCODER}=1")
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("embeddings"), *models)
-    yield fabric
-    fabric.stop()
+@pytest.fixture
+def fabric(torch_fabric: RunningFabric, encoder_dir: Path) -> RunningFabric:
+    return torch_fabric
+
+
+@pytest.fixture
+def one_generating_shard(fabric: RunningFabric) -> Iterator[None]:
+    """What asks for the generating model comes to the same shard."""
+    shard = f"shard-{GENERATOR}-1"
+    assert run_kvloom("drain", shard, env=fabric.env).returncode == 0
+    yield
+    assert run_kvloom("undrain", shard, env=fabric.env).returncode == 0
 
 
 @pytest.fixture
@@ -79,6 +84,7 @@ async def test_the_sdk(fabric: RunningFabric, http: aiohttp.ClientSession) -> No
         assert list(one.vector) == pytest.approx(entry["embedding"], abs=1e-6)
 
 
+@pytest.mark.usefixtures("one_generating_shard")
 async def test_answers_go_on_beside_embeddings(http: aiohttp.ClientSession) -> None:
     """On the shard that does both: texts of many steps are embedded while an answer streams, and it stays the same."""
     body = {"model": GENERATOR, "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}

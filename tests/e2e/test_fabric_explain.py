@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.fabric import RunningFabric, run_kvloom
 
+pytestmark = pytest.mark.xdist_group("sim")
+
 MODEL = "smollm2-135m-instruct"
 QUESTION = "Which way did my request go, and why? " * 8
 SHARD_FIELDS = {

@@ -6,36 +6,24 @@ import asyncio
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kvloom.client.client import Client
 from shard_server.engines.sim_engine import expected_token_id
+from tests.e2e.conftest import STALL_SECONDS
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
+pytestmark = pytest.mark.xdist_group("strict")
+
 MODEL = "smollm2-135m-instruct"
-STALL_SECONDS = 1.0
-NUM_TOKENS = 150
+NUM_TOKENS = 100
 NUM_STREAMS = 9
-CONFIG = f"""
-[router.health]
-stall_seconds = {STALL_SECONDS}
-probe_seconds = 0.2
-[shard]
-drain_timeout_seconds = 0.5
-"""
 
 
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    folder = tmp_path_factory.mktemp("gray")
-    (folder / "kvloom.toml").write_text(CONFIG)
-    options = ("--engine", "sim", "--sim-step-ms", "20", "--shards", "3", "--config", str(folder / "kvloom.toml"))
-    fabric = RunningFabric.start(folder, *options)
-    yield fabric
-    fabric.stop()
+@pytest.fixture
+def fabric(strict_fabric: RunningFabric) -> RunningFabric:
+    return strict_fabric
 
 
 class Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,21 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.sim_engine import expected_token_id
 from tests.e2e import hostile
+from tests.e2e.conftest import MAX_CONNECTIONS
 from tests.e2e.fabric import RunningFabric
 
+pytestmark = pytest.mark.xdist_group("strict")
+
 MODEL = "smollm2-135m-instruct"
-MAX_CONNECTIONS = 300
 MAX_GROWTH_BYTES = 96 * 2**20
 """Of one process, over all attacks of its kind: caches and allocators settle, nothing is kept per attack."""
-SETTINGS = f"""
-[edge]
-header_timeout_seconds = 1.0
-body_timeout_seconds = 2.0
-max_connections = {MAX_CONNECTIONS}
-max_pending_body_bytes = 8388608
-
-[router]
-max_streams_per_connection = 100
-"""
+NUM_ROUNDS = 2
+"""Of attacks that come again and again; in the long run there are ten."""
 
 
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    config = tmp_path_factory.mktemp("hostile") / "kvloom.toml"
-    config.write_text(SETTINGS)
-    options = ("--engine", "sim", "--sim-step-ms", "20", "--shards", "1", "--config", str(config))
-    running = RunningFabric.start(tmp_path_factory.mktemp("hostile-data"), *options)
-    yield running
-    running.stop()
+@pytest.fixture
+def fabric(strict_fabric: RunningFabric) -> RunningFabric:
+    return strict_fabric
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +53,7 @@ class Healthy:
         self._url = fabric.http_url
         self._tokenizer = tokenizer
         self.num_answers = 0
+        self.answered = asyncio.Event()
         self.stop = False
 
     async def run(self) -> None:
@@ -72,6 +62,7 @@ class Healthy:
             while not self.stop or not self.num_answers:
                 await self._one(http, seed=self.num_answers)
                 self.num_answers += 1
+                self.answered.set()
 
     async def _one(self, http: aiohttp.ClientSession, seed: int) -> None:
         prompt = f"healthy {seed}"
@@ -91,8 +82,12 @@ class Healthy:
 
 @contextlib.asynccontextmanager
 async def healthy_stream(fabric: RunningFabric, tokenizer: ModelTokenizer) -> AsyncIterator[None]:
+    """Runs beside the attack; its first answer has come before that begins."""
     healthy = Healthy(fabric, tokenizer)
     task = asyncio.create_task(healthy.run())
+    answered = asyncio.create_task(healthy.answered.wait())
+    await asyncio.wait((task, answered), timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    answered.cancel()
     yield
     healthy.stop = True
     async with asyncio.timeout(60):
@@ -133,7 +128,7 @@ async def test_connections_over_the_limit_are_told(fabric: RunningFabric, tokeni
     """A client beyond the limit gets 503 at once; clients within it are served."""
     host, port = fabric.http_url.removeprefix("http://").split(":")
     async with healthy_stream(fabric, tokenizer):
-        await asyncio.sleep(0.2)  # its connection is one of those that exist
+        # The healthy client's connection is one of those that exist: it has been answered over it.
         await hostile.too_many_connections((host, int(port)), MAX_CONNECTIONS)
 
 
@@ -146,11 +141,11 @@ def request(**fields: Any) -> router_service_pb2.GenerateRequest:
     return wanted
 
 
-async def cancelled_generates(address: str) -> None:
+async def cancelled_generates(address: str, num_rounds: int = NUM_ROUNDS) -> None:
     """Opened and cancelled, some before the first byte went out, some in the middle."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
-        for round_ in range(10):
+        for round_ in range(num_rounds):
             calls = [stub.Generate(request()) for _ in range(90)]
             if round_ % 2:
                 await asyncio.gather(*(call.read() for call in calls[:10]))
@@ -171,6 +166,10 @@ async def cancelled_connects(address: str) -> None:
                     await call.write(router_service_pb2.RouterServiceConnectRequest(hello=hello))
             for call in calls:
                 call.cancel()
+
+
+async def many_cancelled_generates(address: str) -> None:
+    await cancelled_generates(address, 5 * NUM_ROUNDS)
 
 
 async def oversized_messages(address: str) -> None:
@@ -239,7 +238,15 @@ async def noise(address: str) -> None:
 
 @pytest.mark.parametrize(
     "attack",
-    [cancelled_generates, cancelled_connects, oversized_messages, ping_flood, settings_flood, noise],
+    [
+        cancelled_generates,
+        pytest.param(many_cancelled_generates, marks=pytest.mark.long),
+        cancelled_connects,
+        oversized_messages,
+        ping_flood,
+        settings_flood,
+        noise,
+    ],
     ids=lambda attack: attack.__name__,
 )
 async def test_the_router_under(fabric: RunningFabric, tokenizer: ModelTokenizer, attack: Any) -> None:

@@ -6,7 +6,11 @@ import json
 import time
 import urllib.request
 
+import pytest
+
 from tests.e2e.fabric import RunningFabric, run_kvloom
+
+pytestmark = pytest.mark.xdist_group("sim")
 
 MODEL = "smollm2-135m-instruct"
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

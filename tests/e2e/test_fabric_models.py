@@ -6,57 +6,31 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from kvloom import KvloomError, SyncClient
+from tests.e2e.conftest import GENERATOR
 from tests.e2e.fabric import RunningFabric, eventually, kvloom_environment, run_kvloom
 from tests.fakes.redis_server import redis_server
 
-BUILTIN = "smollm2-135m-instruct"
+pytestmark = pytest.mark.xdist_group("models")
+
+BUILTIN = GENERATOR
 SIM = ("--engine", "sim", "--sim-step-ms", "2")
 NUM_PROMPT_TOKENS_OF_TINY = 3
 """Of MESSAGES: "the", " ", "quick brown fox"."""
-ROUTES = f"""
-[[routes]]
-name = "cheapest"
-targets = ["tiny"]
-fallback = ["{BUILTIN}"]
-rules = [{{ features = ["tools"], targets = ["{BUILTIN}"] }}]
-"""
-NUM_LONG_TOKENS = 3000
+NUM_LONG_TOKENS = 2000
 """More than a command takes to start."""
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 
 
-@pytest.fixture(scope="module")
-def tiny_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with another tokenizer, template and window than the built-in one, for the sim engine."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    tokenizer.add_tokens(["quick brown fox"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
-    return folder
-
-
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    models = ("--model", BUILTIN, "--model", f"tiny={tiny_dir}", "--shards", f"{BUILTIN}=2,tiny=1")
-    data_dir = tmp_path_factory.mktemp("models")
-    config = data_dir / "routes.toml"
-    adapters = data_dir / "adapters"
-    (adapters / "poetry").mkdir(parents=True)
-    config.write_text(f'[edge]\nallow_adapter_changes = true\nadapters_dir = "{adapters}"\n{ROUTES}')
-    fabric = RunningFabric.start(data_dir, *SIM, *models, "--config", str(config))
-    yield fabric
-    fabric.stop()
+@pytest.fixture
+def fabric(models_fabric: RunningFabric) -> RunningFabric:
+    return models_fabric
 
 
 def client(url: str) -> openai.OpenAI:
@@ -66,7 +40,7 @@ def client(url: str) -> openai.OpenAI:
 def test_each_model_has_its_own_tokenizer_template_window_and_shards(fabric: RunningFabric) -> None:
     """Clients choose by name, and nothing of one model may be used for the other."""
     with client(fabric.http_url) as openai_client:
-        models = {model.id: model.to_dict() for model in openai_client.models.list() if model.id != "cheapest"}
+        models = {model.id: model.to_dict() for model in openai_client.models.list() if model.id in (BUILTIN, "tiny")}
         assert {name: model["max_model_len"] for name, model in models.items()} == {BUILTIN: 8192, "tiny": 512}
         assert {name: model["num_ready_shards"] for name, model in models.items()} == {BUILTIN: 2, "tiny": 1}
         usages = {}
@@ -102,9 +76,10 @@ def test_routes_choose_for_http_sdk_and_explain(fabric: RunningFabric) -> None:
             sdk.complete(model="gone", models=["lost"], **given)
 
 
+@pytest.mark.long
 def test_a_machine_without_files_serves_from_cards(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Edges and routers scale on machines without a disk that all share; they learn of models, aliases and defaults
-    from the shards."""
+    from the shards. (A machine of test_fabric_fleet.py has no files in every run.)"""
     folder = tmp_path_factory.mktemp("fleet")
     secret = folder / "fabric.secret"
     secret.touch(mode=0o600)

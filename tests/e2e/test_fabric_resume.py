@@ -10,16 +10,19 @@ import random
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+import redis
 
 from kvloom_common.text.tokenizer import ModelTokenizer
 from tests.e2e.fabric import RunningFabric, eventually
 from tests.e2e.test_fabric_sim import body, expected_text
 from tests.fakes.resuming_client import ResumingClient
+
+pytestmark = pytest.mark.xdist_group("sim")
 
 CHAT = "/v1/chat/completions"
 NUM_TOKENS = 40
@@ -30,14 +33,6 @@ def tokenizer(model_dir: Path):
     loaded = ModelTokenizer.load(model_dir)
     yield loaded
     loaded.close()
-
-
-@pytest.fixture(scope="module")
-def mortal_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    """Its processes may be killed: other tests count the restarts of the shared one."""
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("mortal"), "--engine", "sim", "--sim-step-ms", "50")
-    yield fabric
-    fabric.stop()
 
 
 def client(url: str) -> ResumingClient:
@@ -87,6 +82,14 @@ def tokens_of(line: str) -> int:
     return (int(output[1]) if output else 0) - (int(credited[1]) if credited else 0)
 
 
+def end_is_in_redis(fabric: RunningFabric, response_id: str) -> bool:
+    """With its end, the requests and the snapshot of an answer go, from which it could have been continued."""
+    config = json.loads((Path(fabric.env["KVLOOM_DATA_DIR"]) / "run" / "config.json").read_text())
+    with redis.Redis.from_url(config["redis"]["url"]) as client:
+        fields = [client.hlen(key) for key in client.scan_iter(match=f"*{response_id}*", _type="hash")]
+    return fields == [1]
+
+
 async def until_ready(url: str) -> None:
     async with aiohttp.ClientSession() as http:
         while True:
@@ -119,21 +122,21 @@ async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: Runnin
     assert sim_fabric.sum_over_shards(generated) - num_before == 32 * NUM_TOKENS
 
 
-async def test_a_shard_dies_while_the_client_is_away(mortal_fabric: RunningFabric, tokenizer: ModelTokenizer):
+async def test_a_shard_dies_while_the_client_is_away(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
     """Both at once: the answer continues without its client and without its shard, and the client misses nothing."""
     num_tokens = 80  # four seconds: it must not have ended before the shard is found
-    streamed = client(mortal_fabric.http_url)
+    streamed = client(sim_fabric.http_url)
     async with asyncio.timeout(60):
         await streamed.begin(body("Away when it dies", 6, num_tokens), stop_after=6)
-        shards = mortal_fabric.processes("shard")
-        loads = await asyncio.to_thread(mortal_fabric.shard_loads)
+        shards = sim_fabric.processes("shard")
+        loads = await asyncio.to_thread(sim_fabric.shard_loads)
         (serving,) = [shard for shard, load in zip(shards, loads, strict=True) if load.num_running]
         os.kill(serving["pid"], signal.SIGKILL)
         events = await streamed.read_to_the_end()
     assert text_and_usage(events) == (await expected_text(tokenizer, "Away when it dies", 6, num_tokens), num_tokens)
 
     def is_back() -> bool:
-        now = {shard["name"]: shard for shard in mortal_fabric.processes("shard")}[serving["name"]]
+        now = {shard["name"]: shard for shard in sim_fabric.processes("shard")}[serving["name"]]
         return now["state"] == "ready" and now["pid"] != serving["pid"]
 
     await asyncio.to_thread(eventually, "the killed shard is back", is_back)
@@ -167,22 +170,23 @@ async def test_stream_goes_on_at_another_edge(sim_fabric: RunningFabric, tokeniz
     assert text_and_usage(events) == (await expected_text(tokenizer, "To the other edge", 3, NUM_TOKENS), NUM_TOKENS)
 
 
-async def test_answer_that_ended_survives_the_death_of_its_edge(
-    mortal_fabric: RunningFabric, tokenizer: ModelTokenizer
-):
+async def test_answer_that_ended_survives_the_death_of_its_edge(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
     """kill -9 of the only edge: the client that was away returns to the one that the supervisor started instead, and
     finds its answer."""
-    streamed = client(mortal_fabric.http_url)
+    streamed = client(sim_fabric.http_url)
     await streamed.begin(body("The edge will die", 4, NUM_TOKENS), stop_after=6)
-    whole = client(mortal_fabric.http_url)
+    whole = client(sim_fabric.http_url)
     whole.response_id = streamed.response_id
     await whole.read_to_the_end()
-    await asyncio.sleep(0.5)  # what a dying edge has not told Redis within a tenth of a second is lost with it
-    (edge,) = mortal_fabric.processes("edge")
+    # What a dying edge has not told Redis is lost with it.
+    await asyncio.to_thread(
+        eventually, "Redis has the end", lambda: end_is_in_redis(sim_fabric, streamed.response_id), 5.0
+    )
+    (edge,) = sim_fabric.processes("edge")
     os.kill(edge["pid"], signal.SIGKILL)
 
     def is_back() -> bool:
-        (now,) = mortal_fabric.processes("edge")
+        (now,) = sim_fabric.processes("edge")
         return now["state"] == "ready" and now["pid"] != edge["pid"]
 
     await asyncio.to_thread(eventually, "the edge is back", is_back)
@@ -192,13 +196,13 @@ async def test_answer_that_ended_survives_the_death_of_its_edge(
 
 
 async def test_running_answers_go_on_after_the_death_of_their_edge(
-    mortal_fabric: RunningFabric, tokenizer: ModelTokenizer
+    sim_fabric: RunningFabric, tokenizer: ModelTokenizer
 ):
     """kill -9 of the edge in the middle of attached streams: their clients come to another one, have every token once,
     and the routers' usage records, less the credited tokens, are exactly what was delivered."""
     num_tokens = 60
     names = [f"Its edge is killed {i}" for i in range(8)]
-    async with asyncio.timeout(60), edge_process(mortal_fabric) as (url, process):
+    async with asyncio.timeout(60), edge_process(sim_fabric) as (url, process):
         await until_ready(url)
         clients = [client(url) for _ in names]
         asking = [
@@ -211,17 +215,17 @@ async def test_running_answers_go_on_after_the_death_of_their_edge(
         await asyncio.gather(*asking, return_exceptions=True)
         for one in clients:
             assert not one.done
-            one.url = mortal_fabric.http_url + CHAT
+            one.url = sim_fabric.http_url + CHAT
         events = await asyncio.gather(*(one.read_to_the_end() for one in clients))
     for i, (name, one, seen) in enumerate(zip(names, clients, events, strict=True)):
         assert text_and_usage(seen) == (await expected_text(tokenizer, name, i, num_tokens), num_tokens)
         assert not one.notices
-        again = client(mortal_fabric.http_url)
+        again = client(sim_fabric.http_url)
         again.response_id = one.response_id
         assert await again.read_to_the_end() == seen
 
     def metered() -> list[int]:
-        (log,) = (Path(mortal_fabric.env["KVLOOM_DATA_DIR"]) / "logs").glob("router*.log")
+        (log,) = (Path(sim_fabric.env["KVLOOM_DATA_DIR"]) / "logs").glob("router*.log")
         lines = [line for line in log.read_text().splitlines() if "request ended" in line or "request credited" in line]
         return [sum(tokens_of(line) for line in lines if one.response_id in line) for one in clients]
 

@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import aiohttp
 import openai
@@ -15,8 +14,8 @@ import pytest
 
 from tests.e2e.fabric import RunningFabric, run_kvloom
 
-QUESTIONS = [(f"Question {number}: what is new?", 15 + 10 * number) for number in range(6)]
-"""With the number of tokens of their answers: 0.3 to 1.3 s at 20 ms a token."""
+QUESTIONS = [(f"Question {number}: what is new?", 30 + 20 * number) for number in range(6)]
+"""With the number of tokens of their answers: 0.3 to 1.3 s at 10 ms a token, as on the shared fabric."""
 NUM_CLIENTS = 6
 TIMEOUT_SECONDS = 90.0
 
@@ -27,13 +26,14 @@ class Load:
 
     url: str
     model: str
+    key: str
     expected: list[str] = dataclasses.field(default_factory=list)
     num_answered: int = 0
     answered: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
 
     async def learn(self) -> None:
-        async with aiohttp.ClientSession() as session:
+        async with self._session() as session:
             answers = (self.ask_plainly(session, number) for number in range(len(QUESTIONS)))
             self.expected = await asyncio.gather(*answers)
         assert len(set(self.expected)) == len(QUESTIONS)
@@ -71,7 +71,7 @@ class Load:
 
     async def run_client(self, seat: int, stop: asyncio.Event) -> None:
         number = seat
-        async with aiohttp.ClientSession() as session, self._openai() as client:
+        async with self._session() as session, self._openai() as client:
             while not stop.is_set():
                 number = (number + 1) % len(QUESTIONS)
                 try:
@@ -85,13 +85,19 @@ class Load:
                 self.answered.set()
 
     def _openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
+
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"})
 
 
 @pytest.fixture
 async def load(fabric: RunningFabric) -> AsyncIterator[Load]:
     """Runs while the test does."""
-    load = Load(fabric.http_url, fabric.status()["model"])
+    made = run_kvloom("keys", "create", "--project", "rolling/app", "--create", env=fabric.env)
+    assert made.returncode == 0, made.stderr
+    load = Load(fabric.http_url, fabric.status()["model"], made.stdout.strip())
+    await asyncio.to_thread(fabric.until_key_is_known, load.key)
     await load.learn()
     stop = asyncio.Event()
     clients = [asyncio.create_task(load.run_client(seat, stop)) for seat in range(NUM_CLIENTS)]
@@ -100,15 +106,14 @@ async def load(fabric: RunningFabric) -> AsyncIterator[Load]:
     await asyncio.wait_for(asyncio.gather(*clients), TIMEOUT_SECONDS)
 
 
-@pytest.fixture(scope="module", params=["apart", "colocated"])
-def fabric(
-    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningFabric]:
-    layout = ["--routers", "2"] if request.param == "apart" else ["--colocate"]
-    data_dir = tmp_path_factory.mktemp("rolling")
-    fabric = RunningFabric.start(data_dir, "--engine", "sim", "--edges", "2", *layout)
-    yield fabric
-    fabric.stop()
+@pytest.fixture(
+    params=[
+        pytest.param("control", marks=pytest.mark.xdist_group("control")),
+        pytest.param("colocated", marks=[pytest.mark.xdist_group("colocated"), pytest.mark.long]),
+    ]
+)
+def fabric(request: pytest.FixtureRequest) -> RunningFabric:
+    return request.getfixturevalue(f"{request.param}_fabric")
 
 
 async def test_a_rolling_restart_of_every_process_loses_nothing(fabric: RunningFabric, load: Load):

@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
@@ -16,17 +16,26 @@ import pytest
 
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
-MODEL = "smollm2-135m-instruct"
+pytestmark = pytest.mark.xdist_group("models")
+
 NUM_USERS = 10
 NUM_TOKENS = 12
 
 
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    sim = ("--engine", "sim", "--sim-step-ms", "4", "--shards", "1")
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("rollout"), *sim, "--model", f"chat={model_dir}")
-    yield fabric
-    fabric.stop()
+@pytest.fixture
+def fabric(models_fabric: RunningFabric) -> RunningFabric:
+    return models_fabric
+
+
+def shards_of_chat(fabric: RunningFabric) -> list[str]:
+    """The model of each of the versions' shards."""
+    return [shard["model"] for shard in fabric.processes("shard") if shard["model"].startswith("chat")]
+
+
+def standing(fabric: RunningFabric) -> str:
+    """The version that stands for the model."""
+    (version,) = shards_of_chat(fabric)
+    return version
 
 
 class Users:
@@ -59,6 +68,12 @@ class Users:
                 self.served[model] += 1
                 self.answers.release()
 
+    async def are_served(self, num_answers: int) -> None:
+        """Until so many more answers have come."""
+        self.answers = asyncio.Semaphore(0)
+        for _ in range(num_answers):
+            await self.answers.acquire()
+
 
 @contextlib.asynccontextmanager
 async def load_on(fabric: RunningFabric) -> AsyncIterator[Users]:
@@ -80,50 +95,61 @@ async def kvloom(fabric: RunningFabric, *args: str) -> subprocess.CompletedProce
     return await asyncio.to_thread(run_kvloom, *args, env=fabric.env)
 
 
-async def test_a_good_version_replaces_the_old_one_and_a_slow_one_is_taken_back(
-    fabric: RunningFabric, model_dir: Path
-) -> None:
+async def test_a_good_version_replaces_the_old_one(fabric: RunningFabric, model_dir: Path) -> None:
     """The names of the model stand for the version that stayed, and all users got all of their answers."""
+    old = standing(fabric)
     async with load_on(fabric) as users:
         done = await kvloom(fabric, *rollout_command("chat@2", model_dir, "--steps", "20,100", "--min-requests", "5"))
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step 2 of 2: 100% of the sessions go to chat@2" in done.stdout
         assert "verdict: continue" in done.stdout
-        assert users.served["chat"]
-        assert users.served["chat@2"]
+        assert users.served[old]
+        await users.are_served(NUM_USERS)
+    assert users.served["chat@2"]
+    assert shards_of_chat(fabric) == ["chat@2"]
+    assert outcomes(fabric)[-1] == ("chat@2", "done")
+
+
+@pytest.mark.long
+async def test_a_slow_version_is_taken_back(fabric: RunningFabric, model_dir: Path) -> None:
+    """Its first users wait longer for a moment, and nobody loses an answer."""
+    old = standing(fabric)
+    async with load_on(fabric) as users:
         # It answers about one request a second, and certainty takes some fifteen of them.
         slow = rollout_command("chat@3", model_dir, "--set", "sim.step_ms=400", "--steps", "30,100", "--hold", "3s")
         back = await kvloom(fabric, *slow)
         assert back.returncode != 0
         assert "chat@3 was rolled back: its" in back.stderr, back.stdout + back.stderr
         assert "to first token is certainly above" in back.stderr
-        users.answers = asyncio.Semaphore(0)
-        for _ in range(2 * NUM_USERS):
-            await users.answers.acquire()
+        await users.are_served(2 * NUM_USERS)
     assert users.served["chat@3"]
-    assert {shard["model"] for shard in fabric.processes("shard")} == {"chat@2"}
+    assert shards_of_chat(fabric) == [old]
+    assert outcomes(fabric)[-1] == ("chat@3", "rolled back")
+
+
+def outcomes(fabric: RunningFabric) -> list[tuple[str, str]]:
     told = json.loads(run_kvloom("models", "history", "chat", "--json", env=fabric.env).stdout)
-    assert [(event["model"], event["outcome"]) for event in told] == [("chat@2", "done"), ("chat@3", "rolled back")]
+    return [(event["model"], event["outcome"]) for event in told]
 
 
 def test_ctrl_c_takes_a_version_back_and_others_keep_off_it(fabric: RunningFabric, model_dir: Path) -> None:
     """An operator who changes their mind must not wait for a verdict; until then nobody unloads a version under it."""
+    old = standing(fabric)
     argv = ["kvloom", *rollout_command("chat@4", model_dir, "--hold", "10m")]
     with subprocess.Popen(argv, env=fabric.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rolling:
         assert rolling.stdout is not None
         while "step 1" not in rolling.stdout.readline():
             pass
         assert fabric.status()["rollouts"][0]["new"] == "chat@4"
-        assert "chat@4: serving, 1%, step 1 of 4" in run_kvloom("status", env=fabric.env).stdout.replace(
-            " over chat@2", ""
-        )
-        for refused in (("unload", "chat@4"), ("sleep", "chat@2"), ("rollout", "chat@5", "--path", str(model_dir))):
+        shown = run_kvloom("status", env=fabric.env).stdout
+        assert "chat@4: serving, 1%, step 1 of 4" in shown.replace(f" over {old}", "")
+        for refused in (("unload", "chat@4"), ("sleep", old), ("rollout", "chat@5", "--path", str(model_dir))):
             assert "is being rolled out" in run_kvloom("models", *refused, env=fabric.env).stderr
         rolling.send_signal(signal.SIGINT)
         _, errors = rolling.communicate(timeout=60)
     assert rolling.returncode != 0
     assert "chat@4 was rolled back: it was asked for" in errors
-    eventually("only the old version is left", lambda: len(fabric.processes("shard")) == 1)
+    eventually("only the old version is left", lambda: shards_of_chat(fabric) == [old])
     assert not fabric.status()["rollouts"]
     failed = run_kvloom(*rollout_command("chat@5", Path("/nowhere")), env=fabric.env)
     assert "no such model: /nowhere" in failed.stderr

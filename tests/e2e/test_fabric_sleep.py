@@ -8,24 +8,23 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import GENERATOR
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
-SIM = ("--engine", "sim", "--sim-step-ms", "20")
-BUILTIN = "smollm2-135m-instruct"
+pytestmark = pytest.mark.xdist_group("models")
+
+BUILTIN = GENERATOR
+NUM_LONG_TOKENS = 2000
+"""Of an answer that takes 4 s at least, longer than the commands."""
 
 
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    models = ("--model", BUILTIN, "--model", f"other={model_dir}", "--shards", "1")
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("sleep"), *SIM, *models)
-    yield fabric
-    fabric.stop()
+@pytest.fixture
+def fabric(models_fabric: RunningFabric) -> RunningFabric:
+    return models_fabric
 
 
 def command(fabric: RunningFabric, *args: str) -> subprocess.CompletedProcess[str]:
@@ -50,60 +49,63 @@ def states(fabric: RunningFabric) -> dict[str, str]:
 
 def test_a_sleeping_model_is_refused_until_it_is_awake(fabric: RunningFabric) -> None:
     """Its memory is free for the others, which notice nothing, and its answers are as before."""
-    before = ask(fabric, "other")
-    done = command(fabric, "sleep", "other")
+    before = ask(fabric, "tiny")
+    done = command(fabric, "sleep", "tiny")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("other sleeps\n")
-    assert states(fabric) == {f"shard-{BUILTIN}-0": "ready", "shard-other-0": "asleep"}
-    status, message = ask(fabric, "other")
+    assert done.stdout.endswith("tiny sleeps\n")
+    found = states(fabric)
+    assert found.pop("shard-tiny-0") == "asleep"
+    assert set(found.values()) == {"ready"}
+    status, message = ask(fabric, "tiny")
     assert status == 503
     assert "sleeps" in message
     assert ask(fabric, BUILTIN)[0] == 200
     with urllib.request.urlopen(f"{fabric.http_url}/v1/models", timeout=20) as answer:
         num_ready = {model["id"]: model["num_ready_shards"] for model in json.loads(answer.read())["data"]}
-    assert num_ready == {BUILTIN: 1, "other": 0}
-    assert "other sleeps already" in command(fabric, "sleep", "other").stderr
-    done = command(fabric, "wake", "other")
+    assert (num_ready[BUILTIN], num_ready["tiny"]) == (2, 0)
+    assert "tiny sleeps already" in command(fabric, "sleep", "tiny").stderr
+    done = command(fabric, "wake", "tiny")
     assert done.returncode == 0, done.stderr
-    assert "shard-other-0 is awake after" in done.stdout
-    assert ask(fabric, "other") == before
-    assert "other does not sleep" in command(fabric, "wake", "other").stderr
+    assert "shard-tiny-0 is awake after" in done.stdout
+    assert ask(fabric, "tiny") == before
+    assert "tiny does not sleep" in command(fabric, "wake", "tiny").stderr
     assert "there is no model nope" in command(fabric, "sleep", "nope").stderr
 
 
 def test_running_answers_end_first_and_ctrl_c_takes_it_back(fabric: RunningFabric) -> None:
     """Nobody loses an answer because of somebody else's memory."""
-    body = json.dumps({"model": "other", "prompt": "x", "max_tokens": 150, "stream": True}).encode()
+    body = json.dumps({"model": BUILTIN, "prompt": "x", "max_tokens": NUM_LONG_TOKENS, "stream": True}).encode()
     request = urllib.request.Request(f"{fabric.http_url}/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         answer.readline()
-        argv = ["kvloom", "models", "sleep", "other"]
+        argv = ["kvloom", "models", "sleep", BUILTIN]
         with subprocess.Popen(argv, env=fabric.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as sleeping:
             assert sleeping.stdout is not None
             assert b"takes no new requests" in sleeping.stdout.readline()
-            eventually("routers have heard of it", lambda: ask(fabric, "other")[0] == 503)
+            eventually("routers have heard of it", lambda: ask(fabric, BUILTIN)[0] == 503)
             sleeping.send_signal(signal.SIGINT)
             assert sleeping.wait(20) != 0
-        eventually("it is taken back", lambda: ask(fabric, "other")[0] == 200)
-        done = command(fabric, "sleep", "other")
+        eventually("it is taken back", lambda: ask(fabric, BUILTIN)[0] == 200)
+        done = command(fabric, "sleep", BUILTIN)
         assert done.returncode == 0, done.stderr
         assert answer.read().rstrip().endswith(b"[DONE]")
-    assert command(fabric, "wake", "other").returncode == 0
+    assert command(fabric, "wake", BUILTIN).returncode == 0
 
 
 def test_it_sleeps_on_through_restarts_and_crashes(fabric: RunningFabric) -> None:
     """Also when nothing else is awake, and in routers and edges that start meanwhile."""
-    for model in ("other", BUILTIN):
+    served = {shard["model"] for shard in fabric.processes("shard")}
+    for model in served:
         assert command(fabric, "sleep", model).returncode == 0
     assert "sleeps (kvloom models wake" in run_kvloom("status", env=fabric.env).stdout
-    done = run_kvloom("restart", "router", "edge", "shard-other-0", env=fabric.env)
+    done = run_kvloom("restart", "router", "edge", "shard-tiny-0", env=fabric.env)
     assert done.returncode == 0, done.stderr
     assert set(states(fabric).values()) == {"asleep"}
-    (shard,) = [process for process in fabric.processes("shard") if process["name"] == "shard-other-0"]
+    (shard,) = [process for process in fabric.processes("shard") if process["name"] == "shard-tiny-0"]
     os.kill(shard["pid"], signal.SIGKILL)
-    eventually("the restarted shard sleeps", lambda: states(fabric)["shard-other-0"] == "asleep")
-    eventually("the model sleeps, for routers", lambda: "sleeps" in ask(fabric, "other")[1])
-    for model in ("other", BUILTIN):
+    eventually("the restarted shard sleeps", lambda: states(fabric)["shard-tiny-0"] == "asleep")
+    eventually("the model sleeps, for routers", lambda: "sleeps" in ask(fabric, "tiny")[1])
+    for model in served:
         done = command(fabric, "wake", model)
         assert done.returncode == 0, done.stderr
         assert ask(fabric, model)[0] == 200

@@ -7,7 +7,6 @@ import os
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,7 @@ import redis
 
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
-
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("status"), "--engine", "sim", "--shards", "1")
-    yield fabric
-    fabric.stop()
+pytestmark = pytest.mark.xdist_group("sim")
 
 
 def ready_status(fabric: RunningFabric) -> int:
@@ -33,54 +27,72 @@ def ready_status(fabric: RunningFabric) -> int:
         return error.code
 
 
+def num_ready_shards(fabric: RunningFabric) -> int:
+    with urllib.request.urlopen(f"{fabric.http_url}/v1/models", timeout=5) as answer:
+        return sum(model["num_ready_shards"] for model in json.loads(answer.read())["data"])
+
+
 def shown_shards(fabric: RunningFabric) -> list[dict[str, Any]]:
     """By the command, which asks the supervisor: its file is what cannot be written."""
     return [process for process in fabric.status()["processes"] if process["role"] == "shard"]
 
 
-def test_status_is_current_while_the_disk_takes_no_state(fabric: RunningFabric) -> None:
+def test_status_is_current_while_the_disk_takes_no_state(sim_fabric: RunningFabric) -> None:
     """With a full disk it showed the last state that could be written, and a process that had long been replaced."""
-    state_file = Path(fabric.env["KVLOOM_DATA_DIR"]) / "run" / "state.json"
-    (before,) = shown_shards(fabric)
+    supervisor, *_ = sim_fabric.pids()
+    state_file = Path(sim_fabric.env["KVLOOM_DATA_DIR"]) / "run" / "state.json"
+    before = shown_shards(sim_fabric)[0]
     state_file.unlink()
     state_file.mkdir()  # every write fails, for root as well
     try:
         os.kill(before["pid"], signal.SIGKILL)
-        eventually("the new process is shown", lambda: shown_shards(fabric)[0]["pid"] not in (before["pid"], None))
-        assert shown_shards(fabric)[0]["restarts"] == before["restarts"] + 1
-        assert run_kvloom("logs", "--lines", "1", env=fabric.env).returncode == 0
+        eventually("the new process is shown", lambda: shown_shards(sim_fabric)[0]["pid"] not in (before["pid"], None))
+        assert shown_shards(sim_fabric)[0]["restarts"] == before["restarts"] + 1
+        assert run_kvloom("logs", "--lines", "1", env=sim_fabric.env).returncode == 0
     finally:
         state_file.rmdir()
+        os.kill(supervisor, signal.SIGHUP)  # a reload writes it again
+        eventually("the state can be read", state_file.is_file)
+        eventually("the new process is ready", lambda: shown_shards(sim_fabric)[0]["state"] == "ready")
 
 
-def test_status_and_ready_agree_when_no_request_can_be_served(fabric: RunningFabric) -> None:
+def test_status_and_ready_agree_when_no_request_can_be_served(sim_fabric: RunningFabric) -> None:
     """It said "ready" while every request got a 503."""
-    eventually("it serves", lambda: ready_status(fabric) == 200)
-    assert run_kvloom("drain", "shard-0", env=fabric.env).returncode == 0
-    eventually("the edge knows it", lambda: ready_status(fabric) == 503)
-    shown = run_kvloom("status", env=fabric.env)
+    eventually("it serves", lambda: ready_status(sim_fabric) == 200)
+    for shard in ("shard-0", "shard-1"):
+        assert run_kvloom("drain", shard, env=sim_fabric.env).returncode == 0
+    eventually("the edge knows it", lambda: ready_status(sim_fabric) == 503)
+    shown = run_kvloom("status", env=sim_fabric.env)
     assert shown.returncode == 4
     assert shown.stdout.startswith("not ready: ")
     assert "edge: no shard is ready" in shown.stdout
     assert "drained" in shown.stdout
-    status = fabric.status()
+    status = sim_fabric.status()
     assert status["phase"] == "not_ready"
     assert "edge: no shard is ready" in status["not_ready"]
-    assert run_kvloom("undrain", "shard-0", env=fabric.env).returncode == 0
-    eventually("it serves again", lambda: ready_status(fabric) == 200)
-    assert run_kvloom("status", env=fabric.env).returncode == 0
+    for shard in ("shard-0", "shard-1"):
+        assert run_kvloom("undrain", shard, env=sim_fabric.env).returncode == 0
+    eventually("it serves again", lambda: ready_status(sim_fabric) == 200)
+    assert run_kvloom("status", env=sim_fabric.env).returncode == 0
 
 
-def test_garbage_in_the_registry_leaves_status_and_ready_true(fabric: RunningFabric) -> None:
+def test_garbage_in_the_registry_leaves_status_and_ready_true(sim_fabric: RunningFabric) -> None:
     """After a restart of the shards nothing was served until somebody had deleted the key by hand, and `status` said
     nothing of it."""
-    eventually("it serves", lambda: ready_status(fabric) == 200)
-    config = json.loads((Path(fabric.env["KVLOOM_DATA_DIR"]) / "run" / "config.json").read_text())
-    (before,) = fabric.processes("shard")
+    eventually("it serves", lambda: ready_status(sim_fabric) == 200)
+    config = json.loads((Path(sim_fabric.env["KVLOOM_DATA_DIR"]) / "run" / "config.json").read_text())
+    before = {shard["name"]: shard["pid"] for shard in sim_fabric.processes("shard")}
     with redis.Redis.from_url(config["redis"]["url"]) as client:
         client.sadd("kvloom:shard_ids", "garbage")
         client.set("kvloom:shard:garbage", "garbage")
-        client.set("kvloom:shard:shard-0", "garbage")
-        os.kill(before["pid"], signal.SIGKILL)
-    eventually("the new process is known", lambda: fabric.status()["phase"] == "ready" and ready_status(fabric) == 200)
-    assert run_kvloom("status", env=fabric.env).returncode == 0
+        for name, pid in before.items():
+            client.set(f"kvloom:shard:{name}", "garbage")
+            os.kill(pid, signal.SIGKILL)
+
+    def are_known() -> bool:
+        now = {shard["name"]: shard["pid"] for shard in shown_shards(sim_fabric)}
+        return all(now[name] != pid for name, pid in before.items()) and num_ready_shards(sim_fabric) == len(before)
+
+    eventually("the new processes are known", are_known)
+    eventually("it serves", lambda: sim_fabric.status()["phase"] == "ready" and ready_status(sim_fabric) == 200)
+    assert run_kvloom("status", env=sim_fabric.env).returncode == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 
@@ -14,15 +14,14 @@ from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 PROMPT = "the same long question of two teams, word after word after word " * 8
 
 
-@pytest.fixture(scope="module", params=["processes", "colocated"])
-def fabric(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningFabric]:
-    if request.param == "processes":
-        yield request.getfixturevalue("control_fabric")
-        return
-    options = ("--engine", "sim", "--shards", "1", "--control", "--colocate", "--edges", "2")
-    started = RunningFabric.start(tmp_path_factory.mktemp("tenants"), *options)
-    yield started
-    started.stop()
+@pytest.fixture(
+    params=[
+        pytest.param("control", marks=pytest.mark.xdist_group("control")),
+        pytest.param("colocated", marks=pytest.mark.xdist_group("colocated")),
+    ]
+)
+def fabric(request: pytest.FixtureRequest) -> RunningFabric:
+    return request.getfixturevalue(f"{request.param}_fabric")
 
 
 def key_of(fabric: RunningFabric, project: str, *options: str) -> tuple[str, str]:
@@ -48,6 +47,7 @@ def asked(fabric: RunningFabric, key: str, more: Mapping[str, str] | None = None
         return error.code, 0
 
 
+@pytest.mark.xdist_group("control")
 def test_a_key_that_may_name_one_class(control_fabric: RunningFabric) -> None:
     """From the operator's command to the bill: what a key may name, what it is refused, over HTTP and over gRPC, and
     where its usage is."""

@@ -13,9 +13,12 @@ import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from tests.e2e.conftest import GENERATOR
 from tests.e2e.fabric import KVLOOM, RunningFabric, run_kvloom
 
-MODEL = "smollm2-135m-instruct"
+pytestmark = pytest.mark.xdist_group("torch")
+
+MODEL = GENERATOR
 CAPITAL = "What is the capital of France? Answer in one short sentence."
 
 
@@ -115,7 +118,7 @@ def test_a_repeated_prompt_is_served_from_the_kv_cache(client: openai.OpenAI):
 
 def test_models_lists_what_is_served(client: openai.OpenAI):
     """Clients ask for the names before they ask for answers."""
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert MODEL in [model.id for model in client.models.list()]
 
 
 def test_chat_streams_an_answer_in_the_terminal(torch_fabric: RunningFabric):
@@ -190,7 +193,8 @@ def test_a_sleeping_model_gives_its_memory_back_and_answers_with_the_same_bits(
     """Weights and KV cache are the point of sleeping; also the first engine of a process must go."""
 
     def resident_bytes() -> list[int]:
-        return [psutil.Process(shard["pid"]).memory_info().rss for shard in torch_fabric.processes("shard")]
+        shards = [shard for shard in torch_fabric.processes("shard") if shard["model"] == MODEL]
+        return [psutil.Process(shard["pid"]).memory_info().rss for shard in shards]
 
     def answer() -> object:
         sampled = {"max_tokens": 16, "temperature": 0.9, "seed": 3, "logprobs": True, "top_logprobs": 2}
@@ -207,6 +211,7 @@ def test_a_sleeping_model_gives_its_memory_back_and_answers_with_the_same_bits(
     assert answer() == answered
 
 
+@pytest.mark.long
 def test_a_gguf_file_is_converted_and_served(tmp_path: Path, torch_fabric: RunningFabric):
     """Models come as GGUF files: a path to one is enough, and clients call it by the file's name."""
     from shard_server.engines.torch_engine.checkpoint.converted_model import find_builtin_gguf

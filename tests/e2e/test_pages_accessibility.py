@@ -9,7 +9,7 @@ from playwright.async_api import Browser, Page, expect
 from tests.fakes.edge_world import edge_world
 from tests.fakes.fake_router_link import answer
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.asyncio(loop_scope="session")]
 
 
 async def open_page(browser: Browser, url: str, scheme: str) -> Page:
@@ -37,10 +37,13 @@ async def test_chat_page(browser: Browser, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_reference_page(browser: Browser, scheme: str) -> None:
-    """The whole reference, with everything unfolded."""
+@pytest.mark.parametrize("one_of", [12, pytest.param(1, marks=pytest.mark.long)])
+async def test_reference_page(browser: Browser, scheme: str, one_of: int) -> None:
+    """The whole reference, with everything unfolded, or one part of so many: they are made alike."""
     async with edge_world() as world:
         page = await open_page(browser, f"{world.url}/docs", scheme)
         await expect(page.get_by_text("/v1/chat/completions").first).to_be_visible()
-        await page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+        unfold = "(n) => document.querySelectorAll('details').forEach((each, i) => { each.open = i % n == 0 })"
+        await page.evaluate(unfold, one_of)
+        assert await page.evaluate("document.querySelectorAll('details[open]').length") > 3
         await assert_accessible(page)
