@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from grpc_health.v1._async import HealthServicer
-
-from kvloom_common.process.service import set_serving
+from kvloom_common.process.service import HealthServicer, set_serving
 
 
 class HealthReporter:

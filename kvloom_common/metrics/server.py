@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
+from socketserver import ThreadingMixIn
 from typing import Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import msgspec
 import prometheus_client
 import structlog
-from prometheus_client.exposition import ThreadingWSGIServer
 
 from kvloom.errors import KvloomError
 from kvloom_common.access.auth_provider import Credentials
@@ -108,9 +108,10 @@ def _check(environ: dict[str, Any], callers: Callers) -> None:
     callers.verifier.verify_in_thread(Credentials(headers))
 
 
-class _Server(ThreadingWSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
     """A thread for each connection, within limits."""
 
+    daemon_threads = True  # it would otherwise keep a list of all that have ended
     tls: ssl.SSLContext | None = None
     request_queue_size = 2 * MAX_SCRAPES  # with the library's 5, connections made at once wait for a second or more
 

@@ -1,7 +1,4 @@
-"""What all service processes have in common: uvloop, signals, the ready line, and a gRPC server on its own port.
-
-Services only: the SDK does not import this module (it needs the `services` extra).
-"""
+"""What all service processes have in common: uvloop, signals, the ready line, and a gRPC server on its own port."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from typing import Any, Final, Protocol
 import grpc
 import msgspec
 import uvloop
-from grpc_health.v1 import health_pb2
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health, health_pb2
 
 from kvloom_common.config import ConfigError
 from kvloom_common.process.freed_memory import return_freed_memory
@@ -173,7 +169,11 @@ def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_S
     return f"{host}:{bound}"
 
 
-async def set_serving(health: HealthServicer, service_names: Sequence[str], serving: bool) -> None:
+class HealthServicer(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]  (the types lack it)
+    """Of grpc.health.v1."""
+
+
+async def set_serving(servicer: HealthServicer, service_names: Sequence[str], serving: bool) -> None:
     status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
     for name in ("", *service_names):
-        await health.set(name, status)
+        await servicer.set(name, status)

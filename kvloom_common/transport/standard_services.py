@@ -1,7 +1,4 @@
-"""The services that every gRPC server of the fabric has beside its own: health checks and reflection.
-
-Services only: the SDK does not import this module (it needs the `services` extra).
-"""
+"""The services that every gRPC server of the fabric has beside its own: health checks and reflection."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
-from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from kvloom_common.process.service import HealthServicer
 from kvloom_common.transport.checked_server import CheckedServer
 
 HEALTH_NAME = "grpc.health.v1.Health"
@@ -26,6 +22,6 @@ def add_health_and_reflection(
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, checked)
     if with_reflection:
-        described = ReflectionServicer([*service_names, HEALTH_NAME, reflection.SERVICE_NAME])
+        described = reflection.aio.ReflectionServicer([*service_names, HEALTH_NAME, reflection.SERVICE_NAME])
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(described, checked)
     return health

