@@ -433,6 +433,7 @@ def test_the_main_commands_work_from_the_wheel(fabric: RunningFabric, key: str, 
     doctor = json.loads(kvloom(fabric, "doctor", "engine", "--engine", "sim", "--model", str(model_dir), "--json"))
     assert doctor["ok"]
     assert "kvloom.engines" in kvloom(fabric, "doctor", "plugins")
+    assert "1 seeds, 0 failed" in kvloom(fabric, "dst", "--seeds", "1")
 
 
 def test_what_belongs_to_the_repository_or_an_extra_is_named(
