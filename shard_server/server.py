@@ -54,6 +54,16 @@ _RECHECK_SECONDS: Final = 0.25
 """How often a stopping shard looks whether it has to end earlier, since another notice came."""
 
 
+def free_memory() -> None:
+    """Free an engine that was closed. Takes a fraction of a second, in which nobody waits for this process."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the process froze what it had when it was ready (settle_memory), and thus the first engine
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    return_freed_memory()
+
+
 class ShardServer:
     """Call `start`, then `serve`. Both raise EngineError: when the engine cannot start, and when it has died."""
 
@@ -70,13 +80,15 @@ class ShardServer:
         trust: FabricTrust = NO_SECRET,
         card: PackedCard | None = None,
         make_engine: Callable[[], Engine] | None = None,
+        free_memory: Callable[[], None] = free_memory,
         notices: SpotNotices | None = None,
         on_leave: Callable[[], None] | None = None,
     ) -> None:
         """`advertised_address` is the host:port that is registered for routers; "" registers the listening address.
         `card` is that of the model; without it, routers need the model's files. `make_engine`
-        makes another engine like `engine`, in a thread; without it, the shard cannot sleep. `on_leave` is called when
-        the shard begins to end for good, by a notice or a Drain call; without it, it does not end by itself."""
+        makes another engine like `engine`, in a thread; without it, the shard cannot sleep. `free_memory` is
+        called in a thread when an engine was closed or replaced. `on_leave` is called when the shard begins to end for
+        good, by a notice or a Drain call; without it, it does not end by itself."""
         self._notices = notices
         self._on_leave = on_leave
         self._leaves = asyncio.Event()
@@ -86,6 +98,7 @@ class ShardServer:
         self._config = config
         self._engine = engine
         self._make_engine = make_engine
+        self._free_memory = free_memory
         self._changing_engine = asyncio.Lock()
         self._tokenizer = tokenizer
         self._shard_id = shard_id
@@ -318,7 +331,7 @@ class ShardServer:
             self._multiplexer.return_sequences()
             self._multiplexer.give_up_engine()
             await self._engine.close()
-            await asyncio.to_thread(_free_memory)
+            await asyncio.to_thread(self._free_memory)
             log.info("asleep")
 
     async def _wake(self) -> None:
@@ -328,7 +341,7 @@ class ShardServer:
                 self._engine = await self._another_engine(self._engine.info)
                 self._multiplexer.use(self._engine)
                 await self._multiplexer.adapters.use(self._engine)
-                await asyncio.to_thread(_free_memory)
+                await asyncio.to_thread(self._free_memory)
                 log.info("awake")
                 await self._set_draining(False)
             self._multiplexer.announce_sleep(False)
@@ -355,16 +368,6 @@ class ShardServer:
         self._hand_over_timer = None
         log.info("handing over the live sequences")
         self._multiplexer.set_draining(True, hand_over=True)
-
-
-def _free_memory() -> None:
-    """Free an engine that was closed. Takes a fraction of a second, in which nobody waits for this process."""
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # the process froze what it had when it was ready (settle_memory), and thus the first engine
-    gc.collect()
-    if is_frozen:
-        gc.freeze()
-    return_freed_memory()
 
 
 def _check_same(before: EngineInfo, now: EngineInfo) -> None:

@@ -8,6 +8,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import DrainRequest, GetInfoRequest, SleepRequest, WakeRequest, WithdrawRequest
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.sim_engine import SimEngine
+from shard_server.server import free_memory
 from tests.fakes.shard_world import EOS, VOCABULARY, shard_world, sim_config
 
 PROMPT = list(range(100, 140))
@@ -99,8 +100,8 @@ async def test_a_wake_that_fails_says_why_and_may_be_repeated() -> None:
 
 
 async def test_a_sleeping_shard_stops_at_once() -> None:
-    """Nothing waits for an engine that is not there."""
-    async with shard_world(CONFIG, make_engine(), make_engine=make_engine) as world:
+    """Nothing waits for an engine that is not there, and its memory has been freed."""
+    async with shard_world(CONFIG, make_engine(), make_engine=make_engine, free_memory=free_memory) as world:
         await world.stub.Sleep(SleepRequest())
         world.stop.set()
         await world.serving
