@@ -104,8 +104,22 @@ def test_the_report_is_a_table_that_can_be_sent(model_dir: Path):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_missing_kv_events_are_found(model_dir: Path):
+async def test_missing_kv_events_are_found(model_dir: Path):
     """Without KV events routing ignores caches, which would be hard to notice otherwise."""
+    config = KvloomConfig()
+    config.shard.engine = "tensorrt_llm"
+    config.model.path = str(model_dir)
+    with installed_tensorrt_llm(Variant(has_events=False)):
+        results = await examine(config, lambda _: None, kv_event_seconds=0.2)
+    found = {result.name: result.outcome for result in results}
+    assert found["KV events"] == "failed"
+    assert found["32 at once"] == "ok", "the other checks are made"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("gpu")
+def test_missing_kv_events_are_a_failure_of_the_command(model_dir: Path):
+    """It waits as long for the events as it does on a user's machine."""
     with installed_tensorrt_llm(Variant(has_events=False)):
         status, report = doctor(model_dir, "--engine", "tensorrt_llm")
     assert status == 1

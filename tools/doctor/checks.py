@@ -132,7 +132,8 @@ async def kv_events(session: EngineSession) -> str:
     await session.run(prompt, 4, root_hash=mine)
     wanted = set(block_hashes(prompt, size, mine))
     try:
-        await session.until(lambda: wanted <= session.cached_hashes, "the events of a prompt's blocks", 10)
+        reached = lambda: wanted <= session.cached_hashes  # noqa: E731
+        await session.until(reached, "the events of a prompt's blocks", session.kv_event_seconds)
     except TimeoutError:
         found = len(wanted & session.cached_hashes)
         message = f"{found} of {len(wanted)} blocks match those of a router; {session.num_kv_events} events arrived"

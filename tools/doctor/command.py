@@ -25,7 +25,7 @@ from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from tools.doctor.checks import CheckFailedError, CheckSkippedError, checks_of
 from tools.doctor.library import library_rows
-from tools.doctor.session import EngineSession
+from tools.doctor.session import KV_EVENT_SECONDS, EngineSession
 from tools.failures import CommandError
 from tools.interpreter import interpreter_name
 from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
@@ -48,7 +48,7 @@ class Result:
     """What the check proves, or what the library should have."""
 
 
-async def examine(config: KvloomConfig, report: Report) -> list[Result]:
+async def examine(config: KvloomConfig, report: Report, *, kv_event_seconds: float = KV_EVENT_SECONDS) -> list[Result]:
     """Run all checks on the engine in `config` and report one after another. Never raises for an error of the
     engine."""
     results: list[Result] = []
@@ -84,7 +84,7 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
         f"{info.description or info.engine}; {info.num_blocks} blocks, window {info.max_model_len} tokens",
         begin,
     )
-    async with EngineSession(engine, tokenizer) as session:
+    async with EngineSession(engine, tokenizer, kv_event_seconds=kv_event_seconds) as session:
         for name, check in checks_of(info):
             begin = time.perf_counter()
             expected = inspect.getdoc(check) or ""

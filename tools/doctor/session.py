@@ -26,6 +26,7 @@ from shard_server.engines.base import (
 )
 
 WAIT_SECONDS: Final = 120.0
+KV_EVENT_SECONDS: Final = 10.0
 
 GREEDY: Final = Sampling(temperature=0.0)
 
@@ -53,9 +54,13 @@ class Observed:
 class EngineSession:
     """Use `async with` around a started engine. An exception of the engine is raised by the waiting methods."""
 
-    def __init__(self, engine: Engine, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: ModelTokenizer, *, kv_event_seconds: float = KV_EVENT_SECONDS
+    ) -> None:
+        """`kv_event_seconds`: how long the events of a computed prompt may take."""
         self.engine = engine
         self.tokenizer = tokenizer
+        self.kv_event_seconds = kv_event_seconds
         self.load = EngineLoad()
         self.cached_hashes: set[int] = set()
         self.num_kv_events = 0
