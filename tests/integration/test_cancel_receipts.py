@@ -35,7 +35,7 @@ def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
     loaded.close()
 
 
-@pytest.fixture(params=list(NUM_DRAFTS))
+@pytest.fixture(params=["sim", pytest.param("torch", marks=pytest.mark.long), "torch with speculation"])
 async def world(
     request: pytest.FixtureRequest,
     router_redis_url: str,

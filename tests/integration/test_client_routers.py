@@ -96,7 +96,7 @@ async def test_a_request_is_cancelled_wherever_it_runs(gone: str, routers: list[
 
 async def test_no_router_is_there(gone: str) -> None:
     """Every call raises ROUTER_LOST."""
-    async with Client([gone, gone], connect_timeout_seconds=0.3) as client:
+    async with Client([gone, gone], connect_timeout_seconds=0.3, max_retries=0) as client:
         for prompt in ({"text": "a"}, {"token_ids": [1]}):
             with pytest.raises(KvloomError) as caught:
                 [delta async for delta in client.generate(model="m", **prompt)]

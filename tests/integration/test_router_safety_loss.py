@@ -80,7 +80,7 @@ async def connect(world: RouterWorld, safety: SafetyProcess, patience_seconds: f
     world.config.safety.port = safety.port
     world.config.safety.on_unavailable = "refuse"
     world.config.safety.patience_seconds = patience_seconds
-    await world.start_shard("shard-0", step_seconds=0.02)
+    await world.start_shard("shard-0", step_seconds=0.008)
     await world.start_router()
     link = await world.connect()
     await world.wait_for_shards(link, 1)
@@ -105,7 +105,12 @@ async def all_done(answers: list[Answer]) -> None:
     await eventually(lambda: all(answer.done for answer in answers), "all ends", timeout_seconds=60.0)
 
 
-async def test_answers_survive_a_killed_and_restarted_safety_service(world: RouterWorld, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "num_tokens", [pytest.param(5, marks=pytest.mark.long), 66, pytest.param(100, marks=pytest.mark.long)]
+)
+async def test_answers_survive_a_killed_and_restarted_safety_service(
+    world: RouterWorld, tmp_path: Path, num_tokens: int
+) -> None:
     """Running answers, and those requested during the outage, equal the undisturbed ones. Forbidden text is never sent,
     wherever the service died."""
     async with safety_process(tmp_path) as safety:
@@ -117,20 +122,19 @@ async def test_answers_survive_a_killed_and_restarted_safety_service(world: Rout
             assert answer.finish.reason == (FINISH_REASON_CONTENT_FILTER if is_bad else FINISH_REASON_LENGTH)
             assert "t490 t497" not in answer.texts[0]
             assert is_bad or answer.texts[0] == expected_text([i], 0, NUM_TOKENS)
-        for num_tokens in (5, 66, 100):
-            answers = ask(link)
-            await eventually(lambda: len(answers[1].token_ids[0]) >= num_tokens, "some tokens")  # noqa: B023
-            await safety.kill()
-            await is_screened(world, False)
-            more = ask(link)
-            await safety.start()
-            await all_done([*answers, *more])
-            for got in (answers, more):
-                for answer, expected in zip(got, undisturbed, strict=True):
-                    assert answer.texts == expected.texts
-                    assert answer.token_ids == expected.token_ids
-                    assert answer.finish.reason == expected.finish.reason
-                    assert answer.finish.num_output_tokens == expected.finish.num_output_tokens
+        answers = ask(link)
+        await eventually(lambda: len(answers[1].token_ids[0]) >= num_tokens, "some tokens")
+        await safety.kill()
+        await is_screened(world, False)
+        more = ask(link)
+        await safety.start()
+        await all_done([*answers, *more])
+        for got in (answers, more):
+            for answer, expected in zip(got, undisturbed, strict=True):
+                assert answer.texts == expected.texts
+                assert answer.token_ids == expected.token_ids
+                assert answer.finish.reason == expected.finish.reason
+                assert answer.finish.num_output_tokens == expected.finish.num_output_tokens
 
 
 async def test_answers_end_in_an_error_when_the_safety_service_stays_away(world: RouterWorld, tmp_path: Path) -> None:

