@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -21,10 +19,14 @@ from kvloom_common.process.service import ReadyLine
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.server import ShardServer
+from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.router_world import eventually
+from tests.fakes.small_model import write_small_model
 
 MODEL = "tiny"
 TIMEOUT_SECONDS = 30.0
+STEP_MS = 8.0
+"""An answer of 50 tokens lasts long enough for a test that has seen five of them to break something."""
 
 _prefixes = itertools.count(1)
 
@@ -45,7 +47,7 @@ class SplitCharacters:
 
 
 class RouterProcess:
-    def __init__(self, name: str, process: asyncio.subprocess.Process, address: str) -> None:
+    def __init__(self, name: str, process: ForkedProcess, address: str) -> None:
         self.name = name
         self.address = address
         self._process = process
@@ -70,7 +72,8 @@ class RouterProcess:
 
 
 class RouterProcesses:
-    def __init__(self, folder: Path, model_dir: Path, redis_url: str) -> None:
+    def __init__(self, folder: Path, redis_url: str) -> None:
+        model_dir = write_small_model(folder / "model")
         self.config = KvloomConfig()
         self.config.model.name = MODEL
         self.config.model.path = str(model_dir)
@@ -79,13 +82,21 @@ class RouterProcesses:
         self.config.safety.on_unavailable = "allow"
         self.config.router.port = 0
         self.config.shard.engine = "sim"
-        self.config.shard.sim.step_ms = 20.0
+        self.config.shard.sim.step_ms = STEP_MS
         self.tokenizer = ModelTokenizer.load(model_dir)
         self._folder = folder
+        self._engines: list[SimEngine] = []
         self.cleanup = contextlib.AsyncExitStack()
+
+    async def decoded(self, num_steps: int) -> None:
+        """Returns when one of the shards has made that many steps more."""
+        wanted = [engine._step_number + num_steps for engine in self._engines]
+        steps = list(zip(self._engines, wanted, strict=True))
+        await eventually(lambda: any(engine._step_number >= number for engine, number in steps), "steps of a shard")
 
     async def start_shard(self, shard_id: str) -> None:
         engine = SimEngine(MODEL, self.config.shard, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
+        self._engines.append(engine)
         metrics = CollectorRegistry()
         texts = SplitCharacters(self.tokenizer.vocab_size)
         server = ShardServer(self.config, engine, texts, shard_id, metrics_registry=metrics)
@@ -103,10 +114,7 @@ class RouterProcesses:
         path = self._folder / "kvloom.json"
         dump_config(self.config, path)
         flags = ("--config", str(path), "--name", name, "--port", str(port))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "router", *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        assert process.stdout is not None
+        process = await fork_service("router", flags)
         line = await asyncio.wait_for(process.stdout.readline(), TIMEOUT_SECONDS)
         router = RouterProcess(name, process, msgspec.json.decode(line, type=ReadyLine).address)
         self.cleanup.push_async_callback(router.kill)
@@ -124,9 +132,9 @@ def ready_routers(group: RouterGroup) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def router_processes(folder: Path, model_dir: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
+async def router_processes(folder: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
     """Starts two shards; tests start the routers."""
-    world = RouterProcesses(folder, model_dir, redis_url)
+    world = RouterProcesses(folder, redis_url)
     try:
         await world.start_shard("shard-0")
         await world.start_shard("shard-1")

@@ -42,10 +42,10 @@ class Fabric:
 
 
 @pytest.fixture
-async def fabric(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator[Fabric]:
-    async with router_processes(tmp_path, model_dir, redis_url) as world:
+async def fabric(tmp_path: Path, redis_url: str) -> AsyncIterator[Fabric]:
+    async with router_processes(tmp_path, redis_url) as world:
         world.config.edge.reattach_seconds = 1.5
-        routers = [await world.start_router("router-0"), await world.start_router("router-1")]
+        routers = list(await asyncio.gather(world.start_router("router-0"), world.start_router("router-1")))
         link = await world.link(2)
         catalogue = await asyncio.to_thread(load_catalogue, world.config)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()

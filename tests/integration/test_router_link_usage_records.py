@@ -14,7 +14,7 @@ from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from tests.fakes.breaking_proxy import BreakingProxy
-from tests.fakes.router_processes import MODEL, RouterProcess, ready_routers, router_processes
+from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
 from tools.chaos.checking.metering import parse_usage_record
 
@@ -25,12 +25,10 @@ NUM_TOKENS = 60
 NUM_BREAKS = 5
 
 
-async def test_usage_records_add_up_when_only_connections_break(
-    tmp_path: Path, model_dir: Path, redis_url: str
-) -> None:
+async def test_usage_records_add_up_when_only_connections_break(tmp_path: Path, redis_url: str) -> None:
     """Connections are reset repeatedly, and messages in transit are lost. For every request, the tokens that both
     routers metered, less the credits, are those that its sink received, and these are the undisturbed ones."""
-    async with router_processes(tmp_path, model_dir, redis_url) as world:
+    async with router_processes(tmp_path, redis_url) as world:
         world.config.log.format = "json"
         world.config.edge.reattach_seconds = 20.0
         routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
@@ -39,8 +37,8 @@ async def test_usage_records_add_up_when_only_connections_break(
         group = RouterGroup("usage", [await proxy.start() for proxy in proxies], reattach_seconds=20.0)
         await group.start()
         await eventually(lambda: len(ready_routers(group)) == 2, "both routers")
-        expected = await _ask(group, "undisturbed", [])
-        got = await _ask(group, "broken", proxies)
+        expected = await _ask(world, group, "undisturbed", [])
+        got = await _ask(world, group, "broken", proxies)
         assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
         assert [answer.texts for answer in got] == [answer.texts for answer in expected]
         assert group.num_reattached >= NUM_REQUESTS
@@ -52,12 +50,10 @@ async def test_usage_records_add_up_when_only_connections_break(
         await _assert_metered(routers, broken=got)
 
 
-async def test_usage_records_add_up_at_an_address_that_routers_share(
-    tmp_path: Path, model_dir: Path, redis_url: str
-) -> None:
+async def test_usage_records_add_up_at_an_address_that_routers_share(tmp_path: Path, redis_url: str) -> None:
     """A router hangs, and its client only knows the address that all routers share. Its next connection reaches another
     router, and the hung one, once it continues, still gets the number of tokens that had arrived."""
-    async with router_processes(tmp_path, model_dir, redis_url) as world:
+    async with router_processes(tmp_path, redis_url) as world:
         world.config.log.format = "json"
         hung, other = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
         await world.link(2)
@@ -68,7 +64,7 @@ async def test_usage_records_add_up_at_an_address_that_routers_share(
         answers = _submit(group, "hung")
         await eventually(lambda: all(answer.token_ids[0] for answer in answers), "first tokens", 20.0)
         shared.freeze(True)
-        await asyncio.sleep(0.1)  # tokens are metered, and on their way
+        await world.decoded(10)  # tokens are metered, and on their way
         hung.send(signal.SIGSTOP)
         shared.redirect(other.address)
         shared.reset()
@@ -115,7 +111,7 @@ def _submit(group: RouterGroup, prefix: str) -> list[Answer]:
     return answers
 
 
-async def _ask(group: RouterGroup, prefix: str, proxies: list[BreakingProxy]) -> list[Answer]:
+async def _ask(world: RouterProcesses, group: RouterGroup, prefix: str, proxies: list[BreakingProxy]) -> list[Answer]:
     rng = random.Random(7)
     answers = _submit(group, prefix)
     if proxies:
@@ -123,7 +119,7 @@ async def _ask(group: RouterGroup, prefix: str, proxies: list[BreakingProxy]) ->
     for number in range(NUM_BREAKS if proxies else 0):
         proxy = proxies[number % 2]
         proxy.freeze(True)
-        await asyncio.sleep(rng.uniform(0.05, 0.15))  # tokens are metered, and on their way
+        await world.decoded(rng.randint(3, 8))  # tokens are metered, and on their way
         proxy.reset()
         await eventually(lambda: len(ready_routers(group)) == 2, "the connection's return", 20.0)
     await eventually(lambda: all(answer.done for answer in answers), "all ends", 60.0)

@@ -62,8 +62,19 @@ async def first_tokens(answers: list[Answer]) -> None:
     await eventually(lambda: all(len(answer.token_ids[0]) >= 5 or answer.done for answer in answers), "first tokens")
 
 
-async def undisturbed(link: RouterGroup) -> tuple[list[Question], list[Answer]]:
+Known = list[tuple[list[Question], list[Answer]]]
+
+
+@pytest.fixture(scope="module")
+def known() -> Known:
+    """What `undisturbed` has returned once: shards answer the same questions alike in every test."""
+    return []
+
+
+async def undisturbed(link: RouterGroup, known: Known) -> tuple[list[Question], list[Answer]]:
     """Returns questions of every kind, some with a stop string in the middle of the answer, and their answers."""
+    if known:
+        return known[0]
     asked = questions()
     answers = submit_all(link, asked, "first")
     await all_done(answers)
@@ -74,6 +85,7 @@ async def undisturbed(link: RouterGroup) -> tuple[list[Question], list[Answer]]:
     await all_done(answers)
     assert any(answer.finish.stop_string for answer in answers)
     assert any("\ufffd" in answer.texts[0] or not answer.texts[0].isascii() for answer in answers)
+    known.append((asked, answers))
     return asked, answers
 
 
@@ -94,17 +106,17 @@ def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
-    async with router_processes(tmp_path, model_dir, redis_url) as started:
+async def world(tmp_path: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
+    async with router_processes(tmp_path, redis_url) as started:
         yield started
 
 
-async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
+async def test_kill_of_one_router_of_two(world: RouterProcesses, known: Known) -> None:
     """After kill -9 of one router its answers continue at the other one, with the same tokens, text, logprobs, finishes
     and counts."""
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
-    asked, expected = await undisturbed(link)
+    asked, expected = await undisturbed(link, known)
     answers = submit_all(link, asked, "killed")
     await first_tokens(answers)
     await routers[0].kill()
@@ -114,11 +126,11 @@ async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
     assert link.num_given_up == 0
 
 
-async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> None:
+async def test_kill_and_restart_of_the_only_router(world: RouterProcesses, known: Known) -> None:
     """Without another router, answers wait until the router is back at its address."""
     router = await world.start_router("router-0")
     link = await world.link(1)
-    asked, expected = await undisturbed(link)
+    asked, expected = await undisturbed(link, known)
     answers = submit_all(link, asked, "restarted")
     await first_tokens(answers)
     await router.kill()
@@ -128,13 +140,15 @@ async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> No
     assert link.num_reattached >= NUM_REQUESTS // 2
 
 
-@pytest.mark.parametrize("drain_timeout_seconds", [30.0, 0.2])
-async def test_a_router_is_stopped_under_load(world: RouterProcesses, drain_timeout_seconds: float) -> None:
+@pytest.mark.parametrize("drain_timeout_seconds", [pytest.param(30.0, marks=pytest.mark.long), 0.2])
+async def test_a_router_is_stopped_under_load(
+    world: RouterProcesses, known: Known, drain_timeout_seconds: float
+) -> None:
     """On SIGTERM, with and without time to finish its answers, a router ends cleanly and no answer is affected."""
     world.config.router.drain_timeout_seconds = drain_timeout_seconds
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
-    asked, expected = await undisturbed(link)
+    asked, expected = await undisturbed(link, known)
     answers = submit_all(link, asked, "stopped")
     await first_tokens(answers)
     routers[0].send(signal.SIGTERM)
@@ -150,7 +164,7 @@ async def test_a_router_is_stopped_under_load(world: RouterProcesses, drain_time
 
 
 async def test_a_router_that_hangs_is_abandoned_and_used_again(
-    world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
+    world: RouterProcesses, known: Known, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGSTOP the router's connection is open and silent. When it wakes up it cancels the requests that others
     have taken over."""
@@ -158,7 +172,7 @@ async def test_a_router_that_hangs_is_abandoned_and_used_again(
     monkeypatch.setattr(local_stream, "PING_TIMEOUT_SECONDS", 0.5)
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
-    asked, expected = await undisturbed(link)
+    asked, expected = await undisturbed(link, known)
     answers = submit_all(link, asked, "hung")
     await first_tokens(answers)
     routers[0].send(signal.SIGSTOP)
@@ -172,8 +186,9 @@ async def test_a_router_that_hangs_is_abandoned_and_used_again(
     assert_same(more, expected)
 
 
+@pytest.mark.long
 async def test_tokens_that_a_hung_router_metered_in_vain_are_credited(
-    world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
+    world: RouterProcesses, known: Known, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the router wakes up it processes its shards' frames before it learns that its clients have left. With
     several hangs some of these frames end requests. The usage of both routers together is what was delivered."""
@@ -182,7 +197,7 @@ async def test_tokens_that_a_hung_router_metered_in_vain_are_credited(
     world.config.log.format = "json"
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
-    asked, expected = await undisturbed(link)
+    asked, expected = await undisturbed(link, known)
     delivered: dict[str, Answer] = {}
     for i, router in enumerate([routers[0], routers[1], routers[0]]):
         answers = submit_all(link, asked, f"hung{i}")
