@@ -3,6 +3,7 @@ consistent."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "_ANSWER_TOKENS", 4)
 
 
-def test_formats_are_close_to_float32_and_not_the_same(model_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("max_seconds", "num_windows"), [(0.0, 1), pytest.param(math.inf, 2, marks=pytest.mark.long)], ids=["some", "all"]
+)
+def test_formats_are_close_to_float32_and_not_the_same(model_dir: Path, max_seconds: float, num_windows: int) -> None:
     """A measurement that compared a model with itself would find no difference."""
-    measured = measure_quality(model_dir, 1)
-    assert measured["num_tokens"] == 2 * 95
+    measured = measure_quality(model_dir, 1, max_seconds)
+    assert measured["num_tokens"] == num_windows * 95
     rows = {row["format"]: row for row in measured["formats"]}
     assert set(rows) == {"bfloat16", "int8"}
     for row in rows.values():

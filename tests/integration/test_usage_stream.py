@@ -110,6 +110,12 @@ async def eventually(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=(pytest.mark.postgres, pytest.mark.long))])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """test_control_usage.py stores records in both kinds of databases; the way there is the same."""
+    return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
 @pytest.fixture
 async def world(tmp_path: Path, database_url: str) -> AsyncIterator[World]:
     server = ForgetfulRedis()
