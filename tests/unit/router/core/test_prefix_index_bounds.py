@@ -168,7 +168,8 @@ def test_held_batches_are_bounded():
 def test_the_index_leaves_nothing_for_the_garbage_collector_to_walk():
     """A full collection touches every object it tracks: with millions of them it would block the event loop."""
     index = make_index("a", "b")
-    hashes = [random.Random(2).getrandbits(64) + number for number in range(60_000)]
+    first = random.Random(2).getrandbits(64)
+    hashes = [first + number for number in range(60_000)]
     gc.collect()
     num_before = len(gc.get_objects())
     index.apply_events("a", 1, [KvChange(stored=hashes)], 0.0)

@@ -53,6 +53,7 @@ def test_the_command_prints_json_and_can_do_without_invariance(tmp_path: Path):
     assert all(row["of_bandwidth"] > 0 for row in report["decode"])
 
 
+@pytest.mark.long
 def test_the_text_shows_figures_and_their_shares(tmp_path: Path):
     """Who reads it wants to know how much is left to gain."""
     (write_tiny_llama(tmp_path) / "tokenizer.json").write_text("{}")
@@ -128,6 +129,7 @@ def test_a_broken_model_is_an_engine_error(tmp_path: Path):
         run_bench(tmp_path, torch=ONE_THREAD)
 
 
+@pytest.mark.long
 def test_a_shape_is_measured_against_the_device_and_transformers():
     """The one command that a GPU box needs, on the CPU: every figure is there, and the model is the right one."""
     result = CliRunner().invoke(bench_engine, ["--shape", "tiny", "--json"], catch_exceptions=False)
