@@ -29,8 +29,17 @@ class SharedSecret:
 
     has_secret = True
 
-    def __init__(self, secret: FabricSecret, roles: Sequence[str], name: str, path: Path | None = None) -> None:
-        """With `path`, `watch` reads the secret again whenever that file changes."""
+    def __init__(
+        self,
+        secret: FabricSecret,
+        roles: Sequence[str],
+        name: str,
+        path: Path | None = None,
+        *,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        """With `path`, `watch` reads the secret again whenever that file changes; it looks every `poll_seconds`."""
+        self._poll_seconds = poll_seconds
         self._roles = roles
         self._name = name
         self._path = path
@@ -114,7 +123,7 @@ class SharedSecret:
     async def watch(self) -> None:
         reported = ""
         while self._path is not None:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
             version = await asyncio.to_thread(_version, self._path)
             if version in (self._seen, None):
                 continue

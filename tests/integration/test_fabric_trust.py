@@ -138,7 +138,7 @@ async def test_a_rotation_breaks_no_stream_and_ends_the_old_secret(tmp_path: Pat
     """Operators rotate secrets while users are served: open streams stay, and in the end the old secret is useless."""
     path = tmp_path / "secret"
     write_secret(path, SECRET)
-    shard = SharedSecret(SECRET, ("shard",), "shard-0", path)
+    shard = SharedSecret(SECRET, ("shard",), "shard-0", path, poll_seconds=0.05)
     new = b"n" * 32
     accepts = SECRET.with_accepted(new)
     uses = accepts.with_used(new)
