@@ -82,10 +82,11 @@ class _UnservedRequest(_Request, UnservedVersionRequest):
 class EdgeServer:
     """The HTTP server of an Edge: its listeners, its drain and its end."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, *, shutdown_seconds: float = SHUTDOWN_SECONDS) -> None:
+        """`shutdown_seconds`: how long what still runs has when the server stops, before and after it is cancelled."""
         self._edge = edge
         self._connections = _Server(edge)
-        self._runner = web.ServerRunner(self._connections, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._runner = web.ServerRunner(self._connections, shutdown_timeout=shutdown_seconds)
         self._handed_over: list[web.BaseSite] = []
         """The listeners that a successor continues to serve."""
 

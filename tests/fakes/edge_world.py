@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from edge_http.edge import Edge
-from edge_http.server.http_server import EdgeServer
+from edge_http.server.http_server import SHUTDOWN_SECONDS, EdgeServer
 from kvloom_common.callers import Callers
 from kvloom_common.config import EdgeConfig
 from kvloom_common.models.model_routes import NO_ROUTES, ModelRoutes
@@ -57,12 +57,13 @@ async def edge_world(
     output: ParserSpec | None = None,
     routes: ModelRoutes = NO_ROUTES,
     more_models: Sequence[ServedModel] = (),
+    shutdown_seconds: float = SHUTDOWN_SECONDS,
 ) -> AsyncIterator[EdgeWorld]:
     link = link or FakeRouterLink()
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test", output)
     models = {each.name: each for each in (model, *more_models)}
     edge = Edge(config or EdgeConfig(), link, models, callers=callers, routes=routes)
-    server = EdgeServer(edge)
+    server = EdgeServer(edge, shutdown_seconds=shutdown_seconds)
     address = await server.listen("127.0.0.1", port)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:

@@ -239,7 +239,7 @@ async def test_a_client_answered_during_the_drain_may_ask_once_more() -> None:
 
 async def test_drain_gives_up_at_its_timeout() -> None:
     """A request that does not end is cancelled in the engine when the server stops."""
-    async with edge_world(EdgeConfig(drain_timeout_seconds=0.05)) as world:
+    async with edge_world(EdgeConfig(drain_timeout_seconds=0.05), shutdown_seconds=0.05) as world:
         running = asyncio.create_task(world.chat())
         request = await world.link.next_request()
         await world.server.drain()
