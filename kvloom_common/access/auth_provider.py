@@ -33,10 +33,6 @@ STANDARD_HEADERS: Final = ("authorization", "x-api-key")
 MAX_HEADERS: Final = 16
 MAX_CREDENTIAL_CHARS: Final = 16 * 2**10
 MAX_ID_CHARS: Final = 256
-MAX_KEPT: Final = 10_000
-"""Callers, and as many refusals, whose answers are kept. The oldest are dropped first."""
-MAX_PENDING: Final = 256
-"""Questions to the provider at a time. Beyond that callers are told to come back."""
 REFUSAL_SECONDS: Final = 5.0
 """How long a refusal is kept at most, so that a new key works soon."""
 RETRY_SECONDS: Final = 1.0
@@ -87,15 +83,20 @@ class CallerVerifier:
         timeout_seconds: float,
         kept_seconds: float,
         now: Callable[[], float] = time.monotonic,
+        max_kept: int = 10_000,
+        max_pending: int = 256,
     ) -> None:
+        """Answers of `max_kept` callers are kept, and as many refusals: the oldest are dropped first. Beyond
+        `max_pending` questions to the provider at a time callers are told to come back."""
         self.headers: tuple[str, ...] = tuple(dict.fromkeys((*STANDARD_HEADERS, *getattr(provider, "headers", ()))))
         self._name = name
         self._provider = provider
         self._timeout_seconds = timeout_seconds
+        self._max_pending = max_pending
         self._lock = threading.Lock()
         """Of all that follows: the provider's thread has answers, and scrapes of /metrics have threads of their own."""
-        self._ids = _Kept[str](kept_seconds, now)
-        self._refusals = _Kept[_Refusal](min(kept_seconds, REFUSAL_SECONDS), now)
+        self._ids = _Kept[str](kept_seconds, now, max_kept)
+        self._refusals = _Kept[_Refusal](min(kept_seconds, REFUSAL_SECONDS), now, max_kept)
         self._pending: dict[bytes, concurrent.futures.Future[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = FailureLog("the auth provider fails", provider=name)
@@ -146,7 +147,7 @@ class CallerVerifier:
                 return known_id, None
             asked = self._pending.get(digest)
             if asked is None:
-                if len(self._pending) >= MAX_PENDING:
+                if len(self._pending) >= self._max_pending:
                     raise auth_unavailable()
                 asked = self._pending[digest] = concurrent.futures.Future()
                 self._loop = self._loop or _loop_in_a_thread(f"auth provider {self._name}")
@@ -201,9 +202,10 @@ class _Refusal(msgspec.Struct, frozen=True):
 class _Kept(Generic[T]):
     """The latest answers, by the digest of the credentials."""
 
-    def __init__(self, seconds: float, now: Callable[[], float]) -> None:
+    def __init__(self, seconds: float, now: Callable[[], float], max_entries: int) -> None:
         self._seconds = seconds
         self._now = now
+        self._max_entries = max_entries
         self._entries: OrderedDict[bytes, tuple[float, T]] = OrderedDict()
         """With the time until which they hold, the oldest first."""
 
@@ -214,7 +216,7 @@ class _Kept(Generic[T]):
     def put(self, digest: bytes, answer: T) -> None:
         self._entries.pop(digest, None)
         self._entries[digest] = (self._now() + self._seconds, answer)
-        if len(self._entries) > MAX_KEPT:
+        if len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
 
 

@@ -93,15 +93,15 @@ def _sampling_of(defaults: GenerationDefaults) -> SamplingParams:
     )
 
 
-def unpack_card(packed: bytes, checksum: str) -> ModelCard:
+def unpack_card(packed: bytes, checksum: str, max_bytes: int = MAX_CARD_BYTES) -> ModelCard:
     """The card with this checksum. Raises ModelCardError."""
     unpacker = zlib.decompressobj()
     try:
-        raw = unpacker.decompress(packed, MAX_CARD_BYTES)
+        raw = unpacker.decompress(packed, max_bytes)
     except zlib.error as error:
         raise ModelCardError(f"the model card is damaged: {error}") from error
     if not unpacker.eof:
-        raise ModelCardError(f"the model card is cut off, or has more than {MAX_CARD_BYTES} bytes")
+        raise ModelCardError(f"the model card is cut off, or has more than {max_bytes} bytes")
     if hashlib.sha256(raw).hexdigest() != checksum:
         raise ModelCardError("the model card is damaged: it has another checksum")
     try:

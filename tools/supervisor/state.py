@@ -17,8 +17,6 @@ from tools.failures import EXIT_NOT_RUNNING, CommandError
 from tools.supervisor.rollout.rollout import RolloutState
 from tools.supervisor.supervised_process import ProcessStatus
 
-STATE_RETRY_SECONDS = 1.0
-
 
 class FabricState(msgspec.Struct, kw_only=True):
     supervisor_pid: int
@@ -126,10 +124,11 @@ class StateWriter:
     """Keeps the state file up to date as far as the disk allows. The fabric runs on without it: a supervisor that died
     of a full disk would take everything along."""
 
-    def __init__(self, folder: RunFolder, report: Callable[[str], None]) -> None:
+    def __init__(self, folder: RunFolder, report: Callable[[str], None], retry_seconds: float = 1.0) -> None:
         """`report` is called with a line for users."""
         self._folder = folder
         self._report = report
+        self._retry_seconds = retry_seconds
         self._failed = False
         self._retry: asyncio.TimerHandle | None = None
 
@@ -145,7 +144,7 @@ class StateWriter:
                     "of date; serving continues"
                 )
             self._failed = True
-            self._retry = asyncio.get_running_loop().call_later(STATE_RETRY_SECONDS, self.write, state)
+            self._retry = asyncio.get_running_loop().call_later(self._retry_seconds, self.write, state)
         else:
             if self._failed:
                 self._report("the state can be written again")

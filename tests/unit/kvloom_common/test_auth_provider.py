@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 
 from kvloom.enums import ErrorReason
 from kvloom.errors import KvloomError
-from kvloom_common.access import auth_provider
-from kvloom_common.access.auth_provider import CallerVerifier, Credentials, configured_verifier
+from kvloom_common.access.auth_provider import REFUSAL_SECONDS, CallerVerifier, Credentials, configured_verifier
 from kvloom_common.callers import Callers
 from kvloom_common.config import CallersConfig, ConfigError
 from tests.fakes.plugin_site import PluginSite
@@ -49,9 +48,9 @@ class World:
         self.provider = ScriptedProvider()
         self.verifier = self.new_verifier()
 
-    def new_verifier(self, timeout_seconds: float = 20.0) -> CallerVerifier:
+    def new_verifier(self, timeout_seconds: float = 20.0, **bounds: int) -> CallerVerifier:
         return CallerVerifier(
-            "acme", self.provider, timeout_seconds=timeout_seconds, kept_seconds=60.0, now=lambda: self.now
+            "acme", self.provider, timeout_seconds=timeout_seconds, kept_seconds=60.0, now=lambda: self.now, **bounds
         )
 
 
@@ -85,7 +84,7 @@ async def test_a_refusal_is_kept_for_a_short_time(world: World) -> None:
     for _ in range(3):
         assert (await refusal(world.verifier)).reason == ErrorReason.UNAUTHENTICATED
     assert world.provider.num_asked == 1
-    world.now, world.provider.answer = auth_provider.REFUSAL_SECONDS, "alice"
+    world.now, world.provider.answer = REFUSAL_SECONDS, "alice"
     assert await world.verifier.verify(ALICE) == "alice"
 
 
@@ -130,9 +129,9 @@ async def test_a_provider_that_does_not_answer_delays_its_askers_only(world: Wor
         await asyncio.to_thread(world.verifier.verify_in_thread, BOB)
 
 
-async def test_questions_at_a_time_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_questions_at_a_time_are_bounded(world: World) -> None:
     """A flood of different credentials must not fill the memory of an edge whose provider is slow."""
-    monkeypatch.setattr(auth_provider, "MAX_PENDING", 1)
+    world.verifier = world.new_verifier(max_pending=1)
     world.provider.may_answer.clear()
     first = asyncio.create_task(world.verifier.verify(ALICE))
     await asyncio.sleep(0)
@@ -141,9 +140,9 @@ async def test_questions_at_a_time_are_bounded(world: World, monkeypatch: pytest
     assert await first == "alice"
 
 
-async def test_kept_answers_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kept_answers_are_bounded(world: World) -> None:
     """Credentials that are never seen again must be forgotten."""
-    monkeypatch.setattr(auth_provider, "MAX_KEPT", 1)
+    world.verifier = world.new_verifier(max_kept=1)
     for credentials in (ALICE, BOB, ALICE):
         await world.verifier.verify(credentials)
     assert world.provider.num_asked == 3

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tools.supervisor.models import history as model_history
 from tools.supervisor.models.history import ModelHistory
 
 
-def test_events_are_kept_found_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_kept_found_and_bounded(tmp_path: Path) -> None:
     """An operator asks months later; the file must not have filled the disk by then, nor one damaged line hide the
     rest."""
-    monkeypatch.setattr(model_history, "MAX_EVENTS", 5)
-    history = ModelHistory(tmp_path)
+    history = ModelHistory(tmp_path, max_events=5)
     assert history.events() == []
     for number in range(4):
         history.add("load", f"m{number}", "done")

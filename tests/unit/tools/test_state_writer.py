@@ -6,9 +6,6 @@ import asyncio
 import os
 from pathlib import Path
 
-import pytest
-
-from tools.supervisor import state as state_module
 from tools.supervisor.logs.bounded_log import BoundedLog
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
 
@@ -24,14 +21,11 @@ def new_state(phase: str) -> FabricState:
     )
 
 
-async def test_a_state_that_cannot_be_written_is_reported_once_and_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_state_that_cannot_be_written_is_reported_once_and_written_later(tmp_path: Path) -> None:
     """With a full data directory the supervisor died when a process died, and took the whole fabric along."""
-    monkeypatch.setattr(state_module, "STATE_RETRY_SECONDS", 0.01)
     folder, reports = RunFolder(tmp_path), asyncio.Queue[str]()
     folder.run_dir.write_text("a file where the folder should be: every write fails, for root as well")
-    writer = StateWriter(folder, reports.put_nowait)
+    writer = StateWriter(folder, reports.put_nowait, retry_seconds=0.01)
     writer.write(new_state("starting"))
     writer.write(new_state("ready"))
     assert "serving continues" in reports.get_nowait()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import msgspec
-
-MAX_EVENTS: Final = 1000
 
 
 class ModelEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -32,10 +29,11 @@ class ModelEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ModelHistory:
     """A file with one event a line, the latest last. Writing it is best effort: models are served without it too."""
 
-    def __init__(self, data_dir: Path, report: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, data_dir: Path, report: Callable[[str], None] = lambda _: None, max_events: int = 1000) -> None:
         """`report` is called with a line for users."""
         self._path = data_dir / "model-history.jsonl"
         self._report = report
+        self._max_events = max_events
 
     def add(self, event: str, model: str, outcome: str, reason: str = "", **more: str | int) -> None:
         """Of what has just happened. A file that cannot be written is reported."""
@@ -43,7 +41,7 @@ class ModelHistory:
             {"at": time.time(), "event": event, "model": model, "outcome": outcome, "reason": reason[:1000], **more},
             ModelEvent,
         )
-        events = [*self.events(), added][-MAX_EVENTS:]
+        events = [*self.events(), added][-self._max_events :]
         new_path = self._path.with_suffix(".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import pytest
 from kvloom.v1.model_card_pb2 import ModelCard
 from kvloom_common.config import GenerationDefaults, ModelConfig
 from kvloom_common.models import model_card
-from kvloom_common.models.model_card import ModelCardError, make_card, unpack_card
+from kvloom_common.models.model_card import MAX_CARD_BYTES, ModelCardError, make_card, unpack_card
 from kvloom_common.models.served_model import load_served_model, served_model_of
 from kvloom_common.text.chat_template import ChatMessage
 from tests.fakes.tiny_tokenizer import CHATML, byte_level_tokenizer
@@ -69,10 +69,10 @@ def test_the_checksum_changes_with_each_file_and_setting(config: ModelConfig) ->
 
 
 @pytest.mark.parametrize("kind", ["other checksum", "cut off", "no zlib", "no card", "too large"])
-def test_a_damaged_card_is_one_clear_error(config: ModelConfig, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_card_is_one_clear_error(config: ModelConfig, kind: str) -> None:
     """It comes from another process, which may be broken or of another version; memory must not grow with it."""
     card = make_card(config)
-    packed, checksum = card.packed, card.checksum
+    packed, checksum, max_bytes = card.packed, card.checksum, MAX_CARD_BYTES
     match kind:
         case "other checksum":
             checksum = "0" * 64
@@ -83,9 +83,9 @@ def test_a_damaged_card_is_one_clear_error(config: ModelConfig, kind: str, monke
         case "no card":
             packed, checksum = zlib.compress(b"\xff\xff"), hashlib.sha256(b"\xff\xff").hexdigest()
         case _:
-            monkeypatch.setattr(model_card, "MAX_CARD_BYTES", 1000)
+            max_bytes = 1000
     with pytest.raises(ModelCardError, match="model card"):
-        unpack_card(packed, checksum)
+        unpack_card(packed, checksum, max_bytes)
 
 
 def test_names_of_files_do_not_lead_out_of_the_folder(config: ModelConfig, tmp_path: Path) -> None:
