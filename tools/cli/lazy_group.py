@@ -16,12 +16,20 @@ from tools.failures import CommandError
 class LazyGroup(click.Group):
     """A group whose commands are imported only when they are used, so that `kvloom status` does not load gRPC.
 
-    `commands_at` maps names to "module:attribute", in the order of --help.
+    `commands_at` maps names to "module:attribute", in the order of --help. `sections` maps headings to such mappings,
+    for a --help with several lists.
     """
 
-    def __init__(self, *args: Any, commands_at: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        commands_at: Mapping[str, str] | None = None,
+        sections: Mapping[str, Mapping[str, str]] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._commands_at = commands_at
+        self.sections = sections or {"Commands": commands_at or {}}
+        self._commands_at = {name: place for section in self.sections.values() for name, place in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(self._commands_at)
@@ -41,10 +49,10 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Like click, but a command that cannot be imported does not hide the others."""
-        names = self.list_commands(ctx)
-        width = formatter.width - 6 - max(map(len, names))
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self._short_help(ctx, name, width)) for name in names])
+        width = formatter.width - 6 - max(map(len, self._commands_at))
+        for heading, names in self.sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self._short_help(ctx, name, width)) for name in names])
 
     def _short_help(self, ctx: click.Context, name: str, width: int) -> str:
         try:

