@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.replay.event_log import LOG_OVERHEAD_BYTES, ByteBudget, EventLog
 from kvloom_common.replay.reader_slot import Nouns, ReaderSlot
+from tools.dst.timeline import Timeline
+from tools.dst.virtual_loop import VirtualLoop
 
 NOUNS = Nouns("event", "response", "connection")
 
@@ -65,17 +69,31 @@ async def test_a_position_that_cannot_be_served_changes_nothing(position: int, r
     assert attached.error is None
 
 
-async def test_the_grace_period_ends_an_answer_without_a_reader() -> None:
+def in_virtual_time(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Within ten minutes of it."""
+    timeline = Timeline(100.0)
+    running = VirtualLoop(timeline).start(run())
+    timeline.run_until(700.0)
+    assert running.done()
+
+
+def test_the_grace_period_ends_an_answer_without_a_reader() -> None:
     """It runs from the moment a reader is gone, and a new reader stops it."""
-    world = World(5, grace_seconds=0.05)
-    for _ in range(2):
-        reader = Reader(5)
-        world.slot.attach(reader)
-        await asyncio.sleep(0.1)  # the time with a reader must not count
-        assert not world.abandoned.is_set()
-        world.slot.detach(reader, is_resumable=True)
-    async with asyncio.timeout(5):
-        await world.abandoned.wait()
+
+    async def run() -> None:
+        world = World(5, grace_seconds=30.0)
+        for _ in range(2):
+            reader = Reader(5)
+            world.slot.attach(reader)
+            await asyncio.sleep(31.0)  # the time with a reader must not count
+            assert not world.abandoned.is_set()
+            world.slot.detach(reader, is_resumable=True)
+            await asyncio.sleep(29.0)
+            assert not world.abandoned.is_set()
+        async with asyncio.timeout(1.5):
+            await world.abandoned.wait()
+
+    in_virtual_time(run)
 
 
 async def test_an_answer_that_no_client_can_resume_is_abandoned_in_the_next_turn() -> None:
@@ -90,11 +108,15 @@ async def test_an_answer_that_no_client_can_resume_is_abandoned_in_the_next_turn
         await world.abandoned.wait()
 
 
-async def test_a_closed_slot_abandons_nothing() -> None:
+def test_a_closed_slot_abandons_nothing() -> None:
     """Its owner is gone."""
-    world = World(5, grace_seconds=0.0)
-    world.slot.await_reader()
-    assert world.slot.close() is None
-    world.slot.abandon_soon()
-    await asyncio.sleep(0.02)  # a timer would have expired
-    assert not world.abandoned.is_set()
+
+    async def run() -> None:
+        world = World(5, grace_seconds=0.0)
+        world.slot.await_reader()
+        assert world.slot.close() is None
+        world.slot.abandon_soon()
+        await asyncio.sleep(60.0)
+        assert not world.abandoned.is_set()
+
+    in_virtual_time(run)
