@@ -160,7 +160,7 @@ def strict_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     `strict`."""
     folder = tmp_path_factory.mktemp("strict")
     (folder / "kvloom.toml").write_text(STRICT)
-    sim = ("--engine", "sim", "--sim-step-ms", "20", "--shards", "3")
+    sim = ("--engine", "sim", "--sim-step-ms", "10", "--shards", "3")
     ports = ("--metrics-port", str(first_free_port_of(6)))
     with shared(RunningFabric.start(folder / "data", *sim, *ports, "--config", str(folder / "kvloom.toml"))) as fabric:
         yield fabric

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import urllib.request
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +18,8 @@ from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 pytestmark = pytest.mark.xdist_group("strict")
 
 MODEL = "smollm2-135m-instruct"
-NUM_TOKENS = 100
+NUM_TOKENS = 300
+NUM_TOKENS_OF_A_CHECK = 20
 NUM_STREAMS = 9
 
 
@@ -29,7 +31,8 @@ def fabric(strict_fabric: RunningFabric) -> RunningFabric:
 class Stream:
     """One answer: its tokens, the shard that began it, and the longest silence."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
         self.prompt = [100 + number, 7, 9]
         self.token_ids: list[int] = []
         self.shard_id = ""
@@ -39,7 +42,9 @@ class Stream:
     async def read(self, client: Client) -> None:
         loop = asyncio.get_running_loop()
         heard_at = loop.time()
-        request = client.generate(model=MODEL, token_ids=self.prompt, max_tokens=NUM_TOKENS, seed=3, ignore_eos=True)
+        request = client.generate(
+            model=MODEL, token_ids=self.prompt, max_tokens=self.num_tokens, seed=3, ignore_eos=True
+        )
         async for delta in request:
             self.token_ids += delta.token_ids
             self.longest_silence_seconds = max(self.longest_silence_seconds, loop.time() - heard_at)
@@ -50,7 +55,7 @@ class Stream:
                 self.has_begun.set()
 
     def check(self) -> None:
-        assert self.token_ids == [expected_token_id(self.prompt, 3, i) for i in range(NUM_TOKENS)]
+        assert self.token_ids == [expected_token_id(self.prompt, 3, i) for i in range(self.num_tokens)]
 
 
 def router_metric(fabric: RunningFabric, sample: str) -> float:
@@ -65,9 +70,9 @@ def is_healthy(fabric: RunningFabric, shard_id: str) -> bool:
     return router_metric(fabric, f'kvloom_router_shard_health{{shard_id="{shard_id}",state="healthy"}}') == 1
 
 
-async def begin(client: Client) -> tuple[list[Stream], asyncio.Future[list[None]]]:
+async def begin(client: Client, num_tokens: int = NUM_TOKENS) -> tuple[list[Stream], asyncio.Future[list[None]]]:
     """Streams that all have begun, and their ends."""
-    streams = [Stream(i) for i in range(NUM_STREAMS)]
+    streams = [Stream(i, num_tokens) for i in range(NUM_STREAMS)]
     reading = asyncio.gather(*(stream.read(client) for stream in streams))
     async with asyncio.timeout(30):
         await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
@@ -97,13 +102,22 @@ async def test_a_stopped_shard_delays_no_client_and_is_readmitted(fabric: Runnin
         assert STALL_SECONDS * 0.8 < longest < STALL_SECONDS + 4.0
         assert router_metric(fabric, "kvloom_router_requests_moved_total") >= 1
         await asyncio.to_thread(eventually, "the shard is taken back", lambda: is_healthy(fabric, stopped), 30.0)
-        streams, reading = await begin(client)
+        streams, reading = await begin(client, NUM_TOKENS_OF_A_CHECK)
         await reading
         for stream in streams:
             stream.check()
         assert stopped in {stream.shard_id for stream in streams}
 
 
+@pytest.fixture
+def left_undrained(fabric: RunningFabric) -> Iterator[None]:
+    """Whatever becomes of the test: others need all shards."""
+    yield
+    for shard in fabric.processes("shard"):
+        run_kvloom("undrain", shard["name"], env=fabric.env)
+
+
+@pytest.mark.usefixtures("left_undrained")
 async def test_a_drained_shard_hands_over_what_runs(fabric: RunningFabric) -> None:
     """`kvloom drain --deadline-seconds`: what has not ended continues on other shards, the command returns when the
     shard is empty, nothing new goes there; `kvloom undrain` takes it back."""
@@ -119,12 +133,12 @@ async def test_a_drained_shard_hands_over_what_runs(fabric: RunningFabric) -> No
         await reading
         for stream in streams:
             stream.check()
-        streams, reading = await begin(client)
+        streams, reading = await begin(client, NUM_TOKENS_OF_A_CHECK)
         assert shard_id not in {stream.shard_id for stream in streams}
         await reading
         done = await asyncio.to_thread(run_kvloom, "undrain", shard_id, env=fabric.env, timeout_seconds=60)
         assert (done.returncode, done.stdout) == (0, f"{shard_id} takes requests again\n"), done.stderr
-        streams, reading = await begin(client)
+        streams, reading = await begin(client, NUM_TOKENS_OF_A_CHECK)
         assert shard_id in {stream.shard_id for stream in streams}
         await reading
 

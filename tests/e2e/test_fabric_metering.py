@@ -19,7 +19,7 @@ MODEL = "smollm2-135m-instruct"
 TENANT = "metered/load"
 WORK_SECONDS = 60.0
 NUM_CLIENTS = 12
-NUM_ANSWERS_BETWEEN = 2 * NUM_CLIENTS
+NUM_ANSWERS_BETWEEN = 18
 """Between two kills, and before the first: the process is back by then, and works."""
 KILLED = ("router-0", "control", "redis", "router-1", "control")
 

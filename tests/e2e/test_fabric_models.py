@@ -23,7 +23,7 @@ BUILTIN = GENERATOR
 SIM = ("--engine", "sim", "--sim-step-ms", "2")
 NUM_PROMPT_TOKENS_OF_TINY = 3
 """Of MESSAGES: "the", " ", "quick brown fox"."""
-NUM_LONG_TOKENS = 2000
+NUM_LONG_TOKENS = 1500
 """More than a command takes to start."""
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 

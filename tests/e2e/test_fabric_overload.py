@@ -97,9 +97,10 @@ async def test_three_times_capacity(fabric: RunningFabric) -> None:
                 await after.one()
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(5.0, marks=pytest.mark.long)])
-async def test_what_can_wait_waits(fabric: RunningFabric, seconds: float) -> None:
-    """While urgent requests keep the fleet busy, those of the lower tier are the ones that are refused."""
+@pytest.mark.parametrize(("seconds", "ratio"), [(2.0, 2), pytest.param(5.0, 5, marks=pytest.mark.long)])
+async def test_what_can_wait_waits(fabric: RunningFabric, seconds: float, ratio: int) -> None:
+    """While urgent requests keep the fleet busy, those of the lower tier are the ones that are refused. Some
+    of them are served at first, of which the longer run has relatively fewer."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=30)) as http:
         urgent, batch = Load(http, fabric.http_url), Load(http, fabric.http_url)
@@ -115,6 +116,6 @@ async def test_what_can_wait_waits(fabric: RunningFabric, seconds: float) -> Non
         urgents = [user(urgent) for _ in range(16)]
         batches = [user(batch, service_tier="flex") for _ in range(16)]
         await asyncio.gather(*urgents, *batches)
-        assert len(urgent.good_at) > 5 * len(batch.good_at)
+        assert len(urgent.good_at) > ratio * len(batch.good_at)
         share_refused = (len(urgent.refused_after) + len(urgent.others)) / urgent.num_sent
         assert share_refused < 0.2

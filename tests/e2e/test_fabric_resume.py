@@ -25,7 +25,7 @@ from tests.fakes.resuming_client import ResumingClient
 pytestmark = pytest.mark.xdist_group("sim")
 
 CHAT = "/v1/chat/completions"
-NUM_TOKENS = 40
+NUM_TOKENS = 30
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: Runnin
 
 async def test_a_shard_dies_while_the_client_is_away(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
     """Both at once: the answer continues without its client and without its shard, and the client misses nothing."""
-    num_tokens = 80  # four seconds: it must not have ended before the shard is found
+    num_tokens = 60  # three seconds: it must not have ended before the shard is found
     streamed = client(sim_fabric.http_url)
     async with asyncio.timeout(60):
         await streamed.begin(body("Away when it dies", 6, num_tokens), stop_after=6)
@@ -200,7 +200,7 @@ async def test_running_answers_go_on_after_the_death_of_their_edge(
 ):
     """kill -9 of the edge in the middle of attached streams: their clients come to another one, have every token once,
     and the routers' usage records, less the credited tokens, are exactly what was delivered."""
-    num_tokens = 60
+    num_tokens = 45
     names = [f"Its edge is killed {i}" for i in range(8)]
     async with asyncio.timeout(60), edge_process(sim_fabric) as (url, process):
         await until_ready(url)

@@ -132,6 +132,7 @@ def outcomes(fabric: RunningFabric) -> list[tuple[str, str]]:
     return [(event["model"], event["outcome"]) for event in told]
 
 
+@pytest.mark.long
 def test_ctrl_c_takes_a_version_back_and_others_keep_off_it(fabric: RunningFabric, model_dir: Path) -> None:
     """An operator who changes their mind must not wait for a verdict; until then nobody unloads a version under it."""
     old = standing(fabric)

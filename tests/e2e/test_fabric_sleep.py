@@ -47,6 +47,18 @@ def states(fabric: RunningFabric) -> dict[str, str]:
     return {process["name"]: process["state"] for process in processes if process["role"] == "shard"}
 
 
+def kill_shard_of_tiny(fabric: RunningFabric) -> None:
+    """Returns when its successor sleeps."""
+    (killed,) = [process["pid"] for process in fabric.processes("shard") if process["name"] == "shard-tiny-0"]
+    os.kill(killed, signal.SIGKILL)
+
+    def has_successor() -> bool:
+        return killed not in [process["pid"] for process in fabric.processes("shard")]
+
+    eventually("it is noticed", has_successor)
+    eventually("the restarted shard sleeps", lambda: states(fabric)["shard-tiny-0"] == "asleep")
+
+
 def test_a_sleeping_model_is_refused_until_it_is_awake(fabric: RunningFabric) -> None:
     """Its memory is free for the others, which notice nothing, and its answers are as before."""
     before = ask(fabric, "tiny")
@@ -60,6 +72,7 @@ def test_a_sleeping_model_is_refused_until_it_is_awake(fabric: RunningFabric) ->
     assert status == 503
     assert "sleeps" in message
     assert ask(fabric, BUILTIN)[0] == 200
+    kill_shard_of_tiny(fabric)
     with urllib.request.urlopen(f"{fabric.http_url}/v1/models", timeout=20) as answer:
         num_ready = {model["id"]: model["num_ready_shards"] for model in json.loads(answer.read())["data"]}
     assert (num_ready[BUILTIN], num_ready["tiny"]) == (2, 0)
@@ -92,6 +105,7 @@ def test_running_answers_end_first_and_ctrl_c_takes_it_back(fabric: RunningFabri
     assert command(fabric, "wake", BUILTIN).returncode == 0
 
 
+@pytest.mark.long
 def test_it_sleeps_on_through_restarts_and_crashes(fabric: RunningFabric) -> None:
     """Also when nothing else is awake, and in routers and edges that start meanwhile."""
     served = {shard["model"] for shard in fabric.processes("shard")}
@@ -101,9 +115,7 @@ def test_it_sleeps_on_through_restarts_and_crashes(fabric: RunningFabric) -> Non
     done = run_kvloom("restart", "router", "edge", "shard-tiny-0", env=fabric.env)
     assert done.returncode == 0, done.stderr
     assert set(states(fabric).values()) == {"asleep"}
-    (shard,) = [process for process in fabric.processes("shard") if process["name"] == "shard-tiny-0"]
-    os.kill(shard["pid"], signal.SIGKILL)
-    eventually("the restarted shard sleeps", lambda: states(fabric)["shard-tiny-0"] == "asleep")
+    kill_shard_of_tiny(fabric)
     eventually("the model sleeps, for routers", lambda: "sleeps" in ask(fabric, "tiny")[1])
     for model in served:
         done = command(fabric, "wake", model)

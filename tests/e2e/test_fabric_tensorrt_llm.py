@@ -87,6 +87,7 @@ def explain(fabric: RunningFabric, request_id: str) -> list[tuple[int, str]]:
     return [(decision["attempt_id"], decision["plan"]["picked_shard_id"]) for decision in decisions]
 
 
+@pytest.mark.long
 def test_a_fabric_of_two_roles_serves_and_survives(fabric: RunningFabric) -> None:
     """All parts together: disaggregation, adapters, guides, drains, failover and launchers, as an operator has them."""
     short = ask(fabric)

@@ -36,8 +36,10 @@ async def test_chat_page(browser: Browser, scheme: str) -> None:
         await assert_accessible(page)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("one_of", [12, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("scheme", "one_of"),
+    [("light", 12), *(pytest.param(scheme, 1, marks=pytest.mark.long) for scheme in ("light", "dark"))],
+)
 async def test_reference_page(browser: Browser, scheme: str, one_of: int) -> None:
     """The whole reference, with everything unfolded, or one part of so many: they are made alike."""
     async with edge_world() as world:
