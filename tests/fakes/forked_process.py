@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from typing import Any
 
-SERVICES = ("router", "safety_svc")
+SERVICES = ("control", "router", "safety_svc", "shard_server")
 """Their modules are imported before the fork."""
 
 _context: ForkServerContext | None = None
@@ -46,6 +47,13 @@ class ForkedProcess:
     async def communicate(self) -> tuple[bytes, bytes]:
         """Returns what is left of stdout and stderr once the process has ended."""
         outputs = await asyncio.gather(self.stdout.read(), self._stderr.read())
+        await self.wait()
+        return outputs[0], outputs[1]
+
+    async def wait(self) -> int:
+        """Returns the exit status."""
+        if self._process.exitcode is not None:
+            return self._process.exitcode
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._process.sentinel, ended.set)
         try:
@@ -53,7 +61,8 @@ class ForkedProcess:
         finally:
             loop.remove_reader(self._process.sentinel)
         self._process.join()
-        return outputs[0], outputs[1]
+        assert self._process.exitcode is not None
+        return self._process.exitcode
 
 
 async def fork_service(name: str, args: Sequence[str]) -> ForkedProcess:
@@ -67,7 +76,7 @@ async def fork_service(name: str, args: Sequence[str]) -> ForkedProcess:
     return ForkedProcess(process, await _reader(pipes[0][0]), await _reader(pipes[1][0]))
 
 
-async def _reader(pipe: Connection) -> asyncio.StreamReader:
+async def _reader(pipe: Any) -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     file = os.fdopen(os.dup(pipe.fileno()), "rb", 0)
     pipe.close()

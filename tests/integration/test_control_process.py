@@ -7,7 +7,6 @@ import contextlib
 import json
 import signal
 import sqlite3
-import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvloom_common.config import ControlConfig, KvloomConfig, dump_config
 from kvloom_common.discovery.registry import ProcessRegistry
 from kvloom_common.process.service import ReadyLine
 from kvloom_common.tenancy.table import TenantTable
+from tests.fakes.forked_process import ForkedProcess, fork_service
 
 TIMEOUT_SECONDS = 60.0
 
@@ -45,7 +45,7 @@ def config_file(folder: Path, database_url: str, redis_url: str = "", **control:
 class Running:
     """A process that is ready."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ready: ReadyLine, channel: grpc.aio.Channel) -> None:
+    def __init__(self, process: ForkedProcess, ready: ReadyLine, channel: grpc.aio.Channel) -> None:
         self.process = process
         self.ready = ready
         self.control = control_service_pb2_grpc.ControlServiceStub(channel)
@@ -57,18 +57,14 @@ class Running:
         return await self.process.wait()
 
 
-async def launch(path: Path, *flags: str) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "control", "--config", str(path), "--port", "0", *flags, stdout=pipe, stderr=pipe
-    )
+async def launch(path: Path, *flags: str) -> ForkedProcess:
+    return await fork_service("control", ("--config", str(path), "--port", "0", *flags))
 
 
 @contextlib.asynccontextmanager
 async def running(path: Path, *flags: str) -> AsyncIterator[Running]:
     process = await launch(path, *flags)
     try:
-        assert process.stdout is not None
         async with asyncio.timeout(TIMEOUT_SECONDS):
             while not (line := await process.stdout.readline()).startswith(b'{"address"'):
                 assert line, await process.communicate()
@@ -185,9 +181,7 @@ async def test_log_lines_have_no_secrets(tmp_path: Path) -> None:
         request = CreateKeyRequest(key=ApiKey(project="acme/search"), create_project=True)
         made = await service.directory.CreateKey(request, timeout=TIMEOUT_SECONDS)
         await service.stop()
-        assert service.process.stderr is not None
-        assert service.process.stdout is not None
-        log = (await service.process.stderr.read() + await service.process.stdout.read()).decode()
+        log = b"".join(await service.process.communicate()).decode()
     assert "directory changed" in log
     assert made.secret not in log
     assert made.secret[8:] not in log

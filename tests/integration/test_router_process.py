@@ -20,6 +20,7 @@ from kvloom_common.discovery.records import ShardRecord
 from kvloom_common.discovery.registry import ShardRegistry
 from kvloom_common.process.service import ReadyLine
 from tests.fakes.fake_shard import FakeShard, expected_text
+from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -43,11 +44,8 @@ def config_file(tmp_path: Path, router_redis_url: str) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def router_process(config_file: Path, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router", "--config", str(config_file), *flags,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+async def router_process(config_file: Path, *flags: str) -> AsyncIterator[ForkedProcess]:
+    process = await fork_service("router", ("--config", str(config_file), *flags))
     try:
         yield process
     finally:
@@ -56,8 +54,7 @@ async def router_process(config_file: Path, *flags: str) -> AsyncIterator[asynci
         await process.communicate()
 
 
-async def ready_line(process: asyncio.subprocess.Process) -> ReadyLine:
-    assert process.stdout is not None
+async def ready_line(process: ForkedProcess) -> ReadyLine:
     return msgspec.json.decode(await asyncio.wait_for(process.stdout.readline(), TIMEOUT_SECONDS), type=ReadyLine)
 
 
@@ -79,10 +76,10 @@ async def test_it_starts_serves_by_reflection_and_ends_on_sigterm(config_file: P
         shard = FakeShard("shard-0", model="tiny")
         await shard.start()
         cleanup.push_async_callback(shard.stop)
-        await registry.announce(ShardRecord("shard-0", shard.address, "tiny", "1"))
         flags = ("--metrics-port", "0", "--name", "router-7")
         process = await cleanup.enter_async_context(router_process(config_file, *flags))
         line = await ready_line(process)
+        await registry.announce(ShardRecord("shard-0", shard.address, "tiny", "1"))
         await _shard_ready(line)
         await _use_by_reflection(line.address)
         process.send_signal(signal.SIGTERM)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from kvloom.errors import reason_name
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_LENGTH
 from tests.fakes.fake_shard import expected_text
+from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -44,7 +43,7 @@ class SafetyProcess:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ForkedProcess | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -52,10 +51,7 @@ class SafetyProcess:
         policy.write_text(POLICY)
         config.write_text(json.dumps({"safety": {"policy_file": str(policy)}, "log": {"level": "error"}}))
         flags = ("--config", str(config), "--port", str(self.port))
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "safety_svc", *flags, stdout=subprocess.PIPE
-        )
-        assert self._process.stdout is not None
+        self._process = await fork_service("safety_svc", flags)
         line = json.loads(await asyncio.wait_for(self._process.stdout.readline(), 30.0))
         self.port = int(line["address"].rpartition(":")[2])
 

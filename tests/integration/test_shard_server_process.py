@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -23,7 +22,9 @@ from kvloom_common.discovery.announcer import name_owner
 from kvloom_common.discovery.records import ShardRecord
 from kvloom_common.discovery.registry import ShardRegistry
 from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
+from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
+from tests.fakes.small_model import write_small_model
 from tools.supervisor.free_ports import pick_free_ports
 
 PROMPT = list(range(100, 140))
@@ -85,13 +86,8 @@ async def test_a_shard_outlives_its_registry() -> None:
         await registry.close()
 
 
-async def start_process(config_file: Path, *arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "shard_server", "--config", str(config_file), "--name", "shard-7", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+async def start_process(config_file: Path, *arguments: str) -> ForkedProcess:
+    return await fork_service("shard_server", ("--config", str(config_file), "--name", "shard-7", *arguments))
 
 
 async def test_the_process_serves_and_on_sigterm_finishes_what_runs(tmp_path: Path, model_dir: Path) -> None:
@@ -100,7 +96,6 @@ async def test_the_process_serves_and_on_sigterm_finishes_what_runs(tmp_path: Pa
     config.model.path = str(model_dir)
     dump_config(config, tmp_path / "config.json")
     process = await start_process(tmp_path / "config.json", "--metrics-port", "0")
-    assert process.stdout is not None
     try:
         ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
         assert ready["metrics_address"]
@@ -119,10 +114,10 @@ async def test_the_process_serves_and_on_sigterm_finishes_what_runs(tmp_path: Pa
             await process.wait()
 
 
-async def test_a_process_that_cannot_start_reports_why(tmp_path: Path, model_dir: Path) -> None:
+async def test_a_process_that_cannot_start_reports_why(tmp_path: Path) -> None:
     """It exits with status 1 and prints one line for the operator."""
     config = sim_config()
-    config.model.path = str(model_dir)
+    config.model.path = str(write_small_model(tmp_path / "model"))
     dump_config(config, tmp_path / "good.json")
     config.model.path = str(tmp_path / "nowhere")
     dump_config(config, tmp_path / "no-model.json")
