@@ -17,11 +17,11 @@ ARGS ?=
 # Processes that run tests.
 TEST_WORKERS ?= 2
 # Threads of several engines that share the cores must not wait for one another by spinning.
-test test-long unit: export OMP_WAIT_POLICY = passive
+test test-long test-pythons test-cpus unit: export OMP_WAIT_POLICY = passive
 # Many processes start: each would compile what the last one did.
-run test test-long unit: export PYTHONDONTWRITEBYTECODE =
+run test test-long test-pythons test-cpus unit: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test test-long setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis test-clients clean
+.PHONY: help run test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -29,12 +29,29 @@ help: ## Show this.
 run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards 1" is passed on.
 	@exec $(BIN)/kvloom up $(ARGS)
 
-test: setup-dev ## Everything: checks, then all tests, two at a time. ARGS="-k name" is passed to pytest.
+test: setup-dev ## Checks, then all tests but the long ones, two at a time. ARGS="-k name" is passed to pytest.
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml $(ARGS)
 
-test-long: setup-dev ## Searches, soaks and further positions of the same proofs, which `make test` leaves out.
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m long $(ARGS)
+test-long: setup-dev test-pythons ## Searches, soaks and further positions of the same proofs, which `make test` leaves out.
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m long --junitxml=build/tests-long.xml $(ARGS)
+
+test-pythons: setup-dev ## The quick tests with the oldest and the newest Python of this machine.
+	$(PYTHON) -m setup.pythons
+
+ENGINE_TESTS = tests/conformance tests/unit/shard_server $(wildcard tests/property/test_torch_*.py \
+	tests/property/test_shard_server_*.py tests/integration/test_torch_*.py tests/integration/test_failover_*.py \
+	tests/integration/test_shadow*torch.py)
+
+test-cpus: setup-dev ## The engines' tests as on lesser x86 CPUs: AVX2 alone, AVX-512 without BF16, one core.
+	NUMBA_CPU_NAME=haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
+	  $(BIN)/python -m pytest -n $(TEST_WORKERS) $(ENGINE_TESTS) $(ARGS)
+	NUMBA_CPU_NAME=x86-64-v4 ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 \
+	  $(BIN)/python -m pytest -n $(TEST_WORKERS) $(ENGINE_TESTS) $(ARGS)
+	taskset -c 0 $(BIN)/python -m pytest -n 0 $(ENGINE_TESTS) $(ARGS)
+
+durations: ## Record how long the tests of the last `make test` took, against which budgets are checked.
+	$(BIN)/python -m tests.durations record build/tests.xml
 
 unit: setup-dev ## The quick tests.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property $(ARGS)
@@ -95,5 +112,5 @@ protos-check: setup-dev
 	.ci/protos-breaking $(BIN)/buf
 
 clean: ## Remove what setup and tests made.
-	rm -rf $(VENV) .venv-clients .venv-schemathesis tests/clients/node/node_modules $(STAMP) build dist fabric/dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-3.* .venv-clients .venv-schemathesis tests/clients/node/node_modules $(STAMP) build dist fabric/dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvloom/v1/*_pb2*.py kvloom/v1/*_pb2*.pyi

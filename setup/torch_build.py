@@ -18,6 +18,8 @@ CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
 PROBE_SECONDS: Final = 3.0
 CONFIGURED: Final = "default"
 """The choice of whatever the configured index has."""
+CPU_OR_NONE: Final = "cpu-or-none"
+"""The choice of no torch where only a large build can be had."""
 _NVIDIA: Final = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
@@ -27,18 +29,21 @@ class TorchBuild:
 
     index: str | None
     reason: str
+    is_wanted: bool = True
 
 
 def choose_build(choice: str, *, needs_cpu_index: bool, answers: bool) -> TorchBuild:
-    """`choice`: "auto", "cpu", "default" or the URL of an index. `needs_cpu_index`: the configured index's build would
-    be one for a GPU that is not here. `answers`: the CPU index does."""
+    """`choice`: "auto", "cpu", "default", "cpu-or-none" or the URL of an index. `needs_cpu_index`: the configured index's
+    build would be one for a GPU that is not here. `answers`: the CPU index does."""
     if choice == CONFIGURED:
         return TorchBuild(None, "the configured index's build, as chosen")
     if choice == "cpu":
         return TorchBuild(CPU_INDEX, f"the CPU build of {CPU_INDEX}, as chosen")
-    if choice != "auto":
+    if choice == CPU_OR_NONE and not answers:
+        return TorchBuild(None, f"left out, because {CPU_INDEX} does not answer", is_wanted=False)
+    if choice not in ("auto", CPU_OR_NONE):
         return TorchBuild(choice, "the build of an index of your choice")
-    if not needs_cpu_index:
+    if not needs_cpu_index and choice == "auto":
         return TorchBuild(None, "the configured index's build")
     if answers:
         return TorchBuild(CPU_INDEX, f"the CPU build of {CPU_INDEX}, because no NVIDIA GPU was found (TORCH=default)")

@@ -20,6 +20,8 @@ from setup.torch_build import CPU_INDEX, choose_build, index_answers
         ("auto", False, False, None),  # a GPU, or macOS, where the default build is the right one
         ("cpu", False, False, CPU_INDEX),
         ("default", True, True, None),
+        ("cpu-or-none", True, True, CPU_INDEX),
+        ("cpu-or-none", True, False, None),
         ("https://mirror.example/cpu", True, False, "https://mirror.example/cpu"),
     ],
 )
@@ -28,6 +30,12 @@ def test_the_build_is_the_cpu_s_unless_another_one_makes_sense(
 ) -> None:
     """What was asked for counts; without a wish, the machine decides."""
     assert choose_build(choice, needs_cpu_index=needs_cpu_index, answers=answers).index == index
+
+
+def test_another_python_s_environment_does_without_torch_rather_than_with_a_large_one() -> None:
+    """The quick tests with a second Python are not worth 3 GB."""
+    assert not choose_build("cpu-or-none", needs_cpu_index=True, answers=False).is_wanted
+    assert choose_build("cpu-or-none", needs_cpu_index=True, answers=True).is_wanted
 
 
 @pytest.fixture
