@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Final
 
@@ -71,34 +72,33 @@ def _set_up(options: argparse.Namespace) -> None:
 
 
 def _make_environment(options: argparse.Namespace, steps: Steps) -> Path:
-    """The environment's Python. One that does not run is made again, and with --same-python one of another version."""
-    python = REPOSITORY / options.venv / "bin" / "python"
+    """The environment's Python. One that is broken is made again, and with --same-python one of another version."""
     version = version_of_environment(options.venv)
     own = ".".join(map(str, sys.version_info[:2]))
     if version is None or (options.same_python and version != own):
         steps.forget()
-        shutil.rmtree(python.parent.parent, ignore_errors=True)
 
-    def make() -> None:
-        subprocess.run([sys.executable, "-m", "venv", options.venv], check=True)
+        def make() -> None:
+            shutil.rmtree(options.venv, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", options.venv], check=True)
 
-    environment = [str(options.venv), version_of_environment(options.venv) or own]
-    steps.run("environment", environment, f"virtual environment in {options.venv}, Python {own}", make)
-    return python
+        steps.run("environment", own, f"virtual environment in {options.venv}, Python {own}", make)
+    return REPOSITORY / options.venv / "bin" / "python"
 
 
 def version_of_environment(environment: Path) -> str | None:
     """Of its Python, such as 3.11. None: it is missing or broken, or has no pip."""
-    if not (environment / "bin" / "python").exists() or not any(environment.glob("lib/python*/site-packages/pip")):
+    pip = environment.glob("lib/python*/site-packages/pip-*.dist-info/RECORD")  # written last
+    if not (environment / "bin" / "python").exists() or not any(pip):
         return None
     found = re.search(r"^version = (\d+\.\d+)", (environment / "pyvenv.cfg").read_text(), re.MULTILINE)
     return found and found.group(1)
 
 
 def _install_packages(options: argparse.Namespace, steps: Steps, installer: Installer) -> None:
-    files = [*Path().glob("constraints*.txt"), *Path().glob("*.toml"), Path("hatch_build.py")]
-    files += [Path("fabric") / name for name in ("pyproject.toml", "hatch_build.py")]
-    inputs = fingerprint(options.torch, files=files)
+    projects = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (Path(), Path("fabric"))]
+    parts = [(project["project"], project["build-system"]) for project in projects]
+    inputs = fingerprint(options.torch, parts, files=Path().glob("constraints*.txt"))
     done = steps.value_of("packages")
     wanted = EXTRAS[options.what] | (set(done[1]) if done else set())
     if done == [inputs, sorted(wanted)]:
@@ -125,7 +125,13 @@ def _has_torch(options: argparse.Namespace, installer: Installer) -> bool:
     build = choose_build(options.torch, needs_cpu_index=asks, answers=answers)
     say(f"torch: {build.reason}")
     if build.index is not None:
-        installer.install("--no-deps", "torch", index=build.index)
+        try:
+            installer.install("--no-deps", "torch", index=build.index)
+        except subprocess.CalledProcessError:
+            if not asks:
+                raise
+            say("torch: that index has no build for this machine")
+            return options.torch != CPU_OR_NONE
     return build.is_wanted
 
 

@@ -61,6 +61,8 @@ class Installer:
             if subprocess.run(pip, check=False).returncode or not _runs(uv):
                 return self._without_uv("uv cannot be installed here")
         set_by_user = {name: value for name, value in os.environ.items() if name.startswith("UV_")}
+        if "UV_INDEX_URL" in set_by_user:  # the older name of this variable, which would be weaker
+            set_by_user.setdefault("UV_DEFAULT_INDEX", set_by_user["UV_INDEX_URL"])
         self._environment = {**os.environ, **wanted.environment, **set_by_user}
         self._index_flag = "--default-index"
         progress = [] if sys.stderr.isatty() else ["--quiet"]

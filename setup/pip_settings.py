@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -15,9 +16,10 @@ _VARIABLES: Final = {
     "client-cert": ("SSL_CLIENT_CERT",),
     "proxy": ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
     "timeout": ("UV_HTTP_TIMEOUT",),
-    "default-timeout": ("UV_HTTP_TIMEOUT",),
     "retries": ("UV_HTTP_RETRIES",),
 }
+_WHOLE_NUMBERS: Final = ("timeout", "retries")
+_SYNONYMS: Final = {"default-timeout": "timeout", "pypi-url": "index-url"}
 _LISTS: Final = {
     "extra-index-url": ("UV_INDEX", " "),
     "find-links": ("UV_FIND_LINKS", ","),
@@ -51,7 +53,7 @@ _WITHOUT_EFFECT: Final = frozenset(
         "quiet",
         "require-virtualenv",
         "root-user-action",
-        "use-feature",
+        "upgrade-strategy",
         "user",
         "verbose",
     )
@@ -78,7 +80,8 @@ def parse_settings(listed: str) -> dict[str, str]:
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
         if section in sections:
-            sections[section][name.replace("_", "-")] = str(ast.literal_eval(value))
+            name = name.replace("_", "-")
+            sections[section][_SYNONYMS.get(name, name)] = str(ast.literal_eval(value))
     return {name: value for section in _PRECEDENCE for name, value in sections[section].items()}
 
 
@@ -87,16 +90,20 @@ def for_uv(settings: Mapping[str, str]) -> UvSettings:
     environment: dict[str, str] = {}
     flags: list[str] = []
     for name, value in settings.items():
+        if name in _WHOLE_NUMBERS:
+            value = str(math.ceil(float(value)))
         if name in _VARIABLES:
             environment.update(dict.fromkeys(_VARIABLES[name], value))
         elif name in _LISTS:
             variable, separator = _LISTS[name]
             environment[variable] = separator.join(value.split())
         elif name in _SWITCHES:
-            flags += [_SWITCHES[name]] if _is_on(value) else []
+            flags += [_SWITCHES[name]] if is_on(value) else []
         elif name in _FLAGS:
             flags += [f"--{name}={single}" for single in value.replace(",", " ").split()]
-        elif name not in _WITHOUT_EFFECT:
+        elif name == "use-feature":
+            environment.update({"UV_SYSTEM_CERTS": "1"} if "truststore" in value.split() else {})
+        elif name not in _WITHOUT_EFFECT and not _is_off(value):
             raise UntranslatableError(f"uv has no counterpart of pip's setting '{name}'")
     if "UV_INDEX" in environment:
         # pip takes the best version of all indexes; uv by itself would stop at the first index that has the package.
@@ -104,5 +111,9 @@ def for_uv(settings: Mapping[str, str]) -> UvSettings:
     return UvSettings(environment, tuple(flags))
 
 
-def _is_on(value: str) -> bool:
+def is_on(value: str) -> bool:
     return value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def _is_off(value: str) -> bool:
+    return value.strip().lower() in ("", "0", "false", "no", "off")

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from setup.pip_settings import is_on
+
 CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
 """The index that PyTorch documents for its CPU builds."""
 PROBE_SECONDS: Final = 3.0
@@ -33,8 +35,8 @@ class TorchBuild:
 
 
 def choose_build(choice: str, *, needs_cpu_index: bool, answers: bool) -> TorchBuild:
-    """`choice`: "auto", "cpu", "default", "cpu-or-none" or the URL of an index. `needs_cpu_index`: the configured index's
-    build would be one for a GPU that is not here. `answers`: the CPU index does."""
+    """`choice`: "auto", "cpu", "default", "cpu-or-none" or the URL of an index. `needs_cpu_index`: the configured
+    index's build would be one for a GPU that is not here. `answers`: the CPU index does."""
     if choice == CONFIGURED:
         return TorchBuild(None, "the configured index's build, as chosen")
     if choice == "cpu":
@@ -58,7 +60,10 @@ def needs_cpu_index() -> bool:
 
 
 def index_answers(index: str, settings: Mapping[str, str], seconds: float = PROBE_SECONDS) -> bool:
-    """Whether the index has torch, asked with pip's `proxy` and `cert`, or those of the environment."""
+    """Whether the index has torch, asked with pip's `proxy` and `cert`, or those of the environment. Where pip may use
+    no index, none is asked."""
+    if is_on(settings.get("no-index", "")):
+        return False
     handlers: list[urllib.request.BaseHandler] = []
     if "proxy" in settings:
         handlers.append(urllib.request.ProxyHandler({"http": settings["proxy"], "https": settings["proxy"]}))

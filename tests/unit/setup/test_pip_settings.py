@@ -11,10 +11,11 @@ def test_the_environment_is_stronger_than_a_file_and_a_command_s_section_than_th
     """The same setting may be made in three places; pip says in its documentation which one counts."""
     listed = "\n".join(
         (
-            ":env:.timeout='180'",
+            ":env:.default-timeout='180'",
             "download.index-url='https://not-for-install.example'",
             "global.index-url='https://global.example'",
             "global.timeout='5'",
+            "install.timeout='20'",
             "install.index-url='https://install.example'",
         )
     )
@@ -31,7 +32,7 @@ def test_each_setting_that_matters_has_its_counterpart() -> None:
         "cert": "/etc/company.pem",
         "client-cert": "/etc/own.pem",
         "proxy": "http://proxy.example:3128",
-        "timeout": "60",
+        "timeout": "59.5",
         "retries": "7",
         "constraint": "/etc/constraints.txt",
         "no-binary": "one,two",
@@ -40,6 +41,8 @@ def test_each_setting_that_matters_has_its_counterpart() -> None:
         "pre": "yes",
         "no-cache-dir": "off",
         "quiet": "3",
+        "use-feature": "truststore",
+        "require-hashes": "0",
     }
     translated = for_uv(settings)
     assert translated.environment == {
@@ -55,6 +58,7 @@ def test_each_setting_that_matters_has_its_counterpart() -> None:
         "ALL_PROXY": "http://proxy.example:3128",
         "UV_HTTP_TIMEOUT": "60",
         "UV_HTTP_RETRIES": "7",
+        "UV_SYSTEM_CERTS": "1",
     }
     assert translated.flags == (
         "--constraint=/etc/constraints.txt",
