@@ -66,8 +66,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A busy machine is no reason to fail; pytest-timeout finds what hangs. The examples are the same in every run, so that
-# a change that breaks nothing passes: `--hypothesis-profile=random` and `make fuzz` look for others.
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+# a change that breaks nothing passes: `--hypothesis-profile=random` and `make fuzz` look for others. Tests say how many
+# they need of hypothesis' own 100 (tests/examples.py): `make test` tries a part, `make test-long` ten times as many.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("long", deadline=None, derandomize=True, max_examples=400)
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile("fixed")
 

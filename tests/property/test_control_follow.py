@@ -26,6 +26,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits, Price
 from kvloom_common.tenancy.table import TenantTable
+from tests.examples import num_examples
 
 OPERATOR = Actor("test")
 ORGANISATIONS = ("a", "b")
@@ -171,7 +172,7 @@ async def run(url: str, drawn: list[Any]) -> None:
         await rig.disconnect()
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(st.lists(steps, min_size=5, max_size=40))
 def test_a_follower_has_what_the_database_has(drawn: list[Any]) -> None:
     """A revoked key that a follower keeps, or a limit that it misses, stays wrong for ever. The follower reads now and

@@ -22,9 +22,10 @@ from router.core.events import RequestArrived, ShardDescription, ShardUp
 from router.intake import Intake
 from shard_server.engines.base import Capability, EngineInfo
 from shard_server.submits import resolve_submit
+from tests.examples import num_examples
 from tests.fakes.served_models import tiny_models
 
-FUZZ = settings(max_examples=int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "120")), deadline=None)
+FUZZ = settings(max_examples=int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", num_examples(120))), deadline=None)
 UINT32 = st.integers(0, 40) | st.sampled_from([2**31, 2**32 - 1])
 DOUBLE = st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e308, -1.0, float("inf"), float("nan")])
 NAMES = st.text(max_size=4) | st.just("x" * 300)

@@ -24,6 +24,7 @@ from edge_http.openai.tools import tools_of
 from edge_http.openai.unsupported import CHAT, COMPLETION
 from kvloom.errors import KvloomError
 from kvloom_common.conversation.tool_plan import plan_tools
+from tests.examples import num_examples
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 JSON = st.recursive(
@@ -84,7 +85,7 @@ async def check(raw: bytes) -> None:
                 raise
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(raw=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 async def test_any_bytes(raw: bytes) -> None:
     """Noise is refused, never a crash."""
@@ -116,28 +117,28 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(body=bodies(ChatBody, CHAT, messages=TURNS | MESSAGES, tools=TOOLS, tool_choice=CHOICES))
 async def test_any_tools_and_calls(body: Any) -> None:
     """The same for plausible tools, choices and histories of calls."""
     await check(json.dumps(body).encode())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(body=bodies(ChatBody, CHAT, messages=MESSAGES | JSON))
 async def test_any_chat_values(body: Any) -> None:
     """Every value of every field is taken or refused by the checks, not by a stack trace further in."""
     await check(json.dumps(body).encode())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(body=bodies(CompletionBody, COMPLETION, prompt=PROMPTS | JSON))
 async def test_any_completion_values(body: Any) -> None:
     """The same for plain completions with all kinds of prompts."""
     await check(json.dumps(body).encode())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(data=st.data())
 async def test_broken_json(data: st.DataObject) -> None:
     """A good body with bytes cut out, doubled or changed."""

@@ -15,6 +15,7 @@ from edge_http.resume.records import (
     decode_delta,
     encode,
 )
+from tests.examples import num_examples
 
 TOKENS = list(range(100, 130))
 
@@ -27,7 +28,7 @@ def delta(begin: int, end: int, *, with_events: bool = True) -> ProgressDelta:
     return decode_delta(encode(ProgressDelta(7, before, events, [choice], [], [], [], end == len(TOKENS))))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(80), deadline=None)
 @given(st.lists(st.integers(0, len(TOKENS)), max_size=8), st.integers(0, 9), st.integers(0, 9), st.data())
 def test_state_from_snapshot_and_journal(cuts: list[int], first: int, snapshot_at: int, data: st.DataObject) -> None:
     """A journal may begin late, repeat deltas, and overlap with the snapshot: the known state has no gap and ends where

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from shard_server.engines.eviction_order import IDLE_SHARE_SECONDS, EvictionOrder, KvOwner, preempted_for
+from tests.examples import num_examples
 
 NUM_BLOCKS = 20
 TAGS = (1, 2, 3)
@@ -127,7 +128,7 @@ class OrderMachine(RuleBasedStateMachine):
         return min(free_for_all or own or list(uses), key=lambda block: uses[block])
 
 
-OrderMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+OrderMachine.TestCase.settings = settings(max_examples=num_examples(80), stateful_step_count=40, deadline=None)
 TestEvictionOrder = OrderMachine.TestCase
 
 

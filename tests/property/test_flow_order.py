@@ -15,6 +15,7 @@ from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import ChoiceSpec, Request
 from router.core.live import Client, LiveRequest, QueueId
 from router.core.priority_classes import BATCH, INTERACTIVE, PriorityClass
+from tests.examples import num_examples
 
 QUEUE = QueueId("m")
 CLASSES = (
@@ -109,7 +110,7 @@ class Waiting(RuleBasedStateMachine):
 
 
 TestWaiting = Waiting.TestCase
-TestWaiting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWaiting.settings = settings(max_examples=num_examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_equal_names_keep_the_order_in_which_they_came() -> None:

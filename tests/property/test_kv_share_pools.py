@@ -10,6 +10,7 @@ from shard_server.engines.base import BlockRemoved, BlockStored
 from shard_server.engines.eviction_order import KvOwner
 from shard_server.engines.sim_blocks import SimBlockPool
 from shard_server.engines.torch_engine.block_pool import BlockKey, BlockPool, extend_block_keys
+from tests.examples import num_examples
 
 NUM_BLOCKS = 12
 BLOCK_SIZE = 2
@@ -30,7 +31,7 @@ moves = st.lists(
 Moves = list[tuple[str, list[int], KvShare | None, float, int]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(moves)
 def test_the_torch_engines_pool(script: Moves) -> None:
     """Integrity after each move, and a sequence gets what it was promised."""
@@ -58,7 +59,7 @@ def test_the_torch_engines_pool(script: Moves) -> None:
         pool.check_integrity(live)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(moves)
 def test_the_simulated_engines_pool(script: Moves) -> None:
     """Events say what is cached, and with a block the one before it."""

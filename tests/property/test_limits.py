@@ -18,6 +18,7 @@ from kvloom_common.tenancy.prices import Price
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import RequestCancelled, Tick
 from router.core.tenancy.answer_cost import money_cost, token_cost
+from tests.examples import num_examples
 from tests.fakes.limited_rig import LimitedRig, tenant_table
 from tools.dst.tenancy.lease_owners import BudgetOwner, RateOwner
 
@@ -97,7 +98,7 @@ class Routers:
                 assert j - i + 1 <= most + 1e-6
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(0, NUM_ROUTERS - 1), st.integers(1, 8), GAPS), max_size=25),
@@ -116,7 +117,7 @@ def test_routers_together_admit_what_one_bucket_would(limit: int, bursts: list[t
     world.check_bucket(limit)
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     st.integers(3, 12),
     st.lists(st.tuples(st.integers(0, NUM_ROUTERS - 1), st.integers(1, 8), GAPS, st.booleans()), max_size=25),
@@ -136,7 +137,7 @@ def test_without_redis_the_limit_is_exceeded_by_no_more_than_is_said(
 PRICE = Price("p", "*", prompt_nanos=3, cached_nanos=1, output_nanos=10, request_nanos=7)
 
 
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 @given(
     st.integers(1, 3000),
     st.lists(
@@ -206,7 +207,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
 def test_what_a_moving_window_allows_is_allowed(seed: int, monkeypatch: pytest.MonkeyPatch):
     """`limits` counts what was admitted in the last minute. A bucket admits at least as much as long as nobody was
     refused, and at most twice as much."""

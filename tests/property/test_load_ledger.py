@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.core.events import ShardLoad
 from router.core.load.load_ledger import LoadLedger, Reservation, ReservationKey
+from tests.examples import num_examples
 
 SHARDS = ["a", "b"]
 KEYS = st.tuples(st.sampled_from(["x", "y", "z"]), st.integers(1, 2))
@@ -150,4 +151,4 @@ class LoadLedgerMachine(RuleBasedStateMachine):
 
 
 TestLoadLedger = LoadLedgerMachine.TestCase
-TestLoadLedger.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestLoadLedger.settings = settings(max_examples=num_examples(50), stateful_step_count=40, deadline=None)

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from kvloom_common.parsers import registry
 from kvloom_common.parsers.events import Event, TextDelta, ToolCallEnd, ToolCallStart, merge
 from kvloom_common.parsers.output_parser import OutputParser, ParserSpec, make_parser
+from tests.examples import num_examples
 from tests.unit.kvloom_common.parsers.corpus import TOOLS, texts
 
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("KVLOOM_PARSER_EXAMPLES", "200")),
+    max_examples=int(os.environ.get("KVLOOM_PARSER_EXAMPLES", num_examples(200))),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -151,6 +152,7 @@ def name_of(spec: ParserSpec) -> str:
     return f"{spec.tools}-{spec.reasoning}{'-inside' if spec.starts_in_reasoning else ''}"
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
 def test_events_do_not_depend_on_the_split(spec: ParserSpec) -> None:
     """Clients' tool calls must not depend on how many tokens an engine step gave; nor, after any piece, may what has
@@ -176,6 +178,7 @@ def test_events_do_not_depend_on_the_split(spec: ParserSpec) -> None:
     check()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
 def test_text_without_markers_passes_exactly(spec: ParserSpec) -> None:
     """An answer that calls nothing must arrive character by character as the model wrote it."""

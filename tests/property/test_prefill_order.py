@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from shard_server.engines.prefill_order import PrefillOrder
+from tests.examples import num_examples
 
 BUDGET = 64
 MAX_PROMPT = 400
@@ -78,7 +79,7 @@ class PrefillOnlyEngine:
 arrivals = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, MAX_PROMPT)), max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(st.lists(arrivals, max_size=40))
 def test_what_two_waiting_tenants_get_differs_by_a_bound(steps: list[list[tuple[str, int]]]) -> None:
     """However many prompts one of them sends, and however long: so that none starves, and all prompts are computed."""
@@ -104,7 +105,7 @@ def test_what_two_waiting_tenants_get_differs_by_a_bound(steps: list[list[tuple[
     assert not engine.begun
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(st.lists(st.integers(1, MAX_PROMPT), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, MAX_PROMPT))
 def test_a_newcomer_waits_for_one_step_and_its_own_prefill(flood: list[int], num_steps: int, own: int) -> None:
     """Whatever another tenant has sent before, and sends meanwhile."""
@@ -120,7 +121,7 @@ def test_a_newcomer_waits_for_one_step_and_its_own_prefill(flood: list[int], num
     assert not newcomer.num_left
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, MAX_PROMPT), st.integers(0, 3)), min_size=1, max_size=30))
 def test_one_tenant_of_one_class_is_served_in_the_order_of_arrival(prompts: list[tuple[int, int]]) -> None:
     """A fabric without tenants sees nothing of all this."""

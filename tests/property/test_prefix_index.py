@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router.core.events import KvChange
 from router.core.prefix_index.event_order import SNAPSHOT_RETRY_SECONDS
 from router.core.prefix_index.prefix_index import PLACED_TTL_SECONDS, IndexStepSizes, PrefixIndex
+from tests.examples import num_examples
 
 SHARDS = ["a", "b", "c"]
 MAX_BLOCKS = 24
@@ -297,6 +298,6 @@ class SmallStepsMachine(PrefixIndexMachine):
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
-TestPrefixIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixIndex.settings = settings(max_examples=num_examples(60), stateful_step_count=40, deadline=None)
 TestPrefixIndexSmallSteps = SmallStepsMachine.TestCase
-TestPrefixIndexSmallSteps.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixIndexSmallSteps.settings = settings(max_examples=num_examples(60), stateful_step_count=40, deadline=None)

@@ -20,8 +20,9 @@ from router.core import events as ev
 from router.core.actions import FleetChanged, RequestEnded, SendStep
 from router.core.core import CoreConfig, RouterCore
 from router.core.dispatch.overload import OverloadSettings
+from tests.examples import num_examples
 
-NUM_EXAMPLES = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "60"))
+NUM_EXAMPLES = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", num_examples(60)))
 FUZZ = settings(
     max_examples=NUM_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

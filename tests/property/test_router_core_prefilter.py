@@ -11,6 +11,7 @@ from router.core.events import AnswerHalt, AnswersScreened, SafetyUp
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from safety_svc.policy import Phrase, RuleSet
 from safety_svc.prefilter import answer_prefilter
+from tests.examples import num_examples
 from tests.fakes.core_rig import CoreRig, only
 from tests.property.test_router_prefilter import RULE, Service, deltas_of, rule_sets, screen_fully
 
@@ -62,7 +63,7 @@ class Gate:
             self.take(self.rig.handle(AnswersScreened(slots, known.num_clear_chars, [], closed)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(rule_sets(), deltas_of, st.booleans())
 @example(RuleSet([Phrase(RULE, "a b", True)], []), ["xa", "  ", "b"], False)
 @example(RuleSet([Phrase(RULE, "ab", False)], []), ["x", "a", "x", "ab"], True)

@@ -12,6 +12,7 @@ from kvloom.router_link.link import LinkRequest
 from kvloom.router_link.tracked_request import LOSSES, REFUSALS, TrackedRequest
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from tests.examples import num_examples
 
 PIECES = ("a", "", "ß", "👩‍💻", "\ufffd", "stop")
 PROMPT = [1, 2, 3]
@@ -151,7 +152,7 @@ disturbances = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4), disturbed=disturbances)
 def test_any_losses_leave_the_undisturbed_answer(
     lengths: list[int], disturbed: list[tuple[Frames | None, ErrorReason.ValueType]]

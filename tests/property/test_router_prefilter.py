@@ -16,6 +16,7 @@ from safety_svc.folding import fold
 from safety_svc.policy import Pattern, Phrase, Rule, RuleSet
 from safety_svc.prefilter import MAX_BEGINNINGS, answer_prefilter
 from safety_svc.screen import AnswerScreener
+from tests.examples import num_examples
 
 RULE = Rule("rule", "No.")
 SLOT = 7
@@ -112,7 +113,7 @@ def screen_fully(rules: RuleSet, deltas: list[str]) -> tuple[list[int], int, boo
     return history, screener.num_clear_chars, screener.hit is not None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400), deadline=None)
 @given(rule_sets(), deltas_of)
 @example(RuleSet([Phrase(RULE, "a b", True)], []), ["xa", "  ", "b"])
 @example(RuleSet([Phrase(RULE, "ab", True)], []), ["x", "ab", " "])
@@ -122,7 +123,7 @@ def test_a_prefiltered_answer_is_shown_exactly_as_a_screened_one(rules: RuleSet,
     assert screen(rules, deltas, []) == screen_fully(rules, deltas)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(rule_sets(), deltas_of, st.lists(st.integers(0, 2), max_size=10))
 def test_a_slow_service_changes_nothing_either(rules: RuleSet, deltas: list[str], delays: list[int]):
     """While a verdict is outstanding no text is skipped, and the same answers are halted. Accumulated text is judged at

@@ -11,6 +11,7 @@ from router.links.prompt_filter import MAX_CHARS, PromptFilter
 from safety_svc.policy import BUILTIN_POLICY, Pattern, Phrase, RuleSet, load_policy
 from safety_svc.prefilter import MAX_BEGINNINGS, prompt_prefilter
 from safety_svc.screen import check_prompt
+from tests.examples import num_examples
 from tests.property.test_router_prefilter import RULE, rule_sets, texts, words
 
 
@@ -20,7 +21,7 @@ def filter_of(rules: RuleSet) -> PromptFilter | None:
     return PromptFilter.from_policy(PolicyState.FromString(state.SerializeToString()))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(rules=rule_sets(), text=texts)
 @example(rules=RuleSet([Phrase(RULE, "a b", True)], []), text="x A\x1c\n B")
 @example(rules=RuleSet([Phrase(RULE, "ab", False)], []), text="\uff21\uff22")
@@ -35,7 +36,7 @@ def test_what_passes_would_be_allowed(rules: RuleSet, text: str) -> None:
         assert check_prompt(rules, text) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(texts=st.lists(words, max_size=5), clear=st.text("xyzü \n", max_size=40))
 def test_most_prompts_pass(texts: list[str], clear: str) -> None:
     """A filter that suspects everything would be exact, too. Text that has no letter of a pattern's prefix must pass,

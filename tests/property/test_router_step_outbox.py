@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.core.frames import Step
 from router.links.step_outbox import merge_steps
+from tests.examples import num_examples
 
 entry = st.tuples(st.integers(0, 5), st.lists(st.integers(0, 99), max_size=3), st.text(max_size=3))
 step_entries = st.lists(entry, max_size=6, unique_by=lambda e: e[0])
@@ -24,7 +25,7 @@ def step_of(entries: list[tuple[int, list[int], str]]) -> Step:
     return step
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(st.lists(step_entries, min_size=2, max_size=5))
 def test_each_sequence_receives_the_same_as_without_merging(all_entries: list) -> None:
     """The merged step is read as a client reads it, and compared with the single steps."""

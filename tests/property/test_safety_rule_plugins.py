@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from safety_svc.policy import RuleSet, load_policy
 from safety_svc.screen import AnswerScreener, check_prompt
+from tests.examples import num_examples
 from tests.fakes.plugin_site import PluginSite
 
 GROUP = "kvloom.safety_rules"
@@ -67,6 +68,7 @@ def halted_at(rules: RuleSet, text: str, at: list[int]) -> int | None:
     return screener.num_clear_chars
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["card_number", "marked"])
 def test_no_cut_shows_a_forbidden_passage(plugin_site: PluginSite, kind: str) -> None:
     """For every cut, single characters too, an answer is halted exactly if its whole text is forbidden, and nothing of
@@ -79,7 +81,7 @@ def test_no_cut_shows_a_forbidden_passage(plugin_site: PluginSite, kind: str) ->
         rules = policy_of(plugin_site, POLICY)
 
     @given(texts, cuts)
-    @settings(max_examples=1500, deadline=None)
+    @settings(max_examples=num_examples(1500), deadline=None)
     def law(text: str, at: list[int]) -> None:
         whole = check_prompt(rules, text)
         for cut in (at, list(range(len(text)))):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safety_svc.folding import fold, is_word
 from safety_svc.policy import RuleSet, load_policy
 from safety_svc.screen import AnswerScreener, check_prompt
+from tests.examples import num_examples
 
 POLICY = """
 [[rules]]
@@ -86,13 +88,14 @@ def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:
     return [*clear, screener.num_clear_chars], screener.hit is not None
 
 
+@pytest.mark.hypothesis
 def test_what_must_not_be_seen_is_never_released_and_the_rest_is(tmp_path_factory) -> None:
     """For every cut, the answer is halted exactly if the whole text contains a forbidden passage. No part of the
     passage is ever clear, the clear part never shrinks, and an allowed text is clear to its end."""
     rule_set = rules(tmp_path_factory)
 
     @given(texts, cuts)
-    @settings(max_examples=1500, deadline=None)
+    @settings(max_examples=num_examples(1500), deadline=None)
     def law(text: str, at: list[int]) -> None:
         forbidden = first_forbidden(rule_set, text)
         clear, halted = screen(rule_set, text, at)
@@ -105,12 +108,13 @@ def test_what_must_not_be_seen_is_never_released_and_the_rest_is(tmp_path_factor
     law()
 
 
+@pytest.mark.hypothesis
 def test_one_character_at_a_time(tmp_path_factory) -> None:
     """Single characters are the cut with the most boundaries."""
     rule_set = rules(tmp_path_factory)
 
     @given(texts)
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=num_examples(500), deadline=None)
     def law(text: str) -> None:
         forbidden = first_forbidden(rule_set, text)
         clear, halted = screen(rule_set, text, list(range(len(text))))
@@ -121,7 +125,7 @@ def test_one_character_at_a_time(tmp_path_factory) -> None:
 
 
 @given(texts, cuts)
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_folding_the_parts_is_folding_the_whole(text: str, at: list[int]) -> None:
     """Deny lists see the same text however it was cut."""
     folded, offsets = "", []

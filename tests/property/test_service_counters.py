@@ -15,6 +15,7 @@ from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import ChoiceSpec, Request
 from router.core.live import Client, LiveRequest, QueueId
 from router.core.priority_classes import PriorityClass
+from tests.examples import num_examples
 
 QUEUE = QueueId("m")
 MAX_PROMPT, MAX_OUTPUT, BATCH = 8, 6, 3
@@ -73,7 +74,7 @@ class Server:
 ASKS = st.builds(Ask, st.sampled_from("abcd"), st.integers(1, MAX_PROMPT), st.integers(1, MAX_OUTPUT))
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(rounds=st.lists(st.lists(ASKS, max_size=6), max_size=40))
 def test_service_of_tenants_that_wait_differs_by_a_bound(rounds: Sequence[Sequence[Ask]]) -> None:
     """Theorem 4.4 of "Fairness in Serving Large Language Models": the bound does not grow with time."""
@@ -96,7 +97,7 @@ def test_service_of_tenants_that_wait_differs_by_a_bound(rounds: Sequence[Sequen
             assert abs(ahead - begun.setdefault((one, other), ahead)) <= 2 * BOUND
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(weight=st.sampled_from([1, 2, 4]), asks=st.lists(st.integers(1, MAX_OUTPUT), min_size=60, max_size=60))
 def test_classes_of_one_rank_share_by_weight(weight: int, asks: Sequence[int]) -> None:
     """A weight is a promise of a share, whatever the lengths of answers."""
@@ -131,7 +132,7 @@ def test_if_none_waits_a_tenant_starts_where_the_last_one_is() -> None:
     assert counters["late"] == counters["alone"] == 1000
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=200))
 def test_memory_is_bounded_and_no_waiting_name_is_forgotten(steps: Sequence[tuple[int, int]]) -> None:
     """Names come from callers: a million of them must not stay, and none may lose its place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import num_examples
 from tests.fakes.naive_kv_cache import NaiveKvCache
 from tools.simulate.fleet.kv_cache import KvCache
 
@@ -24,7 +25,7 @@ def _chain(symbols: list[int], known: dict[tuple[int, ...], int]) -> list[int]:
     return [known.setdefault(tuple(symbols[: end + 1]), 1000 + len(known)) for end in range(len(symbols))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(num_blocks=st.integers(4, 40), operations=_OPERATIONS)
 def test_runs_of_blocks_behave_like_single_blocks(num_blocks, operations) -> None:
     """Otherwise the hit rates of the simulator would not be those of a real shard."""

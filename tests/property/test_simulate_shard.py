@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import num_examples
 from tests.fakes.naive_shard import NaiveSequence, NaiveShard
 from tools.simulate.fleet.kv_cache import KvCache
 from tools.simulate.fleet.profile import Profile
@@ -77,7 +78,7 @@ class _Both:
         assert load.num_own_decode_context_tokens == load.num_decode_context_tokens
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(num_blocks=st.integers(24, 60), calls=st.lists(_CALL, min_size=1, max_size=14))
 def test_skipping_over_steps_changes_nothing(num_blocks, calls) -> None:
     """First tokens, ends, reuse, KV events and load reports are the same as when every step is simulated."""

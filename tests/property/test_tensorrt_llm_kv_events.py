@@ -10,6 +10,7 @@ from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStore
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import parse_events
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
+from tests.examples import num_examples
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache, EventBuffer
 
 SIZE = 2
@@ -32,7 +33,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     actions=actions,
     tells_salts=st.booleans(),

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream
+from tests.examples import num_examples
 from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, Logprob, RequestOutput
 
 tokens = st.lists(st.integers(1, 6), min_size=1, max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(
     generated=tokens,
     cuts=st.sets(st.integers(1, 19)),

@@ -13,6 +13,7 @@ from kvloom.errors import KvloomError
 from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer
 from kvloom_common.text.special_tokens import AliasedEncoder, SpecialStrings
 from kvloom_common.text.tokenizer import ChatMessage
+from tests.examples import num_examples
 from tests.fakes.tiny_tokenizer import SPECIAL, byte_level_tokenizer, model_tokenizer
 
 TOKENIZER = model_tokenizer()
@@ -25,7 +26,7 @@ token_ids = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
 
 
 @given(texts)
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 def test_the_aliased_encoding_equals_the_plain_one(text: str) -> None:
     """For a conversation without special strings, the guarded encoding has the same ids as the plain one."""
     if any(special in text for special in SPECIAL):
@@ -35,7 +36,7 @@ def test_the_aliased_encoding_equals_the_plain_one(text: str) -> None:
 
 
 @given(st.lists(injections | texts, min_size=1, max_size=4))
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 def test_contents_never_yield_control_tokens(contents: list[str]) -> None:
     """The prompt's control tokens are the template's for all contents; its text is the conversation's."""
     messages = [ChatMessage("user", content) for content in contents]
@@ -55,7 +56,7 @@ cuts = st.lists(st.integers(0, 100), max_size=40)
 
 
 @given(token_ids, cuts)
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_any_cut_of_the_tokens_gives_the_whole_text(ids: list[int], at: list[int]) -> None:
     """Text does not depend on how tokens are grouped into steps; random ids make broken UTF-8 too."""
     text = feed(IncrementalDetokenizer(TOKENIZER), ids, at)
@@ -76,7 +77,7 @@ def cut_before_first_complete(text: str, stop_strings: list[str]) -> tuple[str, 
 
 
 @given(stop_text_ids, stops, cuts)
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_stop_strings_cut_the_same_for_any_cut_of_the_tokens(ids: list[int], strings: list[str], at: list[int]) -> None:
     """The answer ends before the stop string that is complete first, across token borders, and none of it is shown."""
     detokenizer = IncrementalDetokenizer(TOKENIZER, strings)
@@ -85,7 +86,7 @@ def test_stop_strings_cut_the_same_for_any_cut_of_the_tokens(ids: list[int], str
 
 
 @given(stop_text_ids, stops)
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 def test_no_more_is_held_back_than_a_stop_string_needs(ids: list[int], strings: list[str]) -> None:
     """The text held back is exactly the longest suffix that a stop string may begin with; users see the rest at
     once."""
@@ -100,7 +101,7 @@ def test_no_more_is_held_back_than_a_stop_string_needs(ids: list[int], strings: 
 
 
 @given(stop_text_ids, stops | st.just([]), st.integers(0, 40), st.integers(0, 60))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_a_resumed_sequence_continues_where_delivery_ended(
     ids: list[int], strings: list[str], num_resumed: int, num_delivered: int
 ) -> None:
@@ -123,7 +124,7 @@ marked_ids = st.lists(st.sampled_from([*SPECIAL_IDS, 5, 40, 70, 71]), max_size=3
 
 
 @given(marked_ids, st.sets(st.sampled_from(SPECIAL_IDS)), cuts, st.integers(0, 40), st.integers(0, 60))
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_exactly_the_listed_special_tokens_are_shown(
     ids: list[int], shown: set[int], at: list[int], num_resumed: int, num_delivered: int
 ) -> None:
@@ -138,7 +139,7 @@ def test_exactly_the_listed_special_tokens_are_shown(
 
 
 @given(stop_text_ids, stops, st.integers(0, 30), cuts)
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_stop_strings_are_looked_for_after_the_exempt_tokens_only(
     ids: list[int], strings: list[str], num_exempt: int, at: list[int]
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from kvloom_common.text.tokenization_cache import _KNOWN_SPLITS, PieceCache, PieceRules, TextEncoding
+from tests.examples import num_examples
 
 PARTS = [
     *" \n\t.,'5é\u0301\u200b中ßA-!<|>", "  ", " \n", "the", " quick", "brown ", "fox's", " 1234", "it'S", "a.b", "...",
@@ -78,7 +79,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom_common.text.tokenization_cache.BLOCK_CHARS", 8)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(range(len(TOKENIZERS))), st.lists(texts, min_size=1, max_size=5))
 @example(0, ["the quick the  quick", " the", "  the quick", "end. The fox"])
 def test_pieces_give_the_plain_tokenizers_ids(which: int, several: list[str]) -> None:
@@ -92,7 +93,7 @@ def test_pieces_give_the_plain_tokenizers_ids(which: int, several: list[str]) ->
         assert cache.num_bytes <= 2000
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(texts, min_size=1, max_size=4))
 def test_the_built_in_models_tokenizer_agrees(model_dir: Path, several: list[str]) -> None:
     """The model that most tests and demos use, with its own vocabulary and special tokens."""

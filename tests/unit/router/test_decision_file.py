@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvloom_common.process.service import StartError
 from router.decisions.file import DecisionWriter, Entry, RotatingFile
+from tests.examples import num_examples
 
 HEADER = b"# head\n"
 
@@ -20,7 +21,7 @@ def line(number: int, size: int = 20) -> bytes:
 
 
 @given(sizes=st.lists(st.integers(8, 130), max_size=40), batch=st.integers(1, 7))
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 def test_files_stay_within_their_size_and_each_has_a_header(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], batch: int
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvloom.text.token_ids import are_below, pack_token_ids, prompt_fields, token_array, unpack_token_ids
 from kvloom.v1.router_service_pb2 import Submit
+from tests.examples import num_examples
 
 ids_of = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -36,7 +37,7 @@ def test_torn_ids_are_refused() -> None:
         unpack_token_ids(b"\0" * 7)
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(ids_of, st.integers(1, 2**31), st.integers(0, 3000))
 @example([49151], 49152, 1023)
 @example([49152], 49152, 1024)

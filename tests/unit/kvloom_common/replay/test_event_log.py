@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom_common.replay.event_log import EVENT_OVERHEAD_BYTES, LOG_OVERHEAD_BYTES, ByteBudget, EventLog
+from tests.examples import num_examples
 
 OPERATIONS = st.lists(
     st.one_of(
@@ -19,7 +20,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(OPERATIONS, st.integers(0, 2500))
 def test_log_is_a_bounded_window_of_all_events(operations: list[tuple], room_bytes: int) -> None:
     """Compared with the plainest model: the latest events, whole and in order, that fit the bound."""
