@@ -1,6 +1,6 @@
 """Tenants with limits and budgets under random faults of routers, shards, Redis and control.
 
-`kvloom dst --limits` runs the same with thousands of seeds."""
+`make test` runs the first seeds, `make test-long` the others, and `kvloom dst --limits` as many as it is told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ MAX_SEEDS = 40
 """In how many a planted bug must be caught."""
 
 
-@pytest.mark.parametrize("begin", range(0, NUM_SEEDS, GROUP))
+@pytest.mark.parametrize(
+    "begin", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(GROUP, NUM_SEEDS, GROUP))]
+)
 def test_limits_hold_under_faults(begin: int) -> None:
     """Not one token over a budget, no rate above its bound, no lease lost, and every held request ends once."""
     for seed in range(begin, begin + GROUP):

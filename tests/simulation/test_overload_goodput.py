@@ -7,7 +7,9 @@ import pytest
 from tools.bench.overload_model import OverloadPlan, find_capacity, measure
 
 
-@pytest.mark.parametrize(("policy", "seed"), [("ect", 1), ("ect", 2), ("least_requests", 3)])
+@pytest.mark.parametrize(
+    ("policy", "seed"), [pytest.param("ect", 1, marks=pytest.mark.long), ("ect", 2), ("least_requests", 3)]
+)
 def test_goodput_holds_at_three_times_capacity(policy: str, seed: int) -> None:
     """A fabric that collapses under its load serves no request just when demand is highest."""
     plan = OverloadPlan(num_shards=1, policy=policy, seed=seed, seconds=80.0)
