@@ -64,10 +64,12 @@ class Forwarder:
         *,
         durable_number: Callable[[], int],
         closed_after: int | None = None,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """`closed_after`: the producer has ended with this number; `run` returns once control has closed it."""
         self._producer = producer
         self._client = client
+        self._retry_seconds = retry_seconds
         self._stream = stream
         self._read = read
         self._on_stored = on_stored
@@ -111,7 +113,7 @@ class Forwarder:
                 self._note_failure(error)
             raise_if_cancelled()
             try:
-                async with asyncio.timeout(RETRY_SECONDS if self._is_failing else POLL_SECONDS):
+                async with asyncio.timeout(self._retry_seconds if self._is_failing else POLL_SECONDS):
                     await self._wake.wait()
                     if self._is_failing:
                         await asyncio.Event().wait()  # for the whole time

@@ -22,10 +22,10 @@ from kvloom_common.tenancy.usage_stream import UsageStream
 from kvloom_common.trust.seal import Sealer
 from router.core.actions import RequestEnded
 from router.core.request_end import End
-from router.metering.forwarder import Forwarder
+from router.metering.forwarder import RETRY_SECONDS, Forwarder
 from router.metering.meter import Meter
 from router.metering.metrics import MeteringMetrics
-from router.metering.orphans import Orphans
+from router.metering.orphans import SCAN_SECONDS, Orphans
 from router.metering.spool import Numbered, Spool
 from router.metering.writer import RecordWriter
 
@@ -56,9 +56,13 @@ class Metering:
         prices: Callable[[], Prices],
         progress: Callable[[float], list[RequestEnded]],
         registry: CollectorRegistry = REGISTRY,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+        scan_seconds: float = SCAN_SECONDS,
     ) -> None:
         """`progress(min_age_seconds)`: the records that there would be of the running requests of at least that
-        age."""
+        age. `retry_seconds`: the time between two tries to write to the disk and to Redis while these fail;
+        `scan_seconds`: that between two looks for the spools of routers that have died."""
         self._progress = progress
         self._metrics = MeteringMetrics(registry)
         root = Path(config.data_dir) / FOLDER
@@ -72,7 +76,9 @@ class Metering:
             retry=redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0),
         )
         stream = UsageStream(config.redis.key_prefix, sealer)
-        self._writer = RecordWriter(self._spool, self._thread, self._on_ready, self._metrics)
+        self._writer = RecordWriter(
+            self._spool, self._thread, self._on_ready, self._metrics, retry_seconds=retry_seconds
+        )
         self._forwarder = Forwarder(
             producer,
             self._client,
@@ -80,8 +86,9 @@ class Metering:
             self._read,
             self._on_stored,
             durable_number=lambda: self._writer.durable_number,
+            retry_seconds=retry_seconds,
         )
-        self._orphans = Orphans(root, self._spool.folder, self._thread, self._client, stream)
+        self._orphans = Orphans(root, self._spool.folder, self._thread, self._client, stream, scan_seconds)
 
     @property
     def producer(self) -> str:

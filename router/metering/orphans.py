@@ -35,9 +35,16 @@ class Orphans:
     """`run` is its task. Routers that share a data directory may all look for spools: a lock decides."""
 
     def __init__(
-        self, root: Path, own: Path, thread: Executor, client: redis.asyncio.Redis, stream: UsageStream
+        self,
+        root: Path,
+        own: Path,
+        thread: Executor,
+        client: redis.asyncio.Redis,
+        stream: UsageStream,
+        scan_seconds: float = SCAN_SECONDS,
     ) -> None:
         """`root` has a folder for each router, and these have one for each incarnation."""
+        self._scan_seconds = scan_seconds
         self._root = root
         self._own = own
         self._thread = thread
@@ -54,7 +61,7 @@ class Orphans:
                     for folder in await self._in_thread(self._find):
                         if len(self._adopted) < MAX_AT_A_TIME and folder not in self._adopted:
                             self._adopted[folder] = tasks.create_task(self._adopt(folder), name=f"spool {folder.name}")
-                    await asyncio.sleep(SCAN_SECONDS)
+                    await asyncio.sleep(self._scan_seconds)
         finally:
             self._adopted.clear()
 

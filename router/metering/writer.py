@@ -39,6 +39,7 @@ class RecordWriter:
         on_ready: Callable[[Sequence[Numbered]], None],
         metrics: MeteringMetrics,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """`thread` is the one that uses the spool. `on_ready` gets each record once: when it is on the disk, or when
         that has failed."""
@@ -47,6 +48,7 @@ class RecordWriter:
         self._on_ready = on_ready
         self._metrics = metrics
         self._max_waiting_bytes = max_waiting_bytes
+        self._retry_seconds = retry_seconds
         self._waiting: deque[Numbered] = deque()
         """Records that are not on the disk, in order."""
         self._num_handed_over = 0
@@ -83,7 +85,7 @@ class RecordWriter:
         """Runs until it is cancelled."""
         while True:
             await self._wake.wait()
-            await asyncio.sleep(RETRY_SECONDS if self._is_failing else GATHER_SECONDS)
+            await asyncio.sleep(self._retry_seconds if self._is_failing else GATHER_SECONDS)
             self._wake.clear()
             await self.flush()
             if self._waiting:

@@ -34,9 +34,9 @@ def _enable(config: KvloomConfig) -> None:
         enabled=True,
         ttft_slo_seconds=1e-9,
         fast_window_seconds=0.2,
-        slow_window_seconds=0.5,
+        slow_window_seconds=0.3,
         min_step_seconds=0.2,
-        hold_seconds=1.5,
+        hold_seconds=0.8,
         min_requests=1,
         steps=[
             BrownoutStepConfig(max_tokens=5, no_speculation=True),

@@ -50,7 +50,7 @@ def trusting(authority: Authority, own: tuple[Path, Path] | None = None) -> ssl.
 @contextlib.asynccontextmanager
 async def https_edge(tls: ListenerTls, *, taken_over: bool) -> AsyncIterator[str]:
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
-    server = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {"tiny": model}))
+    server = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {"tiny": model}), shutdown_seconds=0.05)
     if taken_over:
         listener = socket.create_server(("127.0.0.1", 0))
         address = await server.take_over(listener, tls.http_context())

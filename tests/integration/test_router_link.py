@@ -316,7 +316,7 @@ async def test_a_router_that_accepts_and_says_nothing_is_left_within_seconds() -
     await link.start()
     try:
         async with asyncio.timeout(REATTACH_SECONDS):
-            for _ in range(6):
+            for _ in range(3):
                 await came.acquire()
             hung.close()  # the connections stay
             async with serve_fake_router(port):

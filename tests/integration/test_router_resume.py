@@ -185,7 +185,7 @@ async def test_what_is_no_longer_kept_is_an_error_not_a_gap(world: RouterWorld) 
 
 async def test_all_answers_together_are_bounded(world: RouterWorld) -> None:
     """The ended answers are evicted first, the oldest before the others."""
-    await start(world, max_bytes=64 * 1024)
+    await start(world, {"step_seconds": 0.0}, max_bytes=64 * 1024)
     for number in range(12):
         stream = Stream(world, max_tokens=100, request_id=f"number-{number}")
         await stream.begin()

@@ -61,8 +61,9 @@ class World:
         """`killed`: it ends as a process that is killed does: nothing more is written, and its lock is free."""
         registry = CollectorRegistry()
         metering = Metering(
-            self.config, "r0", incarnation, PLAIN, lambda: PRICES, lambda _: list(self.running), registry
-        )
+            self.config, "r0", incarnation, PLAIN, lambda: PRICES, lambda _: list(self.running), registry,
+            retry_seconds=0.1, scan_seconds=0.1,
+        )  # fmt: skip
         await metering.start()
         task = asyncio.create_task(metering.run())
         try:
