@@ -20,8 +20,9 @@ POLL_SECONDS: Final = 1.0
 class PolicyFile:
     """Holds the current policy. When a changed file is invalid, the old policy remains in force."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, poll_seconds: float = POLL_SECONDS) -> None:
         """An empty `path` means the built-in policy. Raises PolicyError."""
+        self._poll_seconds = poll_seconds
         self._path = Path(path) if path else BUILTIN_POLICY
         self._stamp = _stamp(self._path)
         self.current: Policy = load_policy(self._path)
@@ -39,7 +40,7 @@ class PolicyFile:
     async def watch(self) -> None:
         """Reload the file whenever it changes. Never returns."""
         while True:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
             await self.reload_if_changed()
 
     async def reload_if_changed(self) -> None:

@@ -11,7 +11,7 @@ import grpc
 import msgspec
 
 from kvloom_common.config import ConfigError, TlsConfig
-from kvloom_common.process.watched_files import WatchedFiles
+from kvloom_common.process.watched_files import POLL_SECONDS, WatchedFiles
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -28,11 +28,11 @@ class TlsFiles(msgspec.Struct, frozen=True):
 class ListenerTls:
     """The certificates of one process's listeners for clients."""
 
-    def __init__(self, config: TlsConfig) -> None:
-        """Raises ConfigError if a file cannot be used."""
+    def __init__(self, config: TlsConfig, poll_seconds: float = POLL_SECONDS) -> None:
+        """Raises ConfigError if a file cannot be used. `poll_seconds`: the time between two looks at the files."""
         self._config = config
         names = (config.certificate_file, config.key_file, config.client_ca_file)
-        self._files = WatchedFiles([Path(name) for name in names if name])
+        self._files = WatchedFiles([Path(name) for name in names if name], poll_seconds)
         self._loaded = _load(config)
 
     def http_context(self) -> ssl.SSLContext:

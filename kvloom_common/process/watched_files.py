@@ -31,17 +31,18 @@ class Watcher(Protocol):
 class WatchedFiles:
     """The versions of some files, as of when they were last read."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], poll_seconds: float = POLL_SECONDS) -> None:
         self._paths = paths
+        self._poll_seconds = poll_seconds
         self._seen: list[_Version | None] | None = self._versions()
 
     async def follow(self, what: str, load: Callable[[], _T], use: Callable[[_T], None]) -> None:
         """Call `load` in a thread when a file has changed, and `use` with the result, until cancelled. A file that is
-        missing or malformed (`load` raises ConfigError or OSError) is reported once and tried again every second; what
+        missing or malformed (`load` raises ConfigError or OSError) is reported once and tried again at every look; what
         was loaded before stays in use."""
         reported = ""
         while True:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
             versions = await asyncio.to_thread(self._versions)
             if versions == self._seen:
                 continue
@@ -62,10 +63,13 @@ class WatchedFiles:
 
 
 @contextlib.asynccontextmanager
-async def following(*watchers: Watcher) -> AsyncIterator[None]:
+async def following(*watchers: Watcher, retry_seconds: float = POLL_SECONDS) -> AsyncIterator[None]:
     """Run the watchers within the block. If one fails (for example because no thread can be started), that is logged,
-    the process keeps what it has, and the watcher is run again."""
-    tasks = [asyncio.create_task(_kept_up(watcher), name=f"watcher {type(watcher).__name__}") for watcher in watchers]
+    the process keeps what it has, and the watcher is run again, at first after `retry_seconds`."""
+    tasks = [
+        asyncio.create_task(_kept_up(watcher, retry_seconds), name=f"watcher {type(watcher).__name__}")
+        for watcher in watchers
+    ]
     try:
         yield
     finally:
@@ -74,9 +78,9 @@ async def following(*watchers: Watcher) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _kept_up(watcher: Watcher) -> None:
+async def _kept_up(watcher: Watcher, retry_seconds: float) -> None:
     loop = asyncio.get_running_loop()
-    backoff = Backoff(POLL_SECONDS, MAX_RETRY_SECONDS, stable_seconds=MAX_RETRY_SECONDS)
+    backoff = Backoff(retry_seconds, MAX_RETRY_SECONDS, stable_seconds=MAX_RETRY_SECONDS)
     while True:
         started = loop.time()
         try:

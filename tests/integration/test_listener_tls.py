@@ -29,6 +29,7 @@ from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 RELOAD_SECONDS = 10
+POLL_SECONDS = 0.05
 
 
 def tls_config(folder: Path, server: Authority, clients: Authority | None = None) -> TlsConfig:
@@ -50,7 +51,7 @@ def trusting(authority: Authority, own: tuple[Path, Path] | None = None) -> ssl.
 @contextlib.asynccontextmanager
 async def https_edge(tls: ListenerTls, *, taken_over: bool) -> AsyncIterator[str]:
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
-    server = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {"tiny": model}), shutdown_seconds=0.05)
+    server = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {"tiny": model}))
     if taken_over:
         listener = socket.create_server(("127.0.0.1", 0))
         address = await server.take_over(listener, tls.http_context())
@@ -83,7 +84,7 @@ async def until_served(url: str, context: ssl.SSLContext) -> None:
 async def test_http_certificate_is_replaced_without_a_restart(tmp_path: Path, taken_over: bool) -> None:
     """Certificates live for weeks, edges for months."""
     first, second = Authority("first"), Authority("second")
-    tls = ListenerTls(tls_config(tmp_path, first))
+    tls = ListenerTls(tls_config(tmp_path, first), POLL_SECONDS)
     async with https_edge(tls, taken_over=taken_over) as url, following(tls):
         assert await get(url, trusting(first)) == 200
         with pytest.raises(aiohttp.ClientError):
@@ -99,7 +100,7 @@ async def test_http_clients_need_a_certificate_of_the_authority(tmp_path: Path) 
     """With `client_ca_file` nothing is served to others, also after the authority was replaced."""
     server, clients, others = Authority("issuer"), Authority("clients"), Authority("others")
     known, stranger = clients.issue_to(tmp_path, "known"), others.issue_to(tmp_path, "stranger")
-    tls = ListenerTls(tls_config(tmp_path, server, clients))
+    tls = ListenerTls(tls_config(tmp_path, server, clients), POLL_SECONDS)
     async with https_edge(tls, taken_over=False) as url, following(tls):
         assert await get(url, trusting(server, known)) == 200
         for context in (trusting(server), trusting(server, stranger)):
@@ -139,7 +140,7 @@ async def test_grpc_certificate_and_client_authority(tmp_path: Path) -> None:
     certificate, key = clients.issue_to(tmp_path, "client")
     for authority in (first, second):
         (tmp_path / f"{id(authority)}.pem").write_bytes(authority.pem)
-    tls = ListenerTls(tls_config(tmp_path, first, clients))
+    tls = ListenerTls(tls_config(tmp_path, first, clients), POLL_SECONDS)
 
     def options(authority: Authority, *, with_own: bool = True) -> TlsOptions:
         ca_file = tmp_path / f"{id(authority)}.pem"

@@ -17,20 +17,19 @@ import uvloop
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_socket import local_socket_name
 from kvloom.v1 import router_service_pb2 as router
-from kvloom_common.process import watched_files
 from kvloom_common.process.log_lines import LineWriter
 from kvloom_common.process.watched_files import WatchedFiles, following
 from kvloom_common.transport.local_server import LocalServer
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from router.decisions.file import DecisionWriter, RotatingFile
-from safety_svc import policy_file as policy_file_module
 from safety_svc.policy_file import PolicyFile
 from shard_server.engines.torch_engine.core_share import CoreShare
 from tests.fakes.no_descriptors import no_free_descriptors
 from tools.supervisor.readiness import edge_reason
 from tools.supervisor.supervised_process import ProcessStatus
 
+POLL_SECONDS = 0.01
 POLICY = '[[rules]]\nname = "{0}"\nphrases = ["{0}"]\n'
 
 
@@ -76,23 +75,21 @@ async def test_files_are_followed_again_when_a_thread_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without memory for a thread, a watcher ended for good: keys that were removed stayed valid."""
-    monkeypatch.setattr(watched_files, "POLL_SECONDS", 0.01)
     path = tmp_path / "keys"
     path.write_text("a")
     loaded: list[str] = []
 
     class Keys:
         def __init__(self) -> None:
-            self.files = WatchedFiles([path])
+            self.files = WatchedFiles([path], POLL_SECONDS)
 
         async def watch(self) -> None:
             await self.files.follow("keys", path.read_text, loaded.append)
 
     no_thread = refuse_threads(monkeypatch)
-    async with following(Keys()):
+    async with following(Keys(), retry_seconds=POLL_SECONDS):
         await eventually(no_thread.is_set)
         monkeypatch.undo()
-        monkeypatch.setattr(watched_files, "POLL_SECONDS", 0.01)
         path.write_text("changed")
         await eventually(lambda: loaded == ["changed"])
 
@@ -111,15 +108,13 @@ def refuse_threads(patch: pytest.MonkeyPatch) -> threading.Event:
 
 async def test_the_policy_is_followed_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The safety service ended when its watcher failed, and with it every answer that needed a verdict."""
-    monkeypatch.setattr(watched_files, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(policy_file_module, "POLL_SECONDS", 0.01)
     path = tmp_path / "policy.toml"
     path.write_text(POLICY.format("old"))
-    policies = PolicyFile(str(path))
+    policies = PolicyFile(str(path), POLL_SECONDS)
     old = policies.current
     path.write_text(POLICY.format("brand-new"))
     refused = refuse_threads(monkeypatch)
-    async with following(policies):
+    async with following(policies, retry_seconds=POLL_SECONDS):
         await eventually(refused.is_set)
         monkeypatch.undo()
         await eventually(lambda: policies.current is not old)
