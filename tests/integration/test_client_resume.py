@@ -95,13 +95,18 @@ async def test_a_router_that_does_not_know_the_answer_any_more(world: RouterWorl
     proxy = BreakingProxy(world.address)
     await proxy.start()
     token_ids: list[int] = []
+
+    async def reopen() -> None:
+        await eventually(lambda: world.metric("kvloom_router_expired_answers_total"), "the end of the grace period")
+        proxy.refuse(False)
+
     async with Client(proxy.address, reattach_seconds=reattach_seconds) as client:
         options: Any = {"model": MODEL, "token_ids": PROMPT, "max_tokens": 80, "resumable": True}
         answer = aiter(client.generate(**options))  # held here, so that it is not cancelled between two loops
         token_ids += (await anext(answer)).token_ids
         proxy.refuse(True)
         proxy.reset()
-        asyncio.get_running_loop().call_later(0.3, proxy.refuse, False)
+        reopening = asyncio.create_task(reopen())
         if reattach_seconds:
             token_ids += [token_id async for delta in answer for token_id in delta.token_ids]
             assert token_ids == expected_tokens(PROMPT, 0, 80)
@@ -109,6 +114,7 @@ async def test_a_router_that_does_not_know_the_answer_any_more(world: RouterWorl
             with pytest.raises(KvloomError, match="no longer kept") as caught:
                 token_ids += [token_id async for delta in answer for token_id in delta.token_ids]
             assert caught.value.reason_name == "ROUTER_LOST"
+        await reopening
     await proxy.stop()
     credited = world.metric("kvloom_router_tokens_credited_total", model=MODEL)
     assert credited > 0
