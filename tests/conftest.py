@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,23 +25,33 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LONGEST_FIRST = (
-    "tests/conformance/test_engines.py",
-    "tests/simulation/test_router_core_simulation.py",
-    "tests/e2e/test_fabric_rolling_restart.py",
-    "tests/e2e/test_fabric_chaos.py",
-    "tests/e2e/test_fabric_fleet.py",
-    "tests/e2e/test_fabric_hostile.py",
-    "tests/e2e/test_fabric_bench_data_plane.py",
-    "tests/integration/test_failover_torch.py",
-    "tests/e2e/test_fabric_resume.py",
+    "tests/e2e/test_fabric_models.py",
+    "tests/e2e/test_docs_commands.py",
+    "tests/conformance/test_torch_engine.py",
+    "tests/e2e/test_fabric_control.py",
     "tests/e2e/test_fabric_commands.py",
-    "tests/integration/test_torch_model_invariance.py",
+    "tests/simulation/test_router_core_simulation.py",
+    "tests/simulation/test_planted_bugs.py",
+    "tests/e2e/test_fabric_sim.py",
+    "tests/e2e/test_fabric_hostile.py",
+    "tests/e2e/test_fabric_fleet.py",
+    "tests/e2e/test_fabric_chaos.py",
+    "tests/e2e/test_wheel.py",
+    "tests/e2e/test_pages_accessibility.py",
     "tests/integration/test_torch_adapters.py",
-    "tests/e2e/test_fabric_conversations.py",
-    "tests/e2e/test_fabric_metering.py",
-    "tests/integration/test_torch_guided.py",
+    "tests/integration/test_router_loss.py",
 )
-"""With pytest-xdist these begin first, so that the processes end together."""
+"""With pytest-xdist these begin first, so that the processes end together. A group begins with its first file."""
+
+NEEDS_TORCH = (
+    "unit/shard_server/torch_engine/*",
+    "unit/shard_server/test_queue_order.py",
+    "unit/tools/bench/test_engine*",
+    "unit/tools/test_cli.py",
+    "property/test_torch_*",
+)
+"""Quick tests that are left out where the embedded engine is not installed."""
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else list(NEEDS_TORCH)
 
 GC_THRESHOLD = 10_000
 """With Python's own 700 the simulation spends a fifth of its time on looking for garbage, of which there is little."""
@@ -72,6 +83,10 @@ hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, m
 hypothesis.settings.register_profile("long", deadline=None, derandomize=True, max_examples=400)
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile("fixed")
+
+
+def pytest_report_header() -> list[str]:
+    return [f"left out, because torch is not installed: {' '.join(NEEDS_TORCH)}"] if collect_ignore_glob else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
