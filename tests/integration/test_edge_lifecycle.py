@@ -23,6 +23,7 @@ from kvloom_common.config import EdgeConfig, KvloomConfig, LogConfig, ModelConfi
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.process.service import StartError
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_router import serve_fake_router
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.tiny_tokenizer import CHATML, byte_level_tokenizer, model_tokenizer
 
@@ -302,13 +303,17 @@ async def test_page_is_self_contained(world: EdgeWorld) -> None:
 
 
 @contextlib.asynccontextmanager
-async def edge_process(tmp_path: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def edge_process(
+    tmp_path: Path, *arguments: str, router_port: int = 1
+) -> AsyncIterator[asyncio.subprocess.Process]:
     model_dir = tmp_path / "model"
     model_dir.mkdir(exist_ok=True)
     byte_level_tokenizer().save(str(model_dir / "tokenizer.json"))
     (model_dir / "chat_template.jinja").write_text(CHATML)
     config = KvloomConfig(
-        model=ModelConfig(name="tiny", path=str(model_dir)), router=RouterConfig(port=1), log=LogConfig(format="json")
+        model=ModelConfig(name="tiny", path=str(model_dir)),
+        router=RouterConfig(port=router_port),
+        log=LogConfig(format="json"),
     )
     dump_config(config, tmp_path / "config.json")
     process = await asyncio.create_subprocess_exec(
@@ -339,8 +344,12 @@ async def test_process_announces_itself_and_stops_on_sigterm(world: EdgeWorld, t
 
 async def test_process_with_a_taken_port_reports_it(world: EdgeWorld, tmp_path: Path) -> None:
     """It exits with status 1 and prints one line for the operator, without a stack trace."""
-    async with edge_process(tmp_path, "--port", str(world.address[1])) as process, asyncio.timeout(20):
-        _, stderr = await process.communicate()
+    async with serve_fake_router() as (router, address):
+        router.fleet.models[0].name = "tiny"  # an edge that can't serve yet waits before it listens
+        router_port = int(address.rpartition(":")[2])
+        port = str(world.address[1])
+        async with edge_process(tmp_path, "--port", port, router_port=router_port) as process, asyncio.timeout(20):
+            _, stderr = await process.communicate()
     assert process.returncode == 1
     assert b"cannot listen on" in stderr
     assert b"Traceback" not in stderr
