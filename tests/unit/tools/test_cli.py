@@ -192,7 +192,9 @@ def test_a_model_directory_is_served_under_its_own_name(tmp_path: Path):
     assert resolve_model(str(model), tmp_path / "cache", lambda _: None)[:2] == ("my-llama", model)
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF\x03\x00\x00\x00 and then nothing"])
+@pytest.mark.parametrize(
+    "content", [pytest.param(b"", marks=pytest.mark.long), b"GGUF\x03\x00\x00\x00 and then nothing"]
+)
 def test_a_damaged_gguf_file_is_refused_with_its_name(tmp_path: Path, content: bytes):
     """An interrupted download is the most common bad model file."""
     path = tmp_path / "broken.gguf"

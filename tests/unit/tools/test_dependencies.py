@@ -51,9 +51,11 @@ def private_names(tree: ast.Module) -> Iterator[str]:
             imported |= {alias.asname or alias.name: name for alias, name in zip(node.names, names, strict=True)}
             yield from filter(is_private, names)
     for node in ast.walk(tree):
-        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        text = ast.unparse(node)
         root, _, rest = text.partition(".")
-        if root in imported and re.fullmatch(r"[\w.]+", rest) and is_private(rest):
+        if root in imported and re.fullmatch(r"[\w.]+", rest):
             yield f"{imported[root]}.{rest}"
 
 

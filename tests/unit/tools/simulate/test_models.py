@@ -28,6 +28,9 @@ MODELS = (
     ModelFleet(name="a", num_shards=3, profile=PROFILE),
     ModelFleet(name="b", num_shards=2, profile=SLOWER, capacity_blocks=90),
 )
+EVERY_POLICY = [
+    pytest.param(policy, marks=() if policy in ("ect", "session_hash") else pytest.mark.long) for policy in POLICIES
+]
 SHARDS_OF = {"a": range(3), "b": range(3, 5)}
 
 
@@ -57,7 +60,7 @@ def fleet(*models: ModelFleet, policy: str, **changes: Any) -> FleetOptions:
     return FleetOptions(profile=PROFILE, num_shards=num_shards, models=models, policy=policy, **changes)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_a_model_in_a_shared_fleet_is_placed_as_in_a_fleet_of_its_own(policy: str) -> None:
     """Models share routers and nothing else: the queue, the load and the cache of one say nothing about another.
     (Reports come at fixed times here. Without staleness they come with every arrival, also of another model.)"""
@@ -69,7 +72,7 @@ def test_a_model_in_a_shared_fleet_is_placed_as_in_a_fleet_of_its_own(policy: st
         assert placements(mine, SHARDS_OF[model.name].start) == placements(alone, 0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_every_call_runs_on_a_shard_of_its_model(policy: str) -> None:
     """Whatever the policy, and also in the bound: another model's shard could not answer."""
     options = fleet(*MODELS, policy=policy, num_routers=2)
