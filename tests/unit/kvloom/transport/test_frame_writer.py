@@ -90,10 +90,12 @@ async def test_what_piles_up_in_a_turn_leaves_as_one(is_local: bool) -> None:
     async with connected(server, 3_100_001 + is_local) as stream:
         pile.writer = FrameWriter(stream if is_local else GrpcStream(stream), pile.take)
         running = asyncio.create_task(pile.writer.run())
-        server.num_wanted = 4
+        server.num_wanted = 3
         for text in "abc":
             pile.add(text)
-        await asyncio.sleep(0.01)
+        await server.has_all.wait()
+        server.has_all.clear()
+        server.num_wanted = 4
         pile.add("d")
         await server.has_all.wait()
         assert server.frames == [["a", "b", "c"], ["d"]]
