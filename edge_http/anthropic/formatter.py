@@ -115,15 +115,22 @@ class MessagesFormatter(ResponseFormatter):
         [choice] = choices
         blocks: list[list[Buffer]] = []
         num_calls = num_good_calls = 0
+        kind_before: PartKind | None = None
         for part in choice.parts:
             if part.kind is not PartKind.TOOL_CALL:
-                blocks.append(self._content_block(part))
+                block = self._content_block(part)
+                if part.kind is kind_before:  # a call between them was left out: a stream continues the block
+                    blocks[-1][-1:-1] = block[1:-1]
+                else:
+                    blocks.append(block)
+                kind_before = part.kind
                 continue
             num_calls += 1
             if not self._leaves_out(num_calls - 1):
                 call = _call_block(part)
                 num_good_calls += call is not None
                 blocks.append(call or _bad_call_block(part))
+                kind_before = None
         if not blocks:
             blocks.append([encode_json(_EMPTY_BLOCKS[PartKind.TEXT])])
         is_bare = choice.finish_reason == "tool_calls" and not num_good_calls

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, shape_of
@@ -159,6 +159,18 @@ def has_whole_calls(message: dict[str, Any]) -> bool:
 
 
 @given(texts, shapes, st.lists(st.integers(0, 1000), max_size=12))
+@example(
+    CALL + "<think>a</think>" + CALL + "<think>b</think>x" + CALL + "y",
+    shape_of(
+        "messages",
+        ParserSpec(tools="hermes", reasoning="qwen3"),
+        [Tool("get_weather")],
+        is_text=False,
+        is_single_call=True,
+        omits_thinking=False,
+    ),
+    [],
+)
 def test_any_split_gives_the_same_message(text: str, shape: ResponseShape, cuts: Sequence[int]) -> None:
     """A client's message may not depend on how an engine's steps cut the text, and streams and bodies agree."""
     whole = assembled(streamed(shape, [text]))
