@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,6 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 PROMPT = [1000, 1001, 1002, 1000, 1001, 1002, 1000, 1001]
 MAX_TOKENS = 400
 NUM_DRAFTS = {"sim": 0, "torch": 0, "torch with speculation": 3}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
-    loaded = ModelTokenizer.load(model_dir)
-    yield loaded
-    loaded.close()
 
 
 @pytest.fixture(params=["sim", pytest.param("torch", marks=pytest.mark.long), "torch with speculation"])

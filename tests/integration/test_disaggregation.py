@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,13 +26,6 @@ PROMPT = prompt_of(1, 200)
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 NUM_TOKENS = 40
 TIMEOUT_SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
-    loaded = ModelTokenizer.load(model_dir)
-    yield loaded
-    loaded.close()
 
 
 @pytest.fixture

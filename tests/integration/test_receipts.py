@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model with few layers, whose bits depend on its weights as those of all."""
     return write_shallow_model(model_dir, tmp_path_factory.mktemp("models") / "shallow", num_layers=3)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
-    loaded = ModelTokenizer.load(model_dir)
-    yield loaded
-    loaded.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -32,13 +31,6 @@ _NUM_TOKENS = 12
 
 def _enable(config: KvloomConfig) -> None:
     config.router.result_cache.enabled = True
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
-    loaded = ModelTokenizer.load(model_dir)
-    yield loaded
-    loaded.close()
 
 
 @pytest.fixture

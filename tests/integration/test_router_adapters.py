@@ -4,8 +4,7 @@ computed them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -31,13 +30,6 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 PROMPT = list(range(1000, 1080))
 SEED = 7
 SAMPLING = SamplingParams(temperature=1.0, seed=SEED)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
-    loaded = ModelTokenizer.load(model_dir)
-    yield loaded
-    loaded.close()
 
 
 @pytest.fixture
