@@ -1,4 +1,4 @@
-"""Chooses the build of torch. On Linux, PyPI's is the one for CUDA: 3 GB to download, and an environment of 4.9 GB
+"""Chooses the build of torch. On Linux, PyPI's is the one for CUDA: 3 GB to download, and an environment of 5 GB
 instead of 1.2, of which a machine without an NVIDIA GPU uses nothing."""
 
 from __future__ import annotations
