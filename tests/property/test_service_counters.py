@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.core.dispatch.service_counters import ServiceCounters, VirtualCounters
@@ -134,6 +134,7 @@ def test_if_none_waits_a_tenant_starts_where_the_last_one_is() -> None:
 
 @settings(max_examples=num_examples(40))
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=200))
+@example([(0, 0), *((number, 1) for number in range(2, 9)), (0, 1), (1, 0)])
 def test_memory_is_bounded_and_no_waiting_name_is_forgotten(steps: Sequence[tuple[int, int]]) -> None:
     """Names come from callers: a million of them must not stay, and none may lose its place."""
     counters = VirtualCounters(8)

@@ -117,15 +117,14 @@ class VirtualCounters:
         least = service.get(self._last, 0.0) if first is None else service[first]
         service[name] = max(service.get(name, 0.0), least)
         if len(service) - len(self._num_waiting) > self._max_kept:
-            self._forget_some()
+            self._forget_some(but=name)
 
-    def _forget_some(self) -> None:
-        waiting = self._num_waiting
-        idle = sorted((name for name in self._service if name not in waiting), key=self._service.__getitem__)
-        for name in idle[: 1 + self._max_kept // 8]:
-            if name != self._last:
-                del self._service[name]
-                self._turns.pop(name, None)
+    def _forget_some(self, but: str) -> None:
+        needed = {but, self._last}
+        idle = [name for name in self._service if name not in self._num_waiting and name not in needed]
+        for name in sorted(idle, key=self._service.__getitem__)[: 1 + self._max_kept // 8]:
+            del self._service[name]
+            self._turns.pop(name, None)
 
 
 class ServiceCounters:
