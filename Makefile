@@ -34,7 +34,7 @@ test: setup-dev ## Checks, then all tests but the long ones, two at a time. ARGS
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml $(ARGS)
 
 test-long: setup-dev test-pythons ## Searches, soaks and further positions of the same proofs, which `make test` leaves out.
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m long --junitxml=build/tests-long.xml $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
 
 test-pythons: setup-dev ## The quick tests with the oldest and the newest Python of this machine.
 	$(PYTHON) -m setup.pythons
