@@ -80,8 +80,8 @@ def choose_arithmetic(
     dtype, int8_weights = _affordable(_candidates(wanted, has_compiled=threads is not None), check_memory, on_progress)
     if threads is not None:
         from shard_server.engines.torch_engine.core_share import CoreShare
-        from shard_server.engines.torch_engine.kernels.choice import cache_dir
         from shard_server.engines.torch_engine.kernels.compiled_forward import CompiledKernels
+        from shard_server.engines.torch_engine.kernels.program import cache_dir
 
         cores = CoreShare(wanted.shared_cores, cache_dir() / "cores") if wanted.shared_cores else None
         return Arithmetic(dtype, int8_weights, CompiledKernels(threads, int8_weights=int8_weights, cores=cores))

@@ -18,7 +18,7 @@ from typing import Any, Final
 from shard_server.engines.torch_engine.checkpoint.converted_model import locked
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.kernels.families import FAMILIES, GENERIC, Family, why_missing
-from shard_server.engines.torch_engine.kernels.program import digest_of_sources
+from shard_server.engines.torch_engine.kernels.program import cache_dir, digest_of_sources
 
 _PROBE: Final = "shard_server.engines.torch_engine.kernels.probe"
 _PROBE_TIMEOUT_SECONDS: Final = 30.0
@@ -140,11 +140,6 @@ def _kept_or_measured(path: Path, on_progress: OnProgress) -> Family | None:
             file.write(content)
         Path(file.name).replace(path)
     return family
-
-
-def cache_dir() -> Path:
-    """Where this user's engines keep what they measure and share."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom"
 
 
 @functools.cache

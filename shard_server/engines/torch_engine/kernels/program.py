@@ -6,8 +6,10 @@ for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import types as python_types
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 from numba import cfunc, types
 from numba.np.numpy_support import carray
 
+from shard_server.engines.torch_engine.checkpoint.converted_model import locked
 from shard_server.engines.torch_engine.kernels.adapter_rows import adapt_rows, make_gate_rows
 from shard_server.engines.torch_engine.kernels.attention.attend_tasks import make_attend_rows
 from shard_server.engines.torch_engine.kernels.attention.vectors import vector_multiplies
@@ -72,15 +75,25 @@ class _FamilyTasks(NamedTuple):
 @functools.cache
 def entry_point(family: Family) -> int:
     """Address of what every thread calls with the address of a call. The code is kept beside this file, or in the
-    user's cache directory where that is read-only."""
+    user's cache directory where that is read-only. Of several shards that start together, one compiles it, which takes
+    seconds, and the others wait for the code."""
     signature = types.void(types.CPointer(types.int64))
     run = _entry(digest_of_sources(), family)
-    try:
-        function = cfunc(signature, cache=True)(run)
-    except RuntimeError:  # nowhere to keep the code: each start compiles
-        function = cfunc(signature)(run)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # nowhere to wait: each compiles
+            cache_dir().mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(cache_dir() / f"compiling-{family.name}.lock"))
+        try:
+            function = cfunc(signature, cache=True)(run)
+        except RuntimeError:  # nowhere to keep the code: each start compiles
+            function = cfunc(signature)(run)
     _kept.append(function)
     return int(function.address or 0)
+
+
+def cache_dir() -> Path:
+    """Where this user's engines keep what they measure and share."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom"
 
 
 @functools.cache
