@@ -68,8 +68,24 @@ def shared(fabric: RunningFabric) -> Iterator[RunningFabric]:
     """Tests of a group share it: those that kill or restart its processes leave it whole."""
     _SHARED.append(fabric)
     yield fabric
-    _SHARED.remove(fabric)
-    fabric.stop()
+    if fabric in _SHARED:
+        _SHARED.remove(fabric)
+        fabric.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """With pytest-xdist a group's tests follow one another: behind the last one its fabrics are stopped, so that their
+    processes, of which there are dozens, don't compute beside all other tests."""
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ and _group(item) != _group(nextitem):
+        while _SHARED:
+            _SHARED.pop().stop()
+
+
+def _group(item: pytest.Item | None) -> str | None:
+    marker = None if item is None else item.get_closest_marker("xdist_group")
+    return None if marker is None else marker.args[0]
 
 
 @pytest.fixture(autouse=True)

@@ -22,26 +22,25 @@ pytestmark = pytest.mark.xdist_group("sim")
 def decisions(sim_fabric: RunningFabric, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """(what a fabric has logged of conversations, the usage of each answer)."""
     log = Path(sim_fabric.env["KVLOOM_DATA_DIR"]).parent / "decisions.jsonl"
-    before = log.read_text().splitlines()
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda index: converse(sim_fabric, index), range(NUM_CONVERSATIONS)))
+        conversations = list(pool.map(lambda index: converse(sim_fabric, index), range(NUM_CONVERSATIONS)))
+    answers = [answer for conversation in conversations for answer in conversation]
+    ids = {answer["id"] for answer in answers}
 
-    def fleets(lines: list[str]) -> list[str]:
-        return [line for line in lines if "shards" in json.loads(line)]
+    def own_lines() -> list[str]:
+        """Of the fleet, and of these answers: other tests' requests are in the log as well."""
+        return [line for line in log.read_text().splitlines() if json.loads(line).get("request_id") in {None, *ids}]
 
-    def new() -> list[str]:
-        return log.read_text().splitlines()[len(before) :]
-
-    eventually("all are logged", lambda: len(new()) - len(fleets(new())) == NUM_CONVERSATIONS * NUM_TURNS)
+    eventually("all are logged", lambda: sum('"request_id"' in line for line in own_lines()) == len(ids))
     path = tmp_path_factory.mktemp("decisions") / "decisions.jsonl"
-    path.write_text("".join(f"{line}\n" for line in [*fleets(before)[-1:], *new()]))
-    return path, [usage for usages in answers for usage in usages]
+    path.write_text("".join(f"{line}\n" for line in own_lines()))
+    return path, [answer["usage"] for answer in answers]
 
 
 def converse(fabric: RunningFabric, index: int) -> list[dict[str, Any]]:
-    """Each turn begins with all that was said before."""
+    """The answers of a conversation. Each turn begins with all that was said before."""
     text = f"Conversation {index}. " + "What was said first stays the same. " * 12
-    usages: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     for turn in range(NUM_TURNS):
         body = {
             "model": "smollm2-135m-instruct",
@@ -52,9 +51,9 @@ def converse(fabric: RunningFabric, index: int) -> list[dict[str, Any]]:
             f"{fabric.http_url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
-            usages.append(json.load(answer)["usage"])
+            answers.append(json.load(answer))
         text += f"And then, as number {turn}, came this. " * 8
-    return usages
+    return answers
 
 
 def simulate(decisions: Path, *args: str) -> str:

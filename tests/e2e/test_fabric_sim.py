@@ -15,7 +15,7 @@ import pytest
 
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.sim_engine import expected_token_id
-from tests.e2e.fabric import RunningFabric, eventually
+from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
 pytestmark = pytest.mark.xdist_group("sim")
 
@@ -165,7 +165,9 @@ def test_a_client_that_is_killed_mid_stream_stops_the_engine_and_frees_its_block
 
 
 def test_an_edge_beside_its_router_has_no_threads_of_grpc(sim_fabric: RunningFabric):
-    """They wake up several times a second, whether or not there is a channel to look after."""
+    """They wake up several times a second, whether or not there is a channel to look after. An edge that has missed
+    its router's socket once, as when the secret was rotated, has them: this one meets a router that is ready."""
+    assert run_kvloom("restart", "edge", env=sim_fabric.env).returncode == 0
     (edge,) = sim_fabric.processes("edge")
     names = {(task / "comm").read_text().strip() for task in Path(f"/proc/{edge['pid']}/task").iterdir()}
     assert names
