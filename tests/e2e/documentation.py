@@ -1,7 +1,7 @@
 """Reads the commands that a document promises to work, and what it says comes out of them.
 
 <!-- test: NAME -->            the ```bash block that follows is run
-<!-- test: NAME after OTHER -->  it is run in a shell that has run OTHER, for the variables that OTHER sets
+<!-- test: NAME after OTHER -->  it is run in the shell that has run OTHER, for the variables that OTHER sets
 <!-- output of: NAME -->       the ```text block that follows is what it prints, "…" standing for anything
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 _BLOCK = r"<!-- {marker}: (?P<name>[\w-]+)(?: after (?P<after>[\w-]+))? -->\n```{language}\n(?P<body>.*?)^```$"
 _ELLIPSIS = "…"
+BEHIND_EXAMPLE = "--- behind an example ---"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +23,26 @@ class Example:
     output: str | None
 
 
-def find_examples(markdown: str) -> list[Example]:
-    """In order. Raises ValueError for a marker without its block, for an output of no command, or for a command after
-    one that does not come before it."""
+def find_walks(markdown: str) -> list[list[Example]]:
+    """The examples that one shell runs, in their order, for each such shell. Raises ValueError for a marker without its
+    block, for an output of no command, or for a command after one that does not come before it."""
     commands = _blocks(markdown, "test", "bash")
     outputs = _blocks(markdown, "output of", "text")
     if orphans := outputs.keys() - commands.keys():
         raise ValueError(f"output of commands that do not exist: {', '.join(sorted(orphans))}")
-    examples: dict[str, Example] = {}
+    walks: dict[str, list[Example]] = {}
     for name, (command, after) in commands.items():
-        if after and after not in examples:
+        if after and after not in walks:
             raise ValueError(f"{name} is after {after}, which does not come before it")
-        first = f"{{\n{examples[after].command}}} >/dev/null\n" if after else ""
         output = outputs.get(name)
-        examples[name] = Example(name, first + command, None if output is None else output[0])
-    return list(examples.values())
+        walks[name] = [*walks.get(after, ()), Example(name, command, None if output is None else output[0])]
+    continued = {after for _, after in commands.values()}
+    return [walk for name, walk in walks.items() if name not in continued]
+
+
+def script_of(walk: Sequence[Example]) -> str:
+    """Bash that prints BEHIND_EXAMPLE behind the output of each example."""
+    return "".join(f"{{\n{example.command}}}\nprintf '%s' '{BEHIND_EXAMPLE}'\n" for example in walk)
 
 
 def missing_from(printed: str, documented: str) -> str | None:
