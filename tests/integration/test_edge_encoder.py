@@ -21,6 +21,8 @@ from tests.fakes.failover_world import MODEL
 from tests.fakes.tiny_bert import write_tiny_bert
 from tests.fakes.word_tokenizer import word_tokenizer
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
 TEXTS = (

@@ -18,6 +18,8 @@ from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.conformance.engine_driver import EngineDriver
 from tests.fakes.tiny_llama import write_tiny_llama
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+
 
 def reference(model_dir: Path, token_ids: list[int], kind: PoolingKind) -> torch.Tensor:
     model = AutoModel.from_pretrained(model_dir, dtype=torch.float32)

@@ -16,6 +16,8 @@ from shard_server.engines.torch_engine.encoder.runner import EncoderRunner
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.tiny_bert import write_tiny_bert
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+
 CPU = torch.device("cpu")
 
 

@@ -22,6 +22,8 @@ from shard_server.engines.torch_engine.model_runner import ModelRunner, Schedule
 from shard_server.engines.torch_engine.rope import RopeScaling, llama3_factors
 from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,

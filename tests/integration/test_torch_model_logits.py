@@ -15,6 +15,8 @@ from shard_server.engines.torch_engine.model_runner import ModelRunner, Schedule
 from tests.fakes.tiny_llama import write_tiny_llama
 from tools.models.shallow import write_shallow_model
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import write_tiny_llama
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 16, "use_sliding_window": True}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
