@@ -14,8 +14,8 @@ STAMP := .make
 SETUP = $(if $(PYTHON),$(PYTHON),$(error kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python)) -m setup \
 	--installer $(INSTALLER) --torch $(TORCH) $(if $(filter command environment,$(firstword $(origin PYTHON))),--same-python)
 ARGS ?=
-# Processes that run tests.
-TEST_WORKERS ?= 2
+# Processes that run tests: one more than two cores, since tests also wait.
+TEST_WORKERS ?= 3
 # Threads of several engines that share the cores must not wait for one another by spinning.
 test test-long test-pythons test-cpus unit: export OMP_WAIT_POLICY = passive
 # Many processes start: each would compile what the last one did.
@@ -29,7 +29,7 @@ help: ## Show this.
 run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards 1" is passed on.
 	@exec $(BIN)/kvloom up $(ARGS)
 
-test: setup-dev ## Checks, then all tests but the long ones, two at a time. ARGS="-k name" is passed to pytest.
+test: setup-dev ## Checks, then all tests but the long ones, three at a time. ARGS="-k name" is passed to pytest.
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml $(ARGS)
 

@@ -5,7 +5,8 @@
     python -m tests.durations show [OTHER]   prints seconds by folder, beside those of another record
 
 A test compares the record with the budgets (tests/unit/docs/test_durations.py). Seconds are those of one process,
-set-up and tear-down included, on the machine that the record names; a run with two processes takes half of their sum.
+set-up and tear-down included, on the machine that the record names; three processes on two cores take a third of
+their sum.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class TestTorchEngine(ShallowTorchEngines, EngineSuite):
     pass
 
 
-class TestTorchEngineShortestPrefillFirst(ShortestPrefillFirst, ShallowTorchEngines, OrderSuite):
+class TestTorchEngineShortestPrefillFirst(ShortestPrefillFirst, TinyTorchEngines, OrderSuite):
     pass
 
 
