@@ -84,7 +84,7 @@ def _make_environment(options: argparse.Namespace, steps: Steps) -> Path:
 
 
 def version_of_environment(environment: Path) -> str | None:
-    """Of its Python, such as 3.11. None: it is missing or broken, or has no pip."""
+    """The version of its Python, such as 3.11. None: it is missing or broken, or has no pip."""
     pip = environment.glob("lib/python*/site-packages/pip-*.dist-info/RECORD")  # written last
     if not (environment / "bin" / "python").exists() or not any(pip):
         return None
@@ -133,7 +133,7 @@ def _has_torch(options: argparse.Namespace, installer: Installer) -> bool:
 
 
 def _torch_version(environment: Path) -> str | None:
-    """With its build, such as 2.13.0+cpu. None: it is not installed."""
+    """The installed version with its build, such as 2.13.0+cpu. None: it is not installed."""
     for file in environment.glob("lib/python*/site-packages/torch/version.py"):
         found = re.search(r"^__version__ = '([^']+)'", file.read_text(), re.MULTILINE)
         return found and found.group(1)

@@ -54,14 +54,14 @@ def choose_build(choice: str, *, needs_cpu_index: bool, answers: bool) -> TorchB
 
 
 def needs_cpu_index() -> bool:
-    """Whether this is Linux without an NVIDIA GPU. Elsewhere PyPI's build is the one for the CPU."""
+    """Return whether this is Linux without an NVIDIA GPU. Elsewhere PyPI's build is the one for the CPU."""
     has_gpu = any(Path(path).exists() for path in _NVIDIA) or shutil.which("nvidia-smi") is not None
     return platform.system() == "Linux" and not has_gpu
 
 
 def index_answers(index: str, settings: Mapping[str, str], seconds: float = PROBE_SECONDS) -> bool:
-    """Whether the index has torch, asked with pip's `proxy` and `cert`, or those of the environment. Where pip may use
-    no index, none is asked."""
+    """Return whether the index has torch, asked with pip's `proxy` and `cert`, or those of the environment. Where pip
+    may use no index, none is asked."""
     if is_on(settings.get("no-index", "")):
         return False
     handlers: list[urllib.request.BaseHandler] = []
