@@ -53,8 +53,9 @@ test-cpus: setup-dev ## The engines' tests as on lesser x86 CPUs: AVX2 alone, AV
 durations: ## Record how long the tests of the last `make test` took, against which budgets are checked.
 	$(BIN)/python -m tests.durations record build/tests.xml
 
-unit: setup-dev ## The quick tests.
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property $(ARGS)
+unit: setup-dev ## The quick tests: of one part each, without those that compute with torch.
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property \
+	  --ignore=tests/unit/shard_server/torch_engine --ignore-glob='*/test_torch_*' $(ARGS)
 
 SCHEMATHESIS_CHECKS = not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,response_headers_conformance
 
