@@ -107,6 +107,7 @@ def test_penalties_leave_the_prompt_out_where_the_version_can():
 
 def test_further_parameters_are_mapped():
     """min_tokens is what an earlier attempt left of it; a bias is a tensor over the vocabulary."""
+    pytest.importorskip("torch")
     sampling = Sampling(min_p=0.1, repetition_penalty=1.2, logit_bias=((7, -100.0), (9, 2.0)))
     params = params_of(request(sampling, min_tokens=5, output_token_ids=[1, 2]))
     assert (params.min_p, params.repetition_penalty, params.min_tokens) == (0.1, 1.2, 3)
