@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import kvloom_common.process.quick_start  # noqa: F401  # isort: split
 from control.service.server import serve
 from kvloom_common.config import load_config
 from kvloom_common.metrics.exporter import add_metrics_flags, open_metrics

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
+import kvloom_common.process.quick_start  # noqa: F401  # isort: split
 from edge_http.server.process import EdgeListenOptions, serve_edge
 from kvloom_common.config import load_config
 from kvloom_common.discovery.router_finder import linked_routers

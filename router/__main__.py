@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
+import kvloom_common.process.quick_start  # noqa: F401  # isort: split
 from kvloom_common.config import KvloomConfig, load_config
 from kvloom_common.models.catalogue import load_catalogue
 from kvloom_common.process import service, telemetry

@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import kvloom_common.process.quick_start  # noqa: F401  # isort: split
 from kvloom_common.config import KvloomConfig, load_config
 from kvloom_common.metrics.exporter import add_metrics_flags, open_metrics
 from kvloom_common.models.configured import config_of_model
