@@ -37,7 +37,7 @@ test-long: setup-dev test-pythons ## Searches, soaks and further positions of th
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
 
 test-pythons: setup-dev ## The quick tests with the oldest and the newest Python of this machine.
-	$(PYTHON) -m setup.pythons
+	$(PYTHON) -m setup.pythons -n $(TEST_WORKERS)
 
 ENGINE_TESTS = tests/conformance tests/unit/shard_server $(wildcard tests/property/test_torch_*.py \
 	tests/property/test_shard_server_*.py tests/integration/test_torch_*.py tests/integration/test_failover_*.py \

@@ -57,8 +57,8 @@ class Installer:
             return self._without_uv(str(error))
         uv = self._python.with_name("uv")
         if not _runs(uv):
-            pip = [str(self._python), *_PIP, "install", "--quiet", *self._constraints, "uv"]
-            if subprocess.run(pip, check=False).returncode or not _runs(uv):
+            pip = subprocess.run([*self._by_pip(), *self._constraints, "uv"], check=False)
+            if pip.returncode or not _runs(uv):
                 return self._without_uv("uv cannot be installed here")
         set_by_user = {name: value for name, value in os.environ.items() if name.startswith("UV_")}
         if "UV_INDEX_URL" in set_by_user:  # the older name of this variable, which would be weaker

@@ -1,4 +1,5 @@
-"""`python -m setup.pythons`: runs the quick tests with the oldest and the newest Python of this machine.
+"""`python -m setup.pythons`: runs the quick tests with the oldest and the newest Python of this machine. Arguments are
+passed on to pytest.
 
 The version of `.venv` is tested there. Another one gets an environment of its own, `.venv-3.13` for example. The
 embedded engine is part of it if PyTorch's index has a CPU build for that Python; the tests that need it are left out
@@ -37,7 +38,7 @@ def main() -> None:
         else:
             arguments = ("dev", "--venv", venv, "--torch", "cpu-or-none")
             subprocess.run([python, "-m", "setup", *arguments], cwd=REPOSITORY, check=True)
-        command = (f"{venv}/bin/python", "-m", "pytest", "-q", "-n", "2", *TESTS, *sys.argv[1:])
+        command = (f"{venv}/bin/python", "-m", "pytest", "-q", *TESTS, *sys.argv[1:])
         if subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
             sys.exit(f"the quick tests failed with Python {name}")
 
