@@ -18,7 +18,6 @@ from kvloom.guide import GUIDE_FIELD, check_guide
 from kvloom.objectives import check_objectives
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
-    DEFAULT_TEMPERATURE,
     MAX_CHOICES,
     MAX_PREDICTED_TOKENS,
     check_num_choices,
@@ -45,7 +44,6 @@ from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.models.model_routes import NO_ROUTES, ChosenRoute, ModelRoutes
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
-from kvloom_common.tenancy.usage_record import answer_id_of
 from router import convert
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.conversation_intake import (
@@ -168,7 +166,7 @@ class Intake:
         choices = convert.choices_from_proto(list(submit.choices))
         request = self._request(submit, _prompt_of(submit), choices, client_id, scope)
         if submit.HasField("objectives"):
-            request = with_objectives(request, submit.objectives)
+            request = with_objectives(request, submit.objectives, scope)
         return _embedding(request, submit.pooling) if submit.HasField("pooling") else request
 
     def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
@@ -210,7 +208,7 @@ class Intake:
             # Usage records keep it for minutes, so all share one string.
             model=sys.intern(submit.model) if model is None else model.name,
             prompt_token_ids=token_ids,
-            prompt_text=text or self._text_for_screening(token_ids, model, submit.model),
+            prompt_text=text if text and scope is TRUSTED else self._screened(text, token_ids, model, submit.model),
             choices=choices,
             max_tokens=_max_tokens(submit.stop, model),
             sampling=_with_seed(submit.sampling, model),
@@ -225,6 +223,8 @@ class Intake:
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
+        if scope is not TRUSTED and request.has_output:
+            request = self._with_claims(request, model)
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or submit.priority_class or submit.fairness_id or scope.access is not None:
@@ -329,6 +329,8 @@ class Intake:
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
+        if scope is not TRUSTED and request.has_output:
+            request = self._with_claims(request, model)
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
@@ -339,7 +341,7 @@ class Intake:
         if self._keeps_answers:
             request = self._kept(request, wanted, model)
         if wanted.HasField("objectives"):
-            request = with_objectives(request, wanted.objectives)
+            request = with_objectives(request, wanted.objectives, scope)
         if is_embedding:
             request = _embedding(request, wanted.pooling)
         if model.adapter is not None:
@@ -362,7 +364,7 @@ class Intake:
             if not (self._classes or name or wanted.fairness_id):
                 return request
         found = known.get(name or CLASS_OF_TIER[request.tier].name)
-        if found is None and request.has_output:
+        if found is None and request.is_continued:
             found = known[CLASS_OF_TIER[request.tier].name]  # it began where the class was declared
         if found is None or name == SHADOW.name:
             raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")
@@ -473,6 +475,22 @@ class Intake:
                 field=field,
             )
 
+    def _with_claims(self, request: Request, model: ServedModel | None) -> Request:
+        """The request of a client outside the fabric, whose choices have output: it counts, and is screened, as a part
+        of the prompt. Raises KvloomError."""
+        outputs = [choice.output_token_ids for choice in request.choices if choice.output_token_ids]
+        texts = [request.prompt_text, *(self._text_for_screening(ids, model, request.model) for ids in outputs)]
+        return msgspec.structs.replace(
+            request,
+            num_claimed_tokens=sum(map(len, outputs)),
+            prompt_text="\n".join(texts) if self._needs_prompt_text() else request.prompt_text,
+        )
+
+    def _screened(self, text: str, token_ids: Sequence[int], model: ServedModel | None, name: str) -> str:
+        """The text for the safety service of a prompt of tokens. Processes of the fabric send the text of which they
+        are made; that of others could be another one."""
+        return self._text_for_screening(token_ids, model, name) if self._needs_prompt_text() else text
+
     def _text_for_screening(self, token_ids: Sequence[int], model: ServedModel | None, name: str) -> str:
         """Decodes the tokens of a client that sent no text, so that leaving it out does not bypass the safety check.
         Returns "" when prompts are not screened."""
@@ -502,10 +520,14 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def with_objectives(request: Request, wanted: WantedObjectives) -> Request:
-    """Raises KvloomError (INVALID_ARGUMENT)."""
+def with_objectives(request: Request, wanted: WantedObjectives, scope: CallerScope = TRUSTED) -> Request:
+    """That a router has admitted the request before is for processes of the fabric to say. Raises KvloomError
+    (INVALID_ARGUMENT)."""
     check_objectives(wanted)
-    return msgspec.structs.replace(request, objectives=convert.objectives_from_proto(wanted))
+    objectives = convert.objectives_from_proto(wanted)
+    if objectives.is_admitted and scope is not TRUSTED:
+        objectives = msgspec.structs.replace(objectives, is_admitted=False)
+    return msgspec.structs.replace(request, objectives=objectives)
 
 
 def within_deadline(request: Request, seconds: float) -> Request:
@@ -535,6 +557,8 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
 
 
 def _check_choices(submit: Submit) -> None:
+    if len(submit.choices) == 1 and submit.choices[0].index < MAX_CHOICES:
+        return  # as nearly always
     check_num_choices(len(submit.choices), "choices")
     indexes = {choice.index for choice in submit.choices}
     if len(indexes) < len(submit.choices):
@@ -566,23 +590,16 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
 
 
 def _metered(request: Request, num_ended_tokens: int, scope: CallerScope, num_foreign_tokens: int = 0) -> Request:
-    """With what usage records need. For a client outside the fabric that is an id of its answer, which follows from
-    prompt and seed. At temperature 0 the seed does not matter."""
+    """With what usage records need. What a client outside the fabric says of its answer changes none of it: each of its
+    requests is an answer of its own."""
+    if scope is not TRUSTED:
+        return msgspec.structs.replace(request, answer_id=secrets.token_hex(8))
     if num_ended_tokens:
         request = msgspec.structs.replace(request, num_ended_tokens=num_ended_tokens)
-    if scope is TRUSTED:
-        if num_foreign_tokens:
-            num_given = sum(len(choice.output_token_ids) for choice in request.choices)
-            request = msgspec.structs.replace(request, num_foreign_tokens=min(num_foreign_tokens, num_given))
-        return request
-    sampling = request.sampling
-    assert isinstance(sampling, SamplingParams)
-    temperature = sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE
-    seed = sampling.seed if temperature > 0.0 else None
-    indexes = [choice.index for choice in request.choices]
-    is_part = request.num_ended_tokens > 0
-    answer_id = answer_id_of(request.model, request.prompt_token_ids, seed, indexes, is_part=is_part)
-    return msgspec.structs.replace(request, answer_id=answer_id)
+    if num_foreign_tokens:
+        num_given = sum(len(choice.output_token_ids) for choice in request.choices)
+        request = msgspec.structs.replace(request, num_foreign_tokens=min(num_foreign_tokens, num_given))
+    return request
 
 
 def _with_reasoning(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
-from kvloom_common.tenancy.usage_record import UsageRecord, is_part
+from kvloom_common.tenancy.usage_record import UsageRecord
 
 
 class Budget(NamedTuple):
@@ -78,9 +78,8 @@ def day_key_of(record: UsageRecord) -> DayKey:
 
 def sums_of(record: UsageRecord) -> tuple[int, ...]:
     """In the order of SUMS."""
-    is_continuation = is_part(record.answer_id) and not record.num_prompt_tokens
     return (
-        0 if is_continuation else 1,
+        1,
         record.num_prompt_tokens,
         record.num_cached_tokens,
         record.num_output_tokens,

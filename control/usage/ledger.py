@@ -18,7 +18,7 @@ from control.database.database import Database
 from control.database.usage_tables import budget_leases, budget_spending, usage_daily, usage_producers, usage_records
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
-from kvloom_common.tenancy.usage_record import UsageRecord, counting
+from kvloom_common.tenancy.usage_record import UsageRecord, merged
 from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 
 _LOCK: Final = 0x7573616765  # "usage"
@@ -88,10 +88,10 @@ async def _insert_new(connection: AsyncConnection, records: dict[tuple[str, int]
     return new
 
 
-async def _deltas(connection: AsyncConnection, new: Iterable[UsageRecord]) -> Deltas:
+async def _deltas(connection: AsyncConnection, arrived: Iterable[UsageRecord]) -> Deltas:
     deltas = Deltas()
     added: dict[Answer, list[UsageRecord]] = {}
-    for record in new:
+    for record in arrived:
         deltas.settle(record)
         if record.request_id:  # otherwise only the number is known
             added.setdefault(record.answer, []).append(record)
@@ -100,9 +100,9 @@ async def _deltas(connection: AsyncConnection, new: Iterable[UsageRecord]) -> De
         numbers = {(record.producer, record.number) for record in records}
         whole = all_records[answer]
         earlier = [record for record in whole if (record.producer, record.number) not in numbers]
-        old, new_counting = counting(earlier), counting(whole)
-        if new_counting != old:
-            deltas.replace(old, new_counting)
+        old, new = [merged(earlier)] if earlier else [], [merged(whole)]
+        if new != old:
+            deltas.replace(old, new)
     return deltas
 
 

@@ -18,7 +18,7 @@ from control.usage.alerts import spent_of
 from control.usage.leases import budget_name, leased_of
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
-from kvloom_common.tenancy.usage_record import UsageRecord, counting
+from kvloom_common.tenancy.usage_record import UsageRecord, merged
 
 MAX_ROWS: Final = 10_000
 MAX_LISTED: Final = 500
@@ -111,27 +111,26 @@ def _answers(encoded: Sequence[bytes], request: pb.ListAnswersRequest) -> list[p
         _answer(records)
         for _, records in sorted(by_answer.items())
         if any(request.ended_after <= record.ended_at < before for record in records)
-        and (not request.tenant or counting(records)[0].tenant == request.tenant)
+        and (not request.tenant or merged(records).tenant == request.tenant)
     ]
 
 
 def _answer(records: Sequence[UsageRecord]) -> pb.MeteredAnswer:
-    found = counting(records)
-    last = max(found, key=lambda record: record.ended_at)
+    found = merged(records)
     answer = pb.MeteredAnswer(
-        request_id=last.request_id,
-        tenant=found[0].tenant,
-        model=last.priced_model,
-        outcome=last.outcome,
-        priority_class=last.served_class,
-        error_reason=last.error_reason,
+        request_id=found.request_id,
+        answer_id=found.answer_id,
+        tenant=found.tenant,
+        model=found.priced_model,
+        outcome=found.outcome,
+        priority_class=found.served_class,
+        error_reason=found.error_reason,
         num_records=len(records),
+        num_prompt_tokens=found.num_prompt_tokens,
+        num_output_tokens=found.num_output_tokens,
+        num_reasoning_tokens=found.num_reasoning_tokens,
+        cost_nanos=found.cost_nanos,
     )
-    for record in found:
-        answer.num_prompt_tokens += record.num_prompt_tokens
-        answer.num_output_tokens += record.num_output_tokens
-        answer.num_reasoning_tokens += record.num_reasoning_tokens
-        answer.cost_nanos += record.cost_nanos
     for record in records:
         if not record.corrects:  # it repeats what the corrected one says of its request
             answer.num_preemptions += record.num_preemptions

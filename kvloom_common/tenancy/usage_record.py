@@ -6,21 +6,18 @@ behind the tokens that had been delivered, so its record counts for all of them 
 router lost when it died, and it leaves out what was lost in transit.
 
 Which records are of one answer: those with the same `request_id` and `answer_id`. Edges draw ids that are unique. Other
-clients choose theirs, and might use one for two requests; their answers are told apart by what determines them. When
-they continue some choices of an answer whose others have ended, these have records of their own, which add to those of
-the answer. Their prompt counts only if no record of the answer shows that it has been paid (see `counting`).
+clients choose theirs, and could use one for any number of requests; so routers draw an answer id for each of these, and
+what it computes counts by itself. Nothing depends on what such a client says of an answer that it continues.
 
 A record of an answer that reached nobody names its tenant after its tier (UNBILLED_TIERS): it is on no bill.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
-import xxhash
 
 TIER_SHADOW: Final = "shadow"
 """A request of shadow traffic: a router's own."""
@@ -38,13 +35,6 @@ OUTCOME_VOID: Final = "void"
 """A number whose record is lost: it was only in the memory of a router that was killed while its disk was full."""
 
 
-MAX_FREE_PARTS: Final = 8
-"""So many parts of an answer have no prompt of their own to pay: an answer is hardly continued more often, and what a
-caller calls a part cannot be checked."""
-_PART: Final = "+"
-_CHOICES: Final = "."
-
-
 class Charge(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a request has used of an account's hard budget."""
 
@@ -56,8 +46,6 @@ class Charge(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the router has taken from its lease for it."""
     total: int
     """What the whole answer amounts to, with what earlier routers have taken."""
-    prompt: int = 0
-    """The part of `total` that is the prompt's."""
 
 
 class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False, gc=False):
@@ -110,15 +98,13 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
     """It was taken off a shard that was suspected, drained or handed over its work."""
     num_failovers: int = 0
     """Its shard had failed."""
-    prompt_cost_nanos: int = 0
-    """Of a part of an answer: how much of its cost is the prompt's."""
     priority_class: str = ""
     """The class with which it was served (docs/scheduling.md); "" in records of routers that did not say it."""
 
     @property
     def answer(self) -> tuple[str, str]:
-        """The same for all records of one answer, its parts among them."""
-        return self.request_id, self.answer_id.partition(_CHOICES)[0]
+        """The same for all records of one answer."""
+        return self.request_id, self.answer_id
 
     @property
     def served_class(self) -> str:
@@ -128,19 +114,6 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
     @property
     def is_billed(self) -> bool:
         return self.tier not in UNBILLED_TIERS
-
-    def without_prompt(self) -> UsageRecord:
-        """Of a part, whose prompt has been paid."""
-        charges = tuple(
-            Charge(each.account, each.unit, each.period, each.own, each.total - each.prompt) for each in self.charges
-        )
-        return msgspec.structs.replace(
-            self,
-            num_prompt_tokens=0,
-            num_cached_tokens=0,
-            cost_nanos=self.cost_nanos - self.prompt_cost_nanos,
-            charges=charges,
-        )
 
     @property
     def began_at(self) -> float:
@@ -152,54 +125,15 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
         return f"{self.model}:{self.adapter}" if self.adapter else self.model
 
 
-def counting(records: Iterable[UsageRecord]) -> list[UsageRecord]:
-    """The records that count, of all records with the same `answer`; any order gives the same. Usually one."""
-    by_choices: dict[str, list[UsageRecord]] = {}
-    for record in records:
-        by_choices.setdefault(record.answer_id, []).append(record)
-    found: list[UsageRecord] = []
-    num_free = 0
-    for answer_id in sorted(by_choices, key=lambda one: (is_part(one), one)):
-        record = merged(by_choices[answer_id])
-        is_paid = any(other.num_output_tokens and other.num_prompt_tokens for other in found)
-        if is_part(answer_id) and is_paid and num_free < MAX_FREE_PARTS:
-            num_free += 1
-            record = record.without_prompt()
-        found.append(record)
-    return found
-
-
 def merged(records: Iterable[UsageRecord]) -> UsageRecord:
-    """The one record that counts, of all records with the same request and answer ids; any order gives the same.
+    """The one record that counts, of all records with the same `answer`; any order gives the same.
 
-    That is the record of the router which had the answer last, since it began behind what had been delivered. What a
-    client outside the fabric says of that is not believed: there, the record that came furthest counts.
+    That is the record of the router which had the answer last, since it began behind what had been delivered.
     """
     found = list(records)
     corrected = {(record.producer, record.corrects) for record in found if record.corrects}
-    valid = [record for record in found if (record.producer, record.number) not in corrected]
-    if any(record.answer_id for record in valid):
-        return max(valid, key=lambda record: (record.num_output_tokens, *_order(record)))
-    return max(valid, key=_order)
+    return max((record for record in found if (record.producer, record.number) not in corrected), key=_order)
 
 
 def _order(record: UsageRecord) -> tuple[int, float, str, int]:
     return record.num_resumed_tokens, record.began_at, record.producer, record.number
-
-
-def answer_id_of(
-    model: str, prompt_token_ids: Sequence[int], seed: int | None, indexes: Iterable[int], *, is_part: bool = False
-) -> str:
-    """What tells answers with one request id apart. `seed` is None if it does not matter, and `indexes` are those of
-    the choices. `is_part`: other choices have ended, and these continue; they are metered by themselves (`is_part`)."""
-    digest = xxhash.xxh3_128()
-    digest.update(array("I", prompt_token_ids).tobytes())
-    digest.update(f"{seed} {model}".encode())
-    choices = sum(1 << index for index in set(indexes))
-    return f"{digest.hexdigest()[:24]}{_CHOICES}{choices:x}{_PART if is_part else ''}"
-
-
-def is_part(answer_id: str) -> bool:
-    """Whether the record has only what its own router delivered: what a client outside the fabric says of choices that
-    have ended elsewhere cannot be checked."""
-    return answer_id.endswith(_PART)

@@ -95,12 +95,15 @@ class Request(msgspec.Struct, frozen=True):
     """How many prompt tokens' KV a shard may take from its cache: the others are computed for their log-probabilities.
     None: all."""
     answer_id: str = ""
-    """What tells answers apart whose requests have the same id (kvloom_common/tenancy/usage_record.py); "": the id
-    does."""
+    """Tells the requests of clients outside the fabric apart, which choose their ids themselves
+    (kvloom_common/tenancy/usage_record.py); "": the id does."""
     num_ended_tokens: int = 0
     """Output tokens of other choices of the answer: they had ended when it was submitted here, to be continued."""
     num_foreign_tokens: int = 0
     """Of those that the choices have: what another request has generated with another model."""
+    num_claimed_tokens: int = 0
+    """Those that the choices have, if only a client outside the fabric says that they were generated here. They are
+    computed as the prompt is, and count as a part of it: nothing else follows from them."""
     num_ended_reasoning_tokens: int = 0
     """The part of `num_ended_tokens` that is reasoning."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
@@ -125,14 +128,24 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def has_output(self) -> bool:
-        """Whether another router, edge or model has begun one of its choices."""
+        """Whether one of its choices has output already, as its client says."""
         return any(choice.output_token_ids for choice in self.choices)
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether another router, edge or model has begun its answer, and a process of the fabric says so."""
+        return (self.num_ended_tokens > 0 or self.has_output) and not self.num_claimed_tokens
 
     @property
     def num_earlier_tokens(self) -> int:
         """Output tokens of this answer that earlier routers have delivered."""
         num_given = sum(len(choice.output_token_ids) for choice in self.choices)
-        return num_given + self.num_ended_tokens - self.num_foreign_tokens
+        return num_given + self.num_ended_tokens - self.num_foreign_tokens - self.num_claimed_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What counts as its prompt, for limits and usage records."""
+        return len(self.prompt_token_ids) + self.num_claimed_tokens
 
 
 def class_of(request: Request) -> PriorityClass:

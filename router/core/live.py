@@ -356,7 +356,7 @@ class LiveRequest:
         self.objectives: LiveObjectives | None = None
         """What its caller expects of its speed; None: nothing."""
         if request.objectives is not None:
-            self.objectives = LiveObjectives(request.objectives, now, is_continued=request.has_output)
+            self.objectives = LiveObjectives(request.objectives, now, is_continued=request.is_continued)
         self.is_screened = True
         """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
 

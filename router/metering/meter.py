@@ -20,7 +20,6 @@ from kvloom_common.tenancy.usage_record import (
     TIER_SHADOW,
     Charge,
     UsageRecord,
-    is_part,
 )
 from router.core.actions import RequestEnded
 from router.core.events import SHADOW_TENANT, Tier
@@ -87,8 +86,7 @@ class Meter:
         usage = ended.usage
         assert usage is not None, "the core does not meter usage"
         adapter = "" if usage.adapter is None else usage.adapter.name
-        num_resumed = 0 if is_part(usage.answer_id) else usage.num_resumed_tokens
-        num_output, moves, tenant = num_resumed + ended.num_output_tokens, ended.moves, ended.tenant
+        num_output, moves, tenant = usage.num_resumed_tokens + ended.num_output_tokens, ended.moves, ended.tenant
         if usage.tier is Tier.SHADOW:
             tenant = _unbilled_tenant(TIER_SHADOW, tenant.removeprefix(SHADOW_TENANT))
         # What was never sent to a shard has used nothing.
@@ -101,7 +99,6 @@ class Meter:
                 full_name(ended.model, adapter),
                 ended_at - duration_seconds,
                 (num_prompt, ended.num_cached_tokens, num_output),
-                usage.answer_id,
                 has_answer=ended_well or num_output > 0,
                 is_batch=usage.tier is Tier.BATCH,
                 is_result_cache_hit=ended.is_result_cache_hit,
@@ -131,13 +128,12 @@ class Meter:
             cost.nanos,
             ended.client_request_id,
             usage.answer_id,
-            num_resumed,
+            usage.num_resumed_tokens,
             charges=usage.charges,
             num_preemptions=moves.num_preemptions,
             num_migrations=moves.num_migrations,
             num_failovers=moves.num_failovers,
             priority_class=ended.priority_class.name,
-            prompt_cost_nanos=cost.prompt_nanos,
         )
 
     def _priced(self, record: UsageRecord, ended_well: bool) -> UsageRecord:
@@ -148,21 +144,17 @@ class Meter:
                 record.priced_model,
                 record.began_at,
                 (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens),
-                record.answer_id,
                 has_answer=ended_well or record.num_output_tokens > 0,
                 is_batch=record.tier == "batch",
                 is_result_cache_hit=record.is_result_cache_hit,
             )
-        return msgspec.structs.replace(
-            record, price_id=cost.price_id, cost_nanos=cost.nanos, prompt_cost_nanos=cost.prompt_nanos
-        )
+        return msgspec.structs.replace(record, price_id=cost.price_id, cost_nanos=cost.nanos)
 
     def _cost(
         self,
         priced_model: str,
         began_at: float,
         num_tokens: tuple[int, int, int],
-        answer_id: str,
         *,
         has_answer: bool,
         is_batch: bool,
@@ -176,19 +168,12 @@ class Meter:
         nanos = price.cost_nanos(
             num_prompt, num_cached, num_output, is_batch=is_batch, is_result_cache_hit=is_result_cache_hit
         )
-        if not is_part(answer_id):
-            return _Cost(price.id, nanos)
-        prompt_nanos = price.cost_nanos(
-            num_prompt, num_cached, 0, is_batch=is_batch, is_result_cache_hit=is_result_cache_hit
-        )
-        return _Cost(price.id, nanos, prompt_nanos)
+        return _Cost(price.id, nanos)
 
 
 class _Cost(NamedTuple):
     price_id: str = ""
     nanos: int = 0
-    prompt_nanos: int = 0
-    """Only of a part of an answer."""
 
 
 _NO_COST: Final = _Cost()

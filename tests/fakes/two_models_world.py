@@ -18,14 +18,17 @@ from kvloom_common.discovery.registry import ShardRegistry
 from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.models.served_model import ServedModel
+from kvloom_common.tenancy.table import TenantTable
 from kvloom_common.text.chat_template import ChatTemplate
 from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from router.core.core import RouterCore
+from router.core.tenancy.limiter import Limiter
 from router.core_config import core_config
 from router.server import RouterServer
+from router.tenancy.lease_desk import epoch_clock
 from shard_server.server import ShardServer
 from tests.fakes.failing_engine import FailingEngine, RecitingEngine
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually, num_ready_shards
@@ -72,7 +75,8 @@ class TwoModelsWorld(RouterWorld):
         return NO_SECRET if self._secret is None else SharedSecret(self._secret, (role,), name)
 
     async def bind_router(self) -> None:
-        core = RouterCore(core_config(self.config))
+        limiter = Limiter(TenantTable, epoch_clock()) if self.config.control.enabled else None
+        core = RouterCore(core_config(self.config), limiter=limiter)
         catalogue = Catalogue(list(self.served_models.values()))
         trust = self._trust("router", "router-0")
         self.server = RouterServer(self.config, core, catalogue, "router-0", self.metrics, trust=trust)

@@ -24,7 +24,7 @@ from kvloom.v1.control_service_pb2 import (
     BudgetGrant,
     BudgetName,
 )
-from kvloom_common.tenancy.usage_record import MAX_FREE_PARTS, Charge, UsageRecord, counting, merged
+from kvloom_common.tenancy.usage_record import Charge, UsageRecord
 from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 from tests.fakes.usage import NOON, spending, totals, usage_database, usage_record
 
@@ -70,55 +70,6 @@ async def test_records_of_one_answer_count_as_one_in_any_order(database_url: str
         assert await totals(database) == {
             "num_requests": 4, "num_prompt_tokens": 40, "num_output_tokens": 32, "cost_nanos": 72,
         }  # fmt: skip
-
-
-def test_the_last_router_of_an_answer_knows_what_was_delivered() -> None:
-    """A router meters what it hands to a connection; what was lost with it is delivered, and metered, by the next."""
-    hung = usage_record(1, "a", "r0/1", num_output_tokens=10)
-    stopped_early = usage_record(1, "a", "r1/1", num_output_tokens=8, num_resumed_tokens=7)
-    assert merged([hung, stopped_early]) == merged([stopped_early, hung]) == stopped_early
-
-
-def test_a_client_outside_the_fabric_cannot_shorten_its_answer() -> None:
-    """It might claim to have received less, to be charged for the few tokens that follow."""
-    whole = usage_record(1, "a", "r0/1", num_output_tokens=100, answer_id="x")
-    claim = usage_record(2, "a", "r0/1", num_output_tokens=2, num_resumed_tokens=1, answer_id="x", ended_at=NOON + 9)
-    assert merged([claim, whole]) == whole
-
-
-async def test_the_prompt_of_an_answer_that_is_continued_in_parts_is_paid_once(database_url: str) -> None:
-    """A direct gRPC caller whose router died after one of two choices had ended paid its prompt twice."""
-    used = Charge(TENANT, BUDGET_UNIT_NANOS, "2025-11", own=18, total=18, prompt=10)
-    killed = usage_record(1, "a", "r0/1", answer_id="x.3", num_output_tokens=5, cost_nanos=25, outcome="lost")
-    part = usage_record(
-        1, "a", "r1/1", answer_id="x.2+", num_output_tokens=4, cost_nanos=18, prompt_cost_nanos=10, charges=(used,)
-    )
-    async with usage_database(database_url, monthly_budget_nanos=1000) as database:
-        for number, records in enumerate(((killed, part), (part, killed)), 1):
-            for record in records:
-                await store(
-                    database,
-                    [entry(msgspec.structs.replace(record, request_id=f"a{number}", number=number))],
-                )
-            found = await totals(database)
-            assert found == {
-                "num_requests": number, "num_prompt_tokens": 10 * number,
-                "num_output_tokens": 9 * number, "cost_nanos": 33 * number,
-            }  # fmt: skip
-            assert (await spending(database))[TENANT, BUDGET_UNIT_NANOS, "2025-11"] == 33 * number
-        answers = [one async for many in answers_of(database, pb.ListAnswersRequest()) for one in many]
-        assert [(one.num_prompt_tokens, one.num_output_tokens, one.num_records) for one in answers] == [(10, 9, 2)] * 2
-
-
-def test_a_part_alone_pays_its_prompt_and_so_do_too_many() -> None:
-    """What a caller calls a part cannot be checked but by the record of the rest."""
-    part = usage_record(1, "a", answer_id="x.2+", cost_nanos=25, prompt_cost_nanos=10)
-    assert counting([part]) == [part]
-    free = usage_record(2, "a", "r1/1", answer_id="x.3", num_output_tokens=0, cost_nanos=0, outcome="error")
-    assert counting([part, free]) == [free, part]
-    parts = [msgspec.structs.replace(part, number=n, answer_id=f"x.{n:x}+") for n in range(3, 23)]
-    whole = usage_record(2, "a", "r1/1", answer_id="x.3")
-    assert sum(1 for record in counting([whole, *parts]) if record.num_prompt_tokens) == 1 + 20 - MAX_FREE_PARTS
 
 
 async def test_what_reached_nobody_is_on_no_account(database_url: str) -> None:

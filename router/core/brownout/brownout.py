@@ -48,7 +48,7 @@ class Brownout:
         """The request as it is to be served now, or why it is not. Answers that were begun elsewhere stay as they
         are."""
         step = self._steps.get(request.model)
-        if step is None or is_continued(request):
+        if step is None or request.is_continued:
             return request
         effects = self._ladder.effects(step, request.tier)
         found = refusal(request, effects, step, predicted_wait_seconds)
@@ -97,7 +97,7 @@ class Brownout:
         return self._controller.next_deadline()
 
     def _observe(self, request: Request, now: float, *, is_good: bool) -> None:
-        if request.tier is not Tier.INTERACTIVE or request.pooling is not None or is_continued(request):
+        if request.tier is not Tier.INTERACTIVE or request.pooling is not None or request.is_continued:
             return
         change = self._controller.observe(request.model, now, is_good=is_good)
         if change is not None:
@@ -113,8 +113,3 @@ class Brownout:
             BrownoutStepChanged(change.model, change.step, change.previous_step, rates.fast, rates.slow)
         )
         self._note_change()
-
-
-def is_continued(request: Request) -> bool:
-    """Whether another router, edge or model has begun the answer."""
-    return request.num_ended_tokens > 0 or request.has_output

@@ -17,7 +17,6 @@ from kvloom.v1.generation_pb2 import (
     RESULT_CACHE_USE_HIT,
     FinishReason,
 )
-from kvloom_common.tenancy.usage_record import is_part
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import AnswerCompleted, CancelOnShard, CompletedChoice, RequestEnded, SequencesPreempted
 from router.core.brownout.brownout import Brownout
@@ -359,7 +358,7 @@ class Lifecycle:
         assert request.count_reasoning is not None
         token_ids = choice.output_token_ids
         finish.num_reasoning_tokens = num_reasoning = request.count_reasoning(token_ids)
-        num_others = choice.num_resumed_tokens if is_part(request.answer_id) else request.num_foreign_tokens
+        num_others = choice.num_resumed_tokens if request.num_claimed_tokens else request.num_foreign_tokens
         if num_others:  # A request with foreign tokens has one choice.
             num_reasoning -= request.count_reasoning(token_ids[:num_others])
         return num_reasoning
@@ -410,7 +409,7 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         live.num_attempts,
         reason,
         error.reason if error is not None else 0,
-        len(request.prompt_token_ids),  # Python calls with more than 15 keywords are slow.
+        len(request.prompt_token_ids) + request.num_claimed_tokens,  # Python calls with more than 15 keywords are slow.
         live.num_cached_tokens,
         num_output_tokens=live.num_output_tokens,
         queue_time_seconds=dispatched_at - live.arrived_at,
@@ -465,7 +464,7 @@ def _num_reasoning(live: LiveRequest) -> int:
     """Tokens of reasoning that its usage record has: those of the choices that have ended."""
     request = live.request
     num_here = 0 if live.usage is None else live.usage.num_reasoning_tokens
-    return num_here + (0 if is_part(request.answer_id) else request.num_ended_reasoning_tokens)
+    return num_here + request.num_ended_reasoning_tokens
 
 
 def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:

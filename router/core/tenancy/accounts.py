@@ -19,8 +19,6 @@ class Account:
     """One key, tenant or organisation that has limits."""
 
     __slots__ = (
-        "_continued_at",
-        "_num_continued",
         "_want_numbers",
         "budgets",
         "limits",
@@ -42,8 +40,6 @@ class Account:
         self.budgets: dict[LeaseName, BudgetLease] = {}
         self.num_charges = 0
         """Of live requests that were admitted."""
-        self._num_continued = 0.0
-        self._continued_at = 0.0
         self._set_leases()
 
     def set_limits(self, limits: Limits) -> None:
@@ -59,19 +55,6 @@ class Account:
             lease = self.budgets[name] = BudgetLease(name, limit, self._want_numbers)
         lease.set_limit(limit)
         return lease
-
-    def may_continue(self, now: float) -> bool:
-        """Whether one more answer that was begun elsewhere is not charged again. A router cannot check that it really
-        was, so there are as many of them in a minute as the limit has requests."""
-        limit = self.limits.requests_per_minute
-        if not limit:
-            return True
-        self._num_continued = max(0.0, self._num_continued - limit / 60.0 * (now - self._continued_at))
-        self._continued_at = now
-        if self._num_continued + 1 > limit:
-            return False
-        self._num_continued += 1
-        return True
 
     @property
     def leases(self) -> Iterator[Lease]:

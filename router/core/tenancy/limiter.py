@@ -69,8 +69,6 @@ class Limiter:
             return None
         self._watch.begin(now)
         charge = RequestCharge(request, plan, self._price(request, plan, now))
-        if charge.is_continued:
-            charge.forgiven = [account for account in plan.accounts if account.may_continue(now)]
         error = self._check_prompt(charge)
         if error is not None:
             return error
@@ -255,7 +253,7 @@ class Limiter:
     def _limit_output(self, charge: RequestCharge, window: int) -> None:
         """How long the answer may be at most, and by which limit."""
         request = charge.request
-        room = max(0, window - charge.num_prompt_tokens)
+        room = max(0, window - len(request.prompt_token_ids))
         per_choice = room if request.max_tokens is None else min(request.max_tokens, room)
         for account, limit, is_shadow in charge.plan.max_answers:
             if limit >= per_choice:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvloom_common.tenancy.prices import Price
-from kvloom_common.tenancy.usage_record import Charge, is_part
+from kvloom_common.tenancy.usage_record import Charge
 from router.core.events import Request, Tier
 from router.core.lease_messages import LeaseKind
-from router.core.tenancy.accounts import Account, Lease
+from router.core.tenancy.accounts import Lease
 from router.core.tenancy.answer_cost import AnswerCost
 from router.core.tenancy.limit_plan import BudgetLimit, LimitPlan, RateLimit, limit_text
 from router.core.tenancy.rate_lease import RateLease
@@ -31,7 +31,6 @@ class RequestCharge:
         "budgets",
         "capped_by",
         "costs",
-        "forgiven",
         "held_until",
         "is_admitted",
         "is_continued",
@@ -59,16 +58,13 @@ class RequestCharge:
         self.plan = plan
         self.price = price
         """That at its arrival."""
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        num_given = request.num_earlier_tokens
-        self.is_continued = num_given > 0
-        """Whether the answer was begun elsewhere, where it has been charged."""
-        self.num_resumed_tokens = num_given if num_given and not is_part(request.answer_id) else 0
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.num_resumed_tokens = request.num_earlier_tokens
         """Output tokens that the answer already has, as its usage record will count them. They are reserved once more:
         that record will stand for the whole answer, and until then nobody knows what became of the first
         reservation."""
-        self.forgiven: Sequence[Account] = ()
-        """Accounts that believe that it was begun elsewhere, and charge neither the request nor its prompt again."""
+        self.is_continued = self.num_resumed_tokens > 0
+        """Whether the answer was begun elsewhere, where the request and its prompt have been charged."""
         self.num_expected_tokens = 0
         """New output tokens that it takes from limits of tokens until it is known how many there are."""
         self.most_tokens = 0
@@ -112,12 +108,11 @@ class RequestCharge:
     def rate_needs(self) -> list[RateNeed]:
         needs: list[RateNeed] = []
         for limit in self.plan.rates:
-            is_forgiven = limit.account in self.forgiven
             units = 1
             if limit.kind is LeaseKind.TOKENS:
-                units = self.num_expected_tokens + (0 if is_forgiven else self.num_prompt_tokens)
-            if not (is_forgiven and limit.kind is LeaseKind.REQUESTS):
-                needs.append(RateNeed(limit, units, is_forgiven or limit.is_shadow))
+                units = self.num_expected_tokens + (0 if self.is_continued else self.num_prompt_tokens)
+            if not (self.is_continued and limit.kind is LeaseKind.REQUESTS):
+                needs.append(RateNeed(limit, units, self.is_continued or limit.is_shadow))
         return needs
 
     def cost_of(self, limit: BudgetLimit) -> AnswerCost:
@@ -144,7 +139,7 @@ class RequestCharge:
     def describe(self) -> str:
         """Which limits applied, for explanations."""
         text = self.plan.description
-        if self.forgiven:
+        if self.is_continued:
             names = (limit_text(one) for one in (*(need.limit for need in self.rate_needs()), *self.plan.budgets))
             text = ", ".join(names)
         return f"{text}; cut short by {self.capped_by}" if self.capped_by else text
@@ -159,7 +154,7 @@ class RequestCharge:
         if not self.is_admitted:
             return self.settled
         used = self._used(num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer)
-        return self._charges(used, num_cached_tokens, has_answer=has_answer)
+        return self._charges(used)
 
     def settle(
         self,
@@ -173,7 +168,7 @@ class RequestCharge:
         """It has ended like this (see `charges`): give back what it has not used. `is_free`: it counts neither as a
         request nor by its tokens."""
         used = self._used(num_cached_tokens, num_output_tokens, num_reasoning_tokens, has_answer=has_answer)
-        self.settled = self._charges(used, num_cached_tokens, has_answer=has_answer)
+        self.settled = self._charges(used)
         self.is_admitted = False
         for account in self.plan.accounts:
             account.num_charges -= 1
@@ -191,20 +186,17 @@ class RequestCharge:
         for (lease, _), reserved, charge in zip(self.plan.budget_leases, self.reserved, self.settled, strict=True):
             lease.settle(reserved, charge.own)
 
-    def _charges(self, used: Sequence[int], num_cached_tokens: int, *, has_answer: bool) -> tuple[Charge, ...]:
+    def _charges(self, used: Sequence[int]) -> tuple[Charge, ...]:
         plan = self.plan
         if not plan.budgets:
             return ()
-        of_prompt: Sequence[int] | None = None
-        if has_answer and is_part(self.request.answer_id):
-            of_prompt = self._used(num_cached_tokens, 0, 0, has_answer=True)
         found: list[Charge] = []
         budgets = zip(plan.budget_leases, plan.budget_names, self.reserved, strict=True)
         for (_, cost), (account, unit, period), reserved in budgets:
             total = used[cost]
             # In shadow mode an answer may use more than the budget has for it, which is then nobody's lease.
             own = total if total < reserved else reserved
-            found.append(Charge(account, unit, period, own, total, 0 if of_prompt is None else of_prompt[cost]))
+            found.append(Charge(account, unit, period, own, total))
         return tuple(found)
 
     def _used_tokens(self, num_cached: int, num_output: int, num_reasoning: int, *, is_free: bool) -> list[int]:

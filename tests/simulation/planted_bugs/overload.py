@@ -57,7 +57,7 @@ def forgets_the_cap_on_another_shard(patch: Patch) -> None:
 @caught_by(BrownoutAtAdmission, first_seed=80)
 def degrades_answers_that_continue(patch: Patch) -> None:
     """An answer that another router has begun is shortened by the brownout of this one."""
-    patch.setattr("router.core.brownout.brownout.is_continued", lambda _request: False)
+    patch.setattr(Request, "is_continued", property(lambda _request: False))
 
 
 @caught_by(TiersKept)

@@ -1,20 +1,19 @@
-"""Which usage records are of one answer."""
+"""Which usage records are of one answer, and which of them counts."""
 
 from __future__ import annotations
 
-from kvloom_common.tenancy.usage_record import answer_id_of
+from kvloom_common.tenancy.usage_record import merged
 from tests.fakes.usage import usage_record
 
 
-def test_the_parts_of_an_answer_belong_to_it() -> None:
-    """Control finds in its records whether the prompt of a part has been paid."""
-    whole = answer_id_of("m", [1, 2], 7, [0, 1])
-    part = answer_id_of("m", [1, 2], 7, [1], is_part=True)
-    assert whole != part
-    assert usage_record(1, "a", answer_id=whole).answer == usage_record(2, "a", answer_id=part).answer
+def test_the_requests_of_clients_outside_the_fabric_are_answers_of_their_own() -> None:
+    """Such a client chooses its ids itself, and used one for twelve answers."""
+    assert usage_record(1, "a", answer_id="x").answer != usage_record(2, "a", answer_id="y").answer
+    assert usage_record(1, "a").answer == usage_record(1, "a", "r1/1").answer
 
 
-def test_another_model_prompt_or_seed_is_another_answer() -> None:
-    """A caller who uses one id for several requests pays for each."""
-    ids = [("m", [1, 2], 7), ("other", [1, 2], 7), ("m", [1, 3], 7), ("m", [1, 2], 8)]
-    assert len({answer_id_of(*each, [0]).partition(".")[0] for each in ids}) == 4
+def test_the_last_router_of_an_answer_knows_what_was_delivered() -> None:
+    """A router meters what it hands to a connection; what was lost with it is delivered, and metered, by the next."""
+    hung = usage_record(1, "a", "r0/1", num_output_tokens=10)
+    stopped_early = usage_record(1, "a", "r1/1", num_output_tokens=8, num_resumed_tokens=7)
+    assert merged([hung, stopped_early]) == merged([stopped_early, hung]) == stopped_early

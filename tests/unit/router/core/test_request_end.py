@@ -139,7 +139,7 @@ def test_reasoning_counts_once_over_failovers() -> None:
         ({}, 3),  # the whole answer
         ({"num_ended_tokens": 9, "num_ended_reasoning_tokens": 4}, 7),  # with choices that ended elsewhere
         ({"num_foreign_tokens": 2}, 1),  # another model's request has these
-        ({"num_ended_tokens": 9, "answer_id": "x.1+"}, 1),  # a part: only its own
+        ({"num_claimed_tokens": 2}, 1),  # its client says that it has these: they are prompt
     ],
 )
 def test_reasoning_of_a_continued_answer_is_that_of_its_record(fields: dict[str, Any], recorded: int) -> None:

@@ -81,10 +81,3 @@ def test_lost_tokens_take_their_reasoning_with_them() -> None:
     """Reasoning can never be more than the output."""
     corrected = record_of(meter().correction(meter().record(ended(num_reasoning=4), 1), 2, 3))
     assert (corrected.num_output_tokens, corrected.num_reasoning_tokens) == (2, 2)
-
-
-def test_a_part_says_what_of_its_cost_is_the_prompts() -> None:
-    """Control takes it out where another record shows that the prompt was paid."""
-    record = record_of(meter().record(ended(answer_id="x.2+"), 1))
-    assert (record.cost_nanos, record.prompt_cost_nanos) == (25, 10)
-    assert record.without_prompt().cost_nanos == 15

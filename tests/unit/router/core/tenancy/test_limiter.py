@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvloom.v1.control_service_pb2 import FollowResponse, KeyEntry, OrganisationEntry, TenantEntry
@@ -249,11 +251,42 @@ def test_a_continued_answer_is_charged_once_for_its_request_and_prompt():
     assert before["key:k1 tokens_per_minute"] - after["key:k1 tokens_per_minute"] == 6
 
 
-def test_continued_answers_do_not_get_around_the_limit_of_requests():
-    """Anybody can claim that an answer was begun elsewhere."""
+def claiming(number: int = 0) -> dict[str, Any]:
+    """A request for 42 tokens, of which one of two choices has 40, as its client says."""
+    choices = [ChoiceSpec(2 * number, 0, [7] * 40), ChoiceSpec(2 * number + 1, 1)]
+    return {"choices": choices, "num_claimed_tokens": 40, "max_tokens": 42}
+
+
+def test_what_a_client_outside_the_fabric_claims_counts_as_prompt():
+    """The fabric computes it, and no process of the fabric says that it did so before."""
     world = LimitedRig(tenant_table(key=Limits(requests_per_minute=3)))
-    outcomes = [error_of(world.submit(f"r{i}", choices=[ChoiceSpec(i + 1, 0, [7])], max_tokens=10)) for i in range(8)]
-    assert outcomes == [""] * 6 + ["RATE_LIMITED"] * 2
+    outcomes = [error_of(world.submit(f"r{i}", **claiming(i))) for i in range(4)]
+    assert outcomes == ["", "", "", "RATE_LIMITED"]
+    world = LimitedRig(tenant_table(key=Limits(tokens_per_minute=200)))
+    assert [error_of(world.submit(f"r{i}", **claiming(i))) for i in range(3)] == ["", "", "RATE_LIMITED"]
+
+
+def test_the_limit_of_prompts_holds_for_claimed_output():
+    """One claimed token switched it off."""
+    world = LimitedRig(tenant_table(key=Limits(max_prompt_tokens=44)))
+    assert error_of(world.submit("a", **claiming())) == "REQUEST_TOO_LARGE"
+    assert error_of(world.submit("b", max_tokens=42)) == ""
+
+
+def test_claimed_output_is_charged_to_a_budget():
+    """Of what two choices have, 40 tokens were claimed: with the prompt of 5 they cost 45, and 4 + 42 are new."""
+    world = LimitedRig(tenant_table(tenant=Limits(tokens_per_day=1000)), meters_usage=True)
+    log = world.submit("a", **claiming())
+    attempt = only(log, SubmitAttempt)
+    shard, slots = attempt.shard_id, [choice.slot for choice in attempt.choices]
+    for slot in slots:
+        world.rig.start(shard, slot)
+    world.rig.finish(shard, slots[0])
+    ended = only(world.rig.finish(shard, slots[1]), RequestEnded)
+    assert (ended.num_prompt_tokens, ended.num_output_tokens) == (45, 2)
+    assert ended.usage is not None
+    assert [charge.total for charge in ended.usage.charges] == [47]
+    assert ended.usage.num_resumed_tokens == 0
 
 
 def test_a_continued_answer_without_budget_ends_with_what_it_has():
