@@ -6,7 +6,6 @@ endpoints/     one handler per path
 edge.py        what all handlers share: configuration, link, models, admission
 submission.py  one answer from its submission to a router until its end
 tenant_usage.py   prices and budgets of callers, in a fabric with tenants
-usage_witness.py  what was delivered, for a comparison with what was metered
 formatting/    what the response formats of all APIs have in common
 openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters
 anthropic/     Anthropic's request and response formats

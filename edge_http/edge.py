@@ -17,7 +17,6 @@ from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import ResumeTable
 from edge_http.tenant_usage import TenantUsage
-from edge_http.usage_witness import UsageWitness
 from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
@@ -38,6 +37,7 @@ from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.models.model_routes import NO_ROUTES, Feature, ModelRoutes
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
+from kvloom_common.usage_witness import UsageWitness
 
 GENERATE: Final = "generate"
 EMBED: Final = "embed"

@@ -14,10 +14,10 @@ from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.openai.field_names import named_for_clients
 from edge_http.resume.resumable_stream import ResumableStream
-from edge_http.usage_witness import UsageWitness
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.usage_witness import UsageWitness, WitnessLine
 
 log = structlog.get_logger()
 
@@ -132,7 +132,7 @@ def _note_delivered(witness: UsageWitness, submission: Submission, answer: Answe
     ids = [request.request_id for request in submission.requests if request is not None]
     if ids:
         name = ids[0] if len(submission.requests) == 1 else ids[0].rpartition(".")[0]
-        witness.note(name, answer.num_output_tokens, is_complete=answer.error is None and not answer.num_open)
+        witness.note(WitnessLine(name, answer.num_output_tokens, answer.error is None and not answer.num_open))
 
 
 def _time_out(answer: Answer) -> None:

@@ -984,7 +984,8 @@ class ControlConfig(Section):
     webhook_secret_file: str = ""
     """The file with the secret with which notices are signed ("whsec_...", see standardwebhooks.com)."""
     witness: bool = False
-    """Whether edges write down what they have delivered, for `kvloom usage reconcile`."""
+    """Whether edges write down what they have delivered, and routers what they have sent to clients outside the fabric,
+    for `kvloom usage reconcile`."""
     operator_organisation: str = ""
     """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
     machines do. Empty: such keys administer their own organisations only."""

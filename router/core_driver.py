@@ -231,7 +231,7 @@ class CoreDriver:
         }
         self._carry_out = carry_out
         self._report_end = observer.request_ended
-        self._tap: Tap | None = None
+        self._taps: tuple[Tap, ...] = ()
         self._keeper: Keeper | None = None
         self._intercepted: frozenset[type] = frozenset({RequestArrived})
         """The events that do not go straight to the core."""
@@ -241,10 +241,18 @@ class CoreDriver:
         self._keeper = keeper
         self._intercepted |= {SlotsCancelled, RequestCancelled, ClientGone, DrainEnded}
 
-    def set_tap(self, tap: Tap | None) -> None:
-        """Without a tap, a request costs one look whether there is one, and a step nothing."""
-        self._tap = tap
-        is_off = tap is None
+    def add_tap(self, tap: Tap) -> None:
+        """Without a tap, a request costs one look whether there is one, and a step nothing. Adding one again has no
+        effect."""
+        if tap not in self._taps:
+            self._set_taps((*self._taps, tap))
+
+    def remove_tap(self, tap: Tap) -> None:
+        self._set_taps(tuple(one for one in self._taps if one is not tap))
+
+    def _set_taps(self, taps: tuple[Tap, ...]) -> None:
+        self._taps = taps
+        is_off = not taps
         self._carry_out[SendStep] = self._send_step if is_off else self._send_tapped_step
         self._carry_out[PlacementDecided] = self._observer.placement_decided if is_off else self._on_tapped_placement
         self._report_end = self._observer.request_ended if is_off else self._report_tapped_end
@@ -295,8 +303,8 @@ class CoreDriver:
             if type(event) is RequestArrived:
                 self._num_live_requests += 1
                 self._idle.clear()
-                if self._tap is not None:
-                    event = RequestArrived(self._tap.arrived(event.request))
+                for tap in self._taps:
+                    event = RequestArrived(tap.arrived(event.request))
                 if self._keeper is not None:
                     passed = self._keeper.arrived(event.request)
                     if passed is None:
@@ -404,18 +412,19 @@ class CoreDriver:
             self._keeper.completed(action)
 
     def _report_tapped_end(self, action: RequestEnded) -> None:
-        if self._tap is not None and self._tap.ended(action):
+        is_own = [tap.ended(action) for tap in self._taps]
+        if any(is_own):
             self._observer.own_request_ended(action)
         else:
             self._observer.request_ended(action)
 
     def _send_tapped_step(self, action: SendStep) -> None:
-        if self._tap is not None:
-            self._tap.stepped(action.client_id, action.step)
+        for tap in self._taps:
+            tap.stepped(action.client_id, action.step)
         self._send_step(action)
 
     def _on_tapped_placement(self, action: PlacementDecided) -> None:
-        if self._tap is None or not self._tap.is_own(action.request):
+        if not any(tap.is_own(action.request) for tap in self._taps):
             self._observer.placement_decided(action)
 
     def _on_fleet_changed(self, action: FleetChanged) -> None:

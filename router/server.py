@@ -47,6 +47,8 @@ from kvloom_common.tenancy.prices import Prices
 from kvloom_common.tenancy.table import TenantTable
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
+from kvloom_common.usage_witness import UsageWitness
 from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
@@ -78,6 +80,7 @@ from router.links.moderation import Moderation
 from router.links.safety_finder import safety_finder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
+from router.metering.delivery_witness import DeliveryWitness
 from router.metering.metering import Metering
 from router.metrics import RouterMetrics
 from router.receipts.writer import ReceiptWriter, chat_template_checksum
@@ -196,6 +199,11 @@ class RouterServer:
                 self._progress,
                 metrics_registry,
             )
+        self._witness: UsageWitness | None = None
+        """None unless it is to be written down what clients outside the fabric are sent."""
+        if callers.identities is not None and config.control.witness:
+            self._witness = UsageWitness(Path(config.data_dir) / WITNESS_FOLDER / f"{router_id}.jsonl")
+            self._driver.add_tap(DeliveryWitness(self._witness))
         self._leases: LeaseDesk | None = None
         if core.limiter is not None and callers.identities is not None:
             core.limiter.table = self._tenants
@@ -322,7 +330,7 @@ class RouterServer:
         one of the router's own tasks raised."""
         try:
             files = self._memory, self._sweep, self._tls, self.callers.watched
-            watched = filter(None, (*files, self._rollouts, self._shared_results))
+            watched = filter(None, (*files, self._rollouts, self._shared_results, self._witness))
             async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),

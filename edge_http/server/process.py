@@ -17,8 +17,6 @@ from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
 from edge_http.tenant_usage import TenantUsage
-from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
-from edge_http.usage_witness import UsageWitness
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
 from kvloom_common.access.exposure import exposure_risk
@@ -40,6 +38,8 @@ from kvloom_common.process.service import StartError, announce_leaving, wait_to_
 from kvloom_common.process.watched_files import following
 from kvloom_common.receipts.key_files import key_path, public_path
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
+from kvloom_common.usage_witness import UsageWitness
 
 _LOOK_AGAIN_SECONDS: Final = 0.1
 

@@ -8,5 +8,6 @@ writer.py     brings records into the spool, off the event loop, and keeps them 
 forwarder.py  brings the records of one producer to the control service, by a stream in Redis
 orphans.py    finishes the spools of routers that have died
 metering.py   all of this together
+delivery_witness.py  what clients outside the fabric are sent, counted apart from all of this
 metrics.py    how far records have come
 """

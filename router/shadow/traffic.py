@@ -121,7 +121,7 @@ class ShadowTraffic:
             pair.close()
             self._cancel(pair)
         if self._pairs:
-            self._driver.set_tap(self)
+            self._driver.add_tap(self)
         else:
             self._end_if_done()
 
@@ -333,7 +333,7 @@ class ShadowTraffic:
     def _end_if_done(self) -> None:
         """Without shadows, the driver is left alone once no client's step has to be changed any more."""
         if not (self._pairs or self._followed or self._running):
-            self._driver.set_tap(None)
+            self._driver.remove_tap(self)
 
 
 def _has_logprobs(request: Request) -> bool:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice, TokenIds
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
 MODEL = "smollm2-135m-instruct"
@@ -44,15 +50,23 @@ class Load:
 
     def __init__(self, fabric: RunningFabric, key: str) -> None:
         self._url = fabric.http_url + "/v1/chat/completions"
+        self._router_address = fabric.router_address
         self._headers = {"authorization": f"Bearer {key}"}
+        self._metadata = tuple(self._headers.items())
+        self.num_outside = 0
+        """Tokens that the client of the router's own port was sent."""
         self.stop = asyncio.Event()
         self.num_complete = 0
         self.completed = asyncio.Semaphore(0)
         """Released with each complete answer."""
 
     async def run(self) -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as http:
-            await asyncio.gather(*(self._client(http, number) for number in range(NUM_CLIENTS)))
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as http,
+            grpc.aio.insecure_channel(self._router_address) as channel,
+        ):
+            clients = [self._client(http, number) for number in range(NUM_CLIENTS)]
+            await asyncio.gather(*clients, self._outsider(RouterServiceStub(channel)))
 
     async def _client(self, http: aiohttp.ClientSession, number: int) -> None:
         turn = 0
@@ -77,6 +91,35 @@ class Load:
                         self.completed.release()
             except aiohttp.ClientError:
                 await asyncio.sleep(0.1)  # no busy loop
+
+    async def _outsider(self, stub: RouterServiceStub) -> None:
+        """A client of a router's own port, which lies about what its answers have, and uses one id for all."""
+        draw = random.Random(7)
+        while not self.stop.is_set():
+            n = draw.randint(1, 3)
+            claims = [
+                PartialChoice(index=index, token_ids=[draw.randint(100, 900)] * draw.randint(1, 40))
+                for index in range(n)
+                if draw.random() < 0.6
+            ]
+            if len(claims) > 1:
+                claims[0].done = True
+            wanted = GenerateRequest(
+                model=MODEL,
+                request_id="mine",
+                token_ids=TokenIds(ids=[draw.randint(100, 900)] * draw.randint(1, 60)),
+                n=n,
+                sampling=SamplingParams(seed=1, temperature=draw.random()),
+                stop=StopConditions(max_tokens=60),
+                partial_choices=claims,
+            )
+            try:
+                async for response in stub.Generate(wanted, metadata=self._metadata, timeout=60):
+                    self.num_outside += sum(len(delta.token_ids) for delta in response.deltas)
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                    raise
+                await asyncio.sleep(0.1)  # its router was killed: no busy loop
 
     async def work(self, num_answers: int) -> None:
         """Until so many more answers are complete."""
@@ -108,8 +151,8 @@ def reconciliation(fabric: RunningFabric) -> dict[str, Any]:
 async def test_nothing_is_metered_twice_or_lost_whatever_is_killed(
     fabric: RunningFabric, killed: tuple[str, ...]
 ) -> None:
-    """kill -9 of routers, of the control service and of Redis under load: the difference to what the edge counted as
-    delivered is 0, and each of them is back without anybody's help."""
+    """kill -9 of routers, of the control service and of Redis under load, with a client of gRPC that lies: the
+    difference to what edges and routers counted as delivered is 0, and each is back without anybody's help."""
     key = kvloom(fabric, "keys", "create", "--project", TENANT, "--create").strip().splitlines()[-1]
     await asyncio.to_thread(fabric.until_key_is_known, key)
     load = Load(fabric, key)
@@ -133,11 +176,13 @@ async def test_nothing_is_metered_twice_or_lost_whatever_is_killed(
         raise AssertionError(f"{error}: {found}") from error
     assert found["num_exact"] >= load.num_complete > 50
     assert found["num_witnessed_tokens"] > 1000
+    assert load.num_outside > 200
     await asyncio.to_thread(check_what_callers_see, fabric, key)
 
 
 def check_what_callers_see(fabric: RunningFabric, key: str) -> None:
     """The same sums, by the API, by the command, and in the headers of an answer."""
+    assert any(Path(fabric.env["KVLOOM_DATA_DIR"]).glob("witness/router-*.jsonl"))
     shown = json.loads(kvloom(fabric, "usage", "show", "--by", "tenant", "--json"))
     [row] = [row for row in shown if row["tenant"] == TENANT]
 

@@ -15,14 +15,15 @@ import grpc.aio
 import msgspec
 from rich.console import Console
 
-from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
+from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
+from kvloom_common.usage_witness import WitnessLine
 from tools.failures import CommandError
 from tools.fleet.control import control_channel
 from tools.fleet.members import Fleet
 from tools.options import config_option, data_dir_option, option
-from tools.usage.reconcile import Reconciliation, WitnessedAnswer, reconcile
+from tools.usage.reconcile import Reconciliation, reconcile
 from tools.usage.table import GROUPS, as_csv, as_table, rows_of
 
 _PIPE_WIDTH: Final = 200
@@ -115,7 +116,7 @@ def export(
     scope="usage",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A file with lines of JSON that say what was delivered.  [default: those of the edges of this data directory]",
+    help="A file with lines of JSON that say what was delivered.  [default: those of this data directory]",
 )
 @option("--since", "since", scope="usage", default="", help="Only answers that ended after this day or time of UTC.")
 @option("--json", "as_json", scope="usage", is_flag=True, help="Print one JSON object.")
@@ -124,9 +125,9 @@ def export(
 def reconcile_command(
     files: tuple[Path, ...], since: str, as_json: bool, data_dir: Path | None, config_file: Path | None
 ) -> None:
-    """Compare what was metered with what edges, or other witnesses, have counted as delivered.
+    """Compare what was metered with what edges and routers, or other witnesses, have counted as delivered.
 
-    Edges count if control.witness is set. The exit status is 1 if there is a difference.
+    They count if control.witness is set. The exit status is 1 if there is a difference.
     """
     found = asyncio.run(_reconcile(data_dir, config_file, files, since))
     if as_json:
@@ -217,10 +218,10 @@ async def _reconcile(
     return reconcile(answers, lines)
 
 
-def _witnessed(files: Iterable[Path]) -> Iterator[WitnessedAnswer]:
+def _witnessed(files: Iterable[Path]) -> Iterator[WitnessLine]:
     for file in files:
         for line in file.read_bytes().splitlines():
             try:
-                yield msgspec.json.decode(line, type=WitnessedAnswer)
+                yield msgspec.json.decode(line, type=WitnessLine)
             except msgspec.DecodeError:
                 continue  # the end of a file whose edge was killed

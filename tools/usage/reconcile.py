@@ -6,21 +6,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final
 
-import msgspec
-
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
 from kvloom_common.tenancy.usage_record import TIER_SHADOW
+from kvloom_common.usage_witness import WitnessLine
 
 MAX_NAMED: Final = 20
 """How many answers a report names."""
-
-
-class WitnessedAnswer(msgspec.Struct, frozen=True):
-    """A line of a witness: see edge_http/usage_witness.py. SDK clients may write the same."""
-
-    request_id: str
-    num_output_tokens: int
-    is_complete: bool = True
+_Name = tuple[str, str]
+"""The request's id and the answer's."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +27,7 @@ class Reconciliation:
     num_in_flight_tokens: int = 0
     """Metered tokens of answers that were broken off, which their witness had not received: they were on their way."""
     num_without_witness: int = 0
-    """Metered answers whose witness was killed, or that did not come through an edge."""
+    """Metered answers whose witness was killed, or that went to a process of the fabric which writes none."""
     num_over: int = 0
     num_under: int = 0
     differences: list[str] = dataclasses.field(default_factory=list)
@@ -45,50 +38,60 @@ class Reconciliation:
         return not (self.num_over or self.num_under)
 
 
-def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessedAnswer]) -> Reconciliation:
+def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessLine]) -> Reconciliation:
     """An answer that is complete must be metered with exactly the tokens that were delivered, and one that was broken
     off with at least these."""
     found = Reconciliation()
-    lines: dict[str, WitnessedAnswer] = {}
+    lines: dict[_Name, WitnessLine] = {}
     for line in witnessed:
-        earlier = lines.get(line.request_id)
+        earlier = lines.get((line.request_id, line.answer_id))
         # An answer that moved to another edge has a line of each; the later one has more of it.
         if earlier is None or (line.is_complete, line.num_output_tokens) >= (
             earlier.is_complete,
             earlier.num_output_tokens,
         ):
-            lines[line.request_id] = line
-    tokens: dict[str, int] = {}
+            lines[line.request_id, line.answer_id] = line
+    tokens: dict[_Name, int] = {}
+    prompts: dict[_Name, int] = {}
     for answer in metered:
         if answer.tenant.startswith(f"{TIER_SHADOW}:"):
             continue  # a router's own, which is delivered to nobody
         found.num_metered += 1
-        name = answer.request_id
+        name = answer.request_id, answer.answer_id
         if name not in lines:
-            name = name.rpartition(".")[0]  # one of the requests of an answer to several prompts
+            name = answer.request_id.rpartition(".")[0], ""  # one of the requests of an answer to several prompts
         if name in lines:
             tokens[name] = tokens.get(name, 0) + answer.num_output_tokens
+            prompts[name] = prompts.get(name, 0) + answer.num_prompt_tokens
         else:
             found.num_without_witness += 1
     for name, line in lines.items():
-        _compare(found, name, line, tokens.get(name))
+        _compare(found, name[0], line, tokens.get(name), prompts.get(name, 0))
     return found
 
 
-def _compare(found: Reconciliation, name: str, line: WitnessedAnswer, num_metered: int | None) -> None:
+def _compare(found: Reconciliation, name: str, line: WitnessLine, num_metered: int | None, num_prompt: int) -> None:
     if num_metered is None and not line.num_output_tokens:
         return  # refused, or broken off before anything happened
     found.num_witnessed += 1
     found.num_witnessed_tokens += line.num_output_tokens
     found.num_metered_tokens += num_metered or 0
     difference = (num_metered or 0) - line.num_output_tokens
-    if difference > 0 and not line.is_complete:
+    if line.num_output_tokens and line.num_prompt_tokens and num_prompt != line.num_prompt_tokens:
+        found.num_over += num_prompt > line.num_prompt_tokens
+        found.num_under += num_prompt < line.num_prompt_tokens
+        _name(found, f"{name}: metered a prompt of {num_prompt}, computed {line.num_prompt_tokens}")
+    elif difference > 0 and not line.is_complete:
         found.num_in_flight_tokens += difference
     elif difference:
         found.num_over += difference > 0
         found.num_under += difference < 0
-        if len(found.differences) < MAX_NAMED:
-            shown = "nothing" if num_metered is None else f"{num_metered} tokens"
-            found.differences.append(f"{name}: metered {shown}, delivered {line.num_output_tokens}")
+        shown = "nothing" if num_metered is None else f"{num_metered} tokens"
+        _name(found, f"{name}: metered {shown}, delivered {line.num_output_tokens}")
     else:
         found.num_exact += 1
+
+
+def _name(found: Reconciliation, difference: str) -> None:
+    if len(found.differences) < MAX_NAMED:
+        found.differences.append(difference)

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from edge_http.usage_witness import FOLDER as WITNESS_FOLDER
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.usage_service_pb2 import BudgetState
+from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
+from kvloom_common.usage_witness import WitnessLine
 from tools.chaos.checking.record import Record
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Disturbance
@@ -24,7 +25,7 @@ from tools.chaos.tenants.operator import Operator
 from tools.chaos.tenants.population import make_tenants
 from tools.chaos.tenants.trespass import OpenAnswer, Trespasser
 from tools.failures import CommandError
-from tools.usage.reconcile import WitnessedAnswer, reconcile
+from tools.usage.reconcile import reconcile
 
 _SETTLE_SECONDS: Final = 60.0
 """How long records and leases may take to arrive at the end."""
@@ -98,8 +99,8 @@ class Tenancy:
         return all(state.spent == costs[name] and not state.leased for name, state in books.budgets.items())
 
 
-def _witnessed(folder: Path) -> Iterator[WitnessedAnswer]:
+def _witnessed(folder: Path) -> Iterator[WitnessLine]:
     for file in sorted(folder.glob("*.jsonl*")):
         for line in file.read_bytes().splitlines():
-            with contextlib.suppress(msgspec.DecodeError):  # the end of a file whose edge was killed
-                yield msgspec.json.decode(line, type=WitnessedAnswer)
+            with contextlib.suppress(msgspec.DecodeError):  # the end of a file whose process was killed
+                yield msgspec.json.decode(line, type=WitnessLine)

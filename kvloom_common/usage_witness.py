@@ -1,6 +1,7 @@
-"""What this edge has delivered, written down for `kvloom usage reconcile`: a count that owes nothing to the routers'.
+"""What this process has delivered, written down for `kvloom usage reconcile`: a count that owes nothing to metering.
+Edges count what arrives from routers for their clients, and routers what they send to clients outside the fabric.
 
-A line is written when an answer ends. Lines are written once a second by a thread; an edge that is killed loses those
+A line is written when an answer ends. Lines are written once a second by a thread; a process that is killed loses those
 of the last second, and its answers are then without a witness.
 """
 
@@ -24,13 +25,17 @@ FOLDER: Final = "witness"
 """In the data directory."""
 
 
-class WitnessLine(msgspec.Struct, frozen=True):
+class WitnessLine(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: str
     """That of the request to the routers; of several requests of one answer, what they begin with."""
     num_output_tokens: int
-    """What arrived from the routers until the answer ended."""
-    is_complete: bool
+    """What was delivered until the answer ended."""
+    is_complete: bool = True
     """Whether the answer ended as it should. Otherwise tokens may have been on their way."""
+    answer_id: str = ""
+    """Tells the requests of clients outside the fabric apart, which choose the ids; see UsageRecord.answer_id."""
+    num_prompt_tokens: int = 0
+    """What was computed before the first new token; 0: not counted."""
 
 
 class UsageWitness:
@@ -41,11 +46,11 @@ class UsageWitness:
         self._waiting: list[bytes] = []
         self._num_left_out = 0
 
-    def note(self, request_id: str, num_output_tokens: int, *, is_complete: bool) -> None:
+    def note(self, line: WitnessLine) -> None:
         if len(self._waiting) >= MAX_WAITING_LINES:
             self._num_left_out += 1
             return
-        self._waiting.append(msgspec.json.encode(WitnessLine(request_id, num_output_tokens, is_complete)))
+        self._waiting.append(msgspec.json.encode(line))
 
     async def watch(self) -> None:
         """Write until cancelled, and then what is left."""
