@@ -1,4 +1,4 @@
-"""What this process has delivered, written down for `kvloom usage reconcile`: a count that owes nothing to metering.
+"""A process writes down how much it has delivered, for `kvloom usage reconcile`: a count that owes nothing to metering.
 Edges count what arrives from routers for their clients, and routers what they send to clients outside the fabric.
 
 A line is written when an answer ends. Lines are written once a second by a thread; a process that is killed loses those
@@ -8,7 +8,9 @@ of the last second, and its answers are then without a witness.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +38,20 @@ class WitnessLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tells the requests of clients outside the fabric apart, which choose the ids; see UsageRecord.answer_id."""
     num_prompt_tokens: int = 0
     """What was computed before the first new token; 0: not counted."""
+
+
+def witness_files(data_dir: Path) -> list[Path]:
+    """Those that the processes of a data directory have written."""
+    return sorted((data_dir / FOLDER).glob("*.jsonl*"))
+
+
+def read_witness(files: Iterable[Path]) -> Iterator[WitnessLine]:
+    """The lines of all files. The last one of a process that was killed may be cut off, and is left out. Raises
+    OSError."""
+    for file in files:
+        for line in file.read_bytes().splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                yield msgspec.json.decode(line, type=WitnessLine)
 
 
 class UsageWitness:

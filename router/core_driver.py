@@ -412,7 +412,7 @@ class CoreDriver:
             self._keeper.completed(action)
 
     def _report_tapped_end(self, action: RequestEnded) -> None:
-        is_own = [tap.ended(action) for tap in self._taps]
+        is_own = [tap.ended(action) for tap in self._taps]  # each of them is told
         if any(is_own):
             self._observer.own_request_ended(action)
         else:

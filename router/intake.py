@@ -481,9 +481,7 @@ class Intake:
         outputs = [choice.output_token_ids for choice in request.choices if choice.output_token_ids]
         texts = [request.prompt_text, *(self._text_for_screening(ids, model, request.model) for ids in outputs)]
         return msgspec.structs.replace(
-            request,
-            num_claimed_tokens=sum(map(len, outputs)),
-            prompt_text="\n".join(texts) if self._needs_prompt_text() else request.prompt_text,
+            request, num_claimed_tokens=sum(map(len, outputs)), prompt_text="\n".join(filter(None, texts))
         )
 
     def _screened(self, text: str, token_ids: Sequence[int], model: ServedModel | None, name: str) -> str:

@@ -49,37 +49,28 @@ class DeliveryWitness:
             if slot in slots:
                 slots[slot].num_tokens += count
         for finish in step.finishes:
-            delivery = slots.pop(finish.slot, None)
-            if delivery is None:
-                continue
-            delivery.num_open -= 1
-            delivery.is_complete &= finish.reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
-            if not delivery.num_open:
-                self._note(delivery)
-        self._forget_if_idle(client_id)
+            if finish.slot in slots:
+                self._close(client_id, finish.slot, finish.reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH))
 
     def ended(self, ended: RequestEnded) -> bool:
         """No request is its own. Of one that was cancelled, no step comes if its client is gone."""
-        slots = self._open.get(ended.client_id)
-        if slots is not None and ended.reason == FINISH_REASON_CANCELLED:
-            left = {slot: one for slot, one in slots.items() if one.line.request_id == ended.request_id}
-            for slot, delivery in left.items():
-                del slots[slot]
-                delivery.is_complete = False
-            for delivery in {id(one): one for one in left.values()}.values():
-                self._note(delivery)
-            self._forget_if_idle(ended.client_id)
+        if ended.reason == FINISH_REASON_CANCELLED:
+            for slot, delivery in list(self._open.get(ended.client_id, {}).items()):
+                if delivery.line.request_id == ended.request_id:
+                    self._close(ended.client_id, slot, False)
         return False
 
     def is_own(self, request: Request) -> bool:  # noqa: ARG002
         return False
 
-    def _forget_if_idle(self, client_id: str) -> None:
-        if not self._open[client_id]:
+    def _close(self, client_id: str, slot: int, is_complete: bool) -> None:
+        """A choice has ended; with its last one, the request is written down."""
+        slots = self._open[client_id]
+        delivery = slots.pop(slot)
+        if not slots:
             del self._open[client_id]
-
-    def _note(self, delivery: _Delivery) -> None:
-        line = delivery.line
-        self._witness.note(
-            msgspec.structs.replace(line, num_output_tokens=delivery.num_tokens, is_complete=delivery.is_complete)
-        )
+        delivery.num_open -= 1
+        delivery.is_complete &= is_complete
+        if not delivery.num_open:
+            line, count = delivery.line, delivery.num_tokens
+            self._witness.note(msgspec.structs.replace(line, num_output_tokens=count, is_complete=delivery.is_complete))

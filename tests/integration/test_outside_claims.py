@@ -91,8 +91,8 @@ async def test_every_answer_under_one_id_is_metered(world: MeteredWorld) -> None
 
 
 async def test_what_other_choices_have_is_charged_as_prompt(world: MeteredWorld) -> None:
-    """One choice was said to be done, the other one to have thousands of tokens: they were computed, and billed to
-    nobody."""
+    """One choice was said to be done, the other one to have thousands of tokens: they were computed, and were on
+    no bill."""
     stub = await limited(world)
     has = [101 + number % 50 for number in range(600)]
     claims = [pb.PartialChoice(index=0, done=True), pb.PartialChoice(index=1, token_ids=has)]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
 from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
-from kvloom_common.usage_witness import WitnessLine
+from kvloom_common.usage_witness import read_witness, witness_files
 from tools.failures import CommandError
 from tools.fleet.control import control_channel
 from tools.fleet.members import Fleet
@@ -204,10 +204,12 @@ async def _reconcile(
     data_dir: Path | None, config_file: Path | None, files: Sequence[Path], since: str
 ) -> Reconciliation:
     fleet = Fleet.open(data_dir, config_file)
-    folder = fleet.folder.data_dir / WITNESS_FOLDER
-    lines = list(_witnessed(files or sorted(folder.glob("*.jsonl*"))))
+    data_dir = fleet.folder.data_dir
+    lines = list(read_witness(files or witness_files(data_dir)))
     if not lines:
-        raise CommandError(f"there is no witness in {folder}: set control.witness, or name files with --witness")
+        raise CommandError(
+            f"there is no witness in {data_dir / WITNESS_FOLDER}: set control.witness, or name files with --witness"
+        )
     request = pb.ListAnswersRequest(ended_after=_time(since) if since else 0.0)
     answers: list[pb.MeteredAnswer] = []
     async with _service(fleet) as service:
@@ -216,12 +218,3 @@ async def _reconcile(
         async for response in call:
             answers.extend(response.answers)
     return reconcile(answers, lines)
-
-
-def _witnessed(files: Iterable[Path]) -> Iterator[WitnessLine]:
-    for file in files:
-        for line in file.read_bytes().splitlines():
-            try:
-                yield msgspec.json.decode(line, type=WitnessLine)
-            except msgspec.DecodeError:
-                continue  # the end of a file whose edge was killed

@@ -409,7 +409,7 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         live.num_attempts,
         reason,
         error.reason if error is not None else 0,
-        len(request.prompt_token_ids) + request.num_claimed_tokens,  # Python calls with more than 15 keywords are slow.
+        request.num_prompt_tokens,  # Python calls with more than 15 keywords are slow.
         live.num_cached_tokens,
         num_output_tokens=live.num_output_tokens,
         queue_time_seconds=dispatched_at - live.arrived_at,

@@ -1,4 +1,4 @@
-"""What the router believes of a request whose choices have output already: that depends on who says so."""
+"""The router believes processes of the fabric that the choices of a request have output already, and no others."""
 
 from __future__ import annotations
 

@@ -6,16 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final
-
-import msgspec
 
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.usage_service_pb2 import BudgetState
-from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
-from kvloom_common.usage_witness import WitnessLine
+from kvloom_common.usage_witness import read_witness, witness_files
 from tools.chaos.checking.record import Record
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Disturbance
@@ -81,7 +77,8 @@ class Tenancy:
     async def _close_books(self) -> Books:
         answers = await self._desk.answers()
         budgets = {tenant.id: await self._budget_of(tenant.id) for tenant in self.tenants}
-        witnessed = await asyncio.to_thread(lambda: list(_witnessed(self._cluster.folder.data_dir / WITNESS_FOLDER)))
+        files = witness_files(self._cluster.folder.data_dir)
+        witnessed = await asyncio.to_thread(lambda: list(read_witness(files)))
         return Books(answers, budgets, reconcile(answers, witnessed))
 
     async def _budget_of(self, tenant: str) -> BudgetState:
@@ -97,10 +94,3 @@ class Tenancy:
         for answer in books.answers:
             costs[answer.tenant] += answer.cost_nanos
         return all(state.spent == costs[name] and not state.leased for name, state in books.budgets.items())
-
-
-def _witnessed(folder: Path) -> Iterator[WitnessLine]:
-    for file in sorted(folder.glob("*.jsonl*")):
-        for line in file.read_bytes().splitlines():
-            with contextlib.suppress(msgspec.DecodeError):  # the end of a file whose process was killed
-                yield msgspec.json.decode(line, type=WitnessLine)

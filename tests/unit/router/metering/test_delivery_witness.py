@@ -1,4 +1,4 @@
-"""What a router counts as delivered to clients outside the fabric."""
+"""A router counts what it sends to clients outside the fabric."""
 
 from __future__ import annotations
 
