@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from control.database.database import Database, DatabaseInUseError, open_database
 from control.database.migrate import MigrationError, migrate
 from control.database.url import database_url
+from control.directory.quotas import configured
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
@@ -115,7 +116,9 @@ async def _serve(
 ) -> None:
     checked = CheckedServer(server)
     control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
-    directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(DirectoryServicer(database, versions), checked)
+    directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(
+        DirectoryServicer(database, versions, quotas=configured(config.control)), checked
+    )
     usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
     health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
     await server.start()
