@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.database import Database
 from control.database.usage_tables import budget_leases, budget_spending, usage_daily, usage_producers, usage_records
+from control.usage.account_limits import key_accounts
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
 from kvloom_common.tenancy.usage_record import UsageRecord, counting
@@ -89,13 +90,16 @@ async def _insert_new(connection: AsyncConnection, records: dict[tuple[str, int]
 
 
 async def _deltas(connection: AsyncConnection, new: Iterable[UsageRecord]) -> Deltas:
-    deltas = Deltas()
     added: dict[Answer, list[UsageRecord]] = {}
+    new = list(new)
     for record in new:
-        deltas.settle(record)
         if record.request_id:  # otherwise only the number is known
             added.setdefault(record.answer, []).append(record)
     all_records = await _records_of(connection, added)
+    key_ids = {record.key_id for records in all_records.values() for record in records}
+    deltas = Deltas(await key_accounts(connection, key_ids))
+    for record in new:
+        deltas.settle(record)
     for answer, records in added.items():
         numbers = {(record.producer, record.number) for record in records}
         whole = all_records[answer]

@@ -91,6 +91,26 @@ async def test_a_rotated_key_is_accepted_for_its_grace_beside_the_new_one(world:
     assert not table.is_active(old_key, world.now + 61.0)
 
 
+async def test_a_rotated_key_shares_the_account_of_the_key_that_it_replaces(world: ControlWorld) -> None:
+    """By rotating its key before a limit was reached, a tenant had 156 tokens of a budget of 60."""
+    first = await make_key(world, limits=control_pb.Limits(requests_per_minute=5))
+    second = await world.ask("RotateKey", id=first.key.id, grace_seconds=60.0)
+    third = await world.ask("RotateKey", id=second.key.id, grace_seconds=60.0)
+    other = await make_key(world)
+    assert [made.key.account for made in (first, second, third, other)] == ["", first.key.id, first.key.id, ""]
+    mask = {"paths": ["limits.requests_per_minute"]}
+    raised = Pb.ApiKey(id=second.key.id, limits=control_pb.Limits(requests_per_minute=9))
+    await world.ask("UpdateKey", key=raised, update_mask=mask)
+    table = await world.table()
+    for made in (first, second, third):
+        key = table.key(made.key.id)
+        assert key is not None
+        assert (key.account or key.id, key.limits.requests_per_minute) == (first.key.id, 9)
+    untouched = table.key(other.key.id)
+    assert untouched is not None
+    assert not untouched.limits.requests_per_minute
+
+
 async def test_priority_classes_reach_the_table_from_all_three_levels(world: ControlWorld) -> None:
     """The operator bounds an organisation, its administrators their projects and keys; the audit has who did it."""
     rights = {"priority_classes": ["gold", "batch", "gold"], "default_priority_class": "batch"}

@@ -73,6 +73,27 @@ def test_a_refused_request_burns_nothing_on_any_account():
     assert _units(world) == before
 
 
+def test_a_rotated_key_has_no_more_than_the_key_that_it_replaces():
+    """Whoever reached a limit had a whole one again after a rotation, which an administrator may do as often as he
+    likes."""
+    limits = limits_to_proto(Limits(requests_per_minute=2, tokens_per_day=1000))
+    table = tenant_table()
+    keys = [
+        KeyEntry(id="k1", digest=b"1" * 32, tenant="acme/web", limits=limits),
+        KeyEntry(id="k2", digest=b"2" * 32, tenant="acme/web", limits=limits, account="k1"),
+        KeyEntry(id="other", digest=b"3" * 32, tenant="acme/web", limits=limits),
+    ]
+    table.apply(FollowResponse(table_id="t", version=2, is_complete=True, keys=keys))
+    world = LimitedRig(table)
+    assert [error_of(world.submit(key, key_id=key)) for key in ("k1", "k2", "other")] == ["", "", ""]
+    for key in ("k1", "k2"):
+        [finish] = sent(world.submit(f"{key} again", key_id=key)).finishes
+        assert finish.error is not None
+        assert finish.error.limit == "key:k1 requests_per_minute"
+    table.apply(FollowResponse(table_id="t", version=3, is_complete=True, removed_keys=["k1"]))
+    assert error_of(world.submit("after the grace", key_id="k2")) == "RATE_LIMITED"
+
+
 def _units(world: LimitedRig) -> dict[str, int]:
     """What is left, leased or not."""
     left = {}
