@@ -57,14 +57,20 @@ class Follower:
         self._part_entries = part_entries
 
     async def responses(self) -> AsyncIterator[FollowResponse]:
-        """Ends once the versions are closed."""
+        """Ends once the versions are closed. The first one comes at once, also if nothing has changed: it tells the
+        follower that its table is the present one."""
+        is_first = True
         while not self._versions.is_closed:
             changed = self._versions.next_change()
             parts = await self._database.uninterrupted(self._changes(completes_snapshot=False))
             if parts is None:
                 async for part in self._snapshot():
                     yield part
+                is_first = False
                 continue
+            if is_first and not parts:
+                yield self._part(is_complete=True)
+            is_first = False
             for part in parts:
                 yield part
                 self._version = part.version
