@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from control.database.database import Database
+from control.database.failures import DATABASE_ERRORS, database_error
 from control.directory.actor import Actor, actor_from_metadata
 from control.directory.methods import READS, WRITES
 from control.directory.quotas import Quotas
 from control.directory.transaction import changing
 from control.replication.versions import Versions
-from control.service.control_servicer import database_error
 from control.service.metrics import CALLS
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import directory_service_pb2_grpc
 
 log = structlog.get_logger()
+
+ANSWER_SECONDS: Final = 5.0
+"""How long an administrator waits for a database that neither answers nor fails."""
 
 
 class DirectoryServicer(directory_service_pb2_grpc.DirectoryServiceServicer):
@@ -59,10 +61,10 @@ class DirectoryServicer(directory_service_pb2_grpc.DirectoryServiceServicer):
         async def call(request: Any, context: Any) -> Any:
             actor = actor_from_metadata(context.invocation_metadata() or ())
             try:
-                response = await self._database.uninterrupted(answer(method, actor, request))
+                response = await self._database.uninterrupted(answer(method, actor, request), ANSWER_SECONDS)
             except KvloomError as error:
                 failure = error
-            except (SQLAlchemyError, OSError) as error:
+            except DATABASE_ERRORS as error:
                 failure = database_error(method, error)
             else:
                 CALLS.labels(method, "").inc()

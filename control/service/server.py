@@ -9,9 +9,9 @@ from typing import Final
 
 import grpc
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from control.database.database import Database, DatabaseInUseError, open_database
+from control.database.failures import DATABASE_ERRORS
 from control.database.migrate import MigrationError, migrate
 from control.database.url import database_url
 from control.directory.quotas import configured
@@ -157,13 +157,15 @@ async def _opened(config: KvloomConfig) -> AsyncIterator[Database]:
 
 async def _migrate(database: Database, shown: str) -> None:
     """Raises StartError and MigrationError. A PostgreSQL server that is only just starting is waited for."""
-    deadline = asyncio.get_running_loop().time() + (0.0 if database.is_sqlite else DATABASE_PATIENCE_SECONDS)
+    deadline = asyncio.get_running_loop().time() + DATABASE_PATIENCE_SECONDS
     while True:
         try:
             return await migrate(database)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
-            if asyncio.get_running_loop().time() >= deadline:
+            # A file that is locked may be waited for, and nothing else that is wrong with one.
+            is_lasting = database.is_sqlite and "locked" not in cause
+            if is_lasting or asyncio.get_running_loop().time() >= deadline:
                 raise StartError(f"the database {shown} cannot be used: {cause}") from error
             log.warning("the database does not answer yet", database=shown, cause=cause)
             await asyncio.sleep(DATABASE_RETRY_SECONDS)

@@ -36,10 +36,11 @@ Pb = directory_service_pb2
 class ControlWorld:
     """`now` is the time of the directory, in seconds since 1970."""
 
-    def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel) -> None:
+    def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel, port: int) -> None:
         self.database = database
         self.versions = versions
         self.channel = channel
+        self.port = port
         self.control = control_service_pb2_grpc.ControlServiceStub(channel)
         self.usage = usage_service_pb2_grpc.UsageServiceStub(channel)
         self._directory: Any = directory_service_pb2_grpc.DirectoryServiceStub(channel)
@@ -86,7 +87,7 @@ async def control_world(database_url: str, quotas: Quotas = Quotas()) -> AsyncIt
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            world = ControlWorld(database, versions, channel)
+            world = ControlWorld(database, versions, channel, port)
             try:
                 yield world
             finally:

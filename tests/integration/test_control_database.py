@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+import sqlalchemy.exc
 from sqlalchemy.engine import make_url
 
 from control.database.database import DatabaseInUseError, open_database
@@ -106,6 +107,28 @@ async def test_the_step_that_keeps_used_ids_finds_those_of_before(database_url: 
             found = {tuple(row) for row in await connection.execute(sa.select(used_ids))}
         assert found == {("organisation", "old", "old"), ("tenant", "old/search", "old"), ("user", "ada", "")}
         await migrate_back(database, "r0005")
+
+
+async def test_a_step_that_fails_leaves_the_database_as_it_was(database_url: str) -> None:
+    """A migration that was interrupted, by an error or the end of the process, must not leave half of its steps, which
+    neither the old nor the new version could use."""
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database, "r0005")
+        async with database.writing() as connection:
+            await connection.execute(
+                sa.text("CREATE INDEX ix_keys_account ON keys (name)")
+            )  # the last step makes it, too
+        async with database.reading() as connection:
+            before = await connection.run_sync(shape)
+        with pytest.raises(sqlalchemy.exc.SQLAlchemyError):
+            await migrate(database)
+        async with database.reading() as connection:
+            assert await connection.run_sync(shape) == before
+            assert await connection.scalar(sa.text("SELECT version_num FROM schema_version")) == "r0005"
+        async with database.writing() as connection:
+            await connection.execute(sa.text("DROP INDEX ix_keys_account"))
+        await migrate(database)
+        await migrate(database)
 
 
 async def test_starts_at_the_same_time_migrate_once(database_url: str) -> None:
