@@ -24,6 +24,7 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
 from kvloom_common.access.exposure import is_loopback
+from kvloom_common.access.steady_clock import SteadyClock
 from kvloom_common.access.tenant_file import TenantFile, copy_path
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.config import KvloomConfig
@@ -213,10 +214,14 @@ class TenantFollower:
                 await self._stub.ReportKeyUses(report, timeout=CONNECT_SECONDS)
 
     async def _drop_expired(self) -> None:
-        """Go through the keys once in EXPIRED_SECONDS, a slice at a time."""
+        """Go through the keys once in EXPIRED_SECONDS, a slice at a time. `control` does not send again what is dropped
+        here, so a clock that was set has to prove itself first."""
+        clock = SteadyClock(time.time(), time.monotonic())
         while True:
             for number in range(NUM_SLICES):
                 await asyncio.sleep(EXPIRED_SECONDS / NUM_SLICES)
+                if clock.steady_seconds(time.time(), time.monotonic()) < EXPIRED_SECONDS:
+                    continue
                 self.tenants.table.drop_expired(number, time.time() - EXPIRED_SECONDS)
 
     async def _touch(self) -> None:

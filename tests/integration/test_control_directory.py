@@ -260,6 +260,13 @@ async def test_prices_have_dates_and_stay_once_they_were_in_force(world: Control
     assert [price.id for price in (await world.table()).prices] == [first.id]
 
 
+async def test_a_text_that_a_database_cannot_store_is_no_failure_of_it(world: ControlWorld) -> None:
+    """PostgreSQL has no text with a zero, which whoever sent it took for an outage."""
+    with pytest.raises(KvloomError) as info:
+        await world.ask("GetProject", id="acme/\0")
+    assert info.value.reason in (ErrorReason.INVALID_ARGUMENT, ErrorReason.NOT_FOUND)
+
+
 def _token(key: object) -> str:
     return base64.urlsafe_b64encode(str(key).encode()).decode()
 

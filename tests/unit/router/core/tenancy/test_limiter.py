@@ -250,6 +250,20 @@ def test_tokens_of_a_day_are_a_budget():
     assert only(world.submit("c", max_tokens=20), SubmitAttempt).max_tokens == 20  # the next day
 
 
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0, 40 * 86_400.0])
+def test_a_clock_that_jumps_and_comes_back_gives_no_budget_twice(jump: float):
+    """Whoever can set a machine's clock, or its time server, must not get a period's budget again and again."""
+    world = LimitedRig(
+        tenant_table(organisation=Limits(tokens_per_day=30, monthly_budget_nanos=10**9), tenant=Limits())
+    )
+    outcomes = []
+    for number, offset in enumerate((0.0, 0.0, jump, jump, 0.0, jump, 0.0)):
+        world.clock_jump = offset
+        world.rig.now += 1.0
+        outcomes.append(error_of(world.submit(f"r{number}", max_tokens=25)))
+    assert outcomes == ["", "BUDGET_EXHAUSTED"] * 2 + ["BUDGET_EXHAUSTED"] * 3
+
+
 def test_without_the_owner_of_budgets_nothing_is_spent_beyond_the_lease():
     """An outage of control must not cost money, and is no fault of the caller."""
     world = LimitedRig(tenant_table(tenant=Limits(monthly_budget_nanos=10_000), prices=[PRICE]))
