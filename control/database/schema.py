@@ -47,6 +47,7 @@ organisations = sa.Table(
     sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("quotas", sa.JSON, nullable=False, server_default="{}"),
 )
 
 # The tenants. The id is ORGANISATION/PROJECT.
@@ -83,7 +84,8 @@ memberships = sa.Table(
     sa.Column("role", sa.Text, nullable=False),
 )
 
-# Of a key there are its SHA-256 and its first characters. Identities without a key have neither.
+# Of a key there are its SHA-256 and its first characters. Identities without a key have neither. `account`: of keys of
+# which each has replaced the one before it, the id of the first one, whose limits it continues; empty: it is that one.
 keys = sa.Table(
     "keys",
     metadata,
@@ -103,6 +105,17 @@ keys = sa.Table(
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("last_used_at", sa.Double),
     sa.Column("revoked_at", sa.Double),
+    sa.Column("account", sa.Text, nullable=False, server_default="", index=True),
+)
+
+# What was deleted. Usage, audit and caches know it by its id, so the id is never given to another one. `kind` is
+# "organisation", "tenant" or "user"; `organisation` is the one that has used it, or empty.
+used_ids = sa.Table(
+    "used_ids",
+    metadata,
+    sa.Column("kind", sa.Text, primary_key=True),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("organisation", sa.Text, nullable=False, index=True),
 )
 
 prices = sa.Table(

@@ -6,6 +6,7 @@ names.py           which names, times, scopes, models and priority classes are v
 account_limits.py  limits as they are stored, and the tier's limits under an account's own. Pure
 kv_shares.py       the guaranteed shares of KV blocks, which have a bound together
 priority_classes.py  the priority classes that organisations, projects and keys may name. Pure
+quotas.py          how much of the directory an organisation may take
 pages.py           lists in pages
 transaction.py     a transaction with its audit entries and the next version of the table
 updates.py         which columns an update mask changes

@@ -64,6 +64,7 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
         "created_at": change.now,
         "last_used_at": None,
         "revoked_at": None,
+        "account": "",
     }
     kv_shares.refuse(row["limits"], "key.limits")
     secret = "" if is_identity else _give_secret(row)
@@ -113,7 +114,11 @@ async def update(change: DirectoryChange, request: pb.UpdateKeyRequest) -> pb.Up
     kv_shares.refuse(values.get("limits", {}), "key.limits")
     if "scopes" in values:
         await _check_user(change.connection, row["user"] or "", row["project"], values["scopes"])
-    return pb.UpdateKeyResponse(key=_shown(await _set(change, row, values), tiers))
+    after = await _set(change, row, values)
+    if limits := {name: values[name] for name in ("tier", "limits") if name in values}:
+        for other in await _of_account(change.connection, row):
+            await _set(change, other, limits)
+    return pb.UpdateKeyResponse(key=_shown(after, tiers))
 
 
 async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.RotateKeyResponse:
@@ -123,7 +128,7 @@ async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.Ro
     grace_seconds = names.time(request.grace_seconds, "grace_seconds")
     if grace_seconds > MAX_GRACE_SECONDS:
         raise invalid_argument(f"At most {MAX_GRACE_SECONDS:g} seconds.", "grace_seconds")
-    row = {**old, "created_at": change.now, "last_used_at": None}
+    row = {**old, "created_at": change.now, "last_used_at": None, "account": old["account"] or old["id"]}
     secret = _give_secret(row)
     await change.connection.execute(sa.insert(keys).values(row))
     change.touch("key", [row["id"]])
@@ -183,6 +188,14 @@ async def _set(change: DirectoryChange, row: Mapping[Any, Any], values: Mapping[
     return after
 
 
+async def _of_account(connection: AsyncConnection, row: Mapping[Any, Any]) -> Sequence[sa.RowMapping]:
+    """The other keys that share the account of limits of a key and are not revoked."""
+    account = row["account"] or row["id"]
+    shares = sa.or_(keys.c.account == account, keys.c.id == account)
+    query = sa.select(keys).where(shares, keys.c.id != row["id"], keys.c.revoked_at.is_(None))
+    return (await connection.execute(query)).mappings().all()
+
+
 async def _find(connection: AsyncConnection, key_id: str) -> sa.RowMapping | None:
     return (await connection.execute(sa.select(keys).where(keys.c.id == key_id))).mappings().first()
 
@@ -238,4 +251,5 @@ def _shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb
         last_used_at=row["last_used_at"] or 0.0,
         revoked_at=row["revoked_at"] or 0.0,
         effective_limits=account_limits.effective(row["tier"], row["limits"], tiers),
+        account=row["account"],
     )

@@ -18,6 +18,8 @@ _MODEL: Final = re.compile(r"[^\x00-\x20\x7f*]{1,256}\*?|\*")
 MAX_NAME_CHARS: Final = 128
 _CLASS: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODELS: Final = 256
+MAX_MODELS_BYTES: Final = 16 * 2**10
+"""Of the names of one entry together, in UTF-8: every edge and router keeps them."""
 MAX_CLASSES: Final = 18
 """Those that may be declared (docs/scheduling.md), and the built-in ones."""
 MAX_TIME: Final = 253_402_300_800.0
@@ -78,6 +80,8 @@ def models(patterns: Sequence[str], field: str) -> list[str]:
             raise invalid_argument(
                 f"{pattern[:64]!r} is neither the name of a model nor the beginning of one with '*' at its end.", field
             )
+    if sum(len(pattern.encode()) for pattern in patterns) > MAX_MODELS_BYTES:
+        raise invalid_argument(f"The models have at most {MAX_MODELS_BYTES} bytes together.", field)
     return list(dict.fromkeys(patterns))
 
 

@@ -40,7 +40,8 @@ async def create(change: DirectoryChange, request: pb.CreateProjectRequest) -> p
 
 
 async def insert(change: DirectoryChange, project_id: str, *, create_organisation: bool, **columns: Any) -> Any:
-    """Add a project that does not exist, with these columns. Returns its row. Raises KvloomError (NOT_FOUND)."""
+    """Add a project that does not exist, with these columns. Returns its row. Raises KvloomError (NOT_FOUND, or
+    FAILED_PRECONDITION if there was such a project)."""
     organisation = names.organisation_of(project_id)
     change.actor.require(organisation, "organisation", organisation)
     if await organisations.find(change.connection, organisation) is None:
@@ -48,6 +49,7 @@ async def insert(change: DirectoryChange, project_id: str, *, create_organisatio
             raise not_found("organisation", organisation)
         change.actor.require_operator("organisations")
         await organisations.insert(change, organisation)
+    await change.require_unused("tenant", project_id)
     defaults = {"tier": None, "limits": {}, "cache_scope": "", "models": [], "disabled": False}
     defaults |= priority_classes.NONE_GIVEN
     row = {"id": project_id, "organisation": organisation, "created_at": change.now, **defaults, **columns}
@@ -103,6 +105,7 @@ async def delete(change: DirectoryChange, request: pb.DeleteProjectRequest) -> p
     removed = list(await change.connection.scalars(sa.select(keys.c.id).where(of_project)))
     await change.connection.execute(sa.delete(keys).where(of_project))
     await change.connection.execute(sa.delete(projects).where(projects.c.id == request.id))
+    await change.retire("tenant", request.id, row["organisation"])
     change.touch("key", removed)
     change.touch("tenant", [request.id])
     change.record(f"tenant:{request.id}", row["organisation"], {**row, "num_keys": len(removed)}, None)

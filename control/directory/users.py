@@ -27,6 +27,7 @@ async def create(change: DirectoryChange, request: pb.CreateUserRequest) -> pb.C
     names.user_id(user.id, "user.id")
     if await _find(change.connection, user.id) is not None:
         raise already_exists("user", user.id)
+    await change.require_unused("user", user.id)
     if change.actor.organisation is not None and not user.memberships:
         raise failed_precondition("A user that an administrator of an organisation adds needs a role in it.")
     row = {
@@ -81,6 +82,7 @@ async def delete(change: DirectoryChange, request: pb.DeleteUserRequest) -> pb.D
     row = await _require_own(change, request.id)
     revoked = await _revoke(change, await _key_ids(change.connection, request.id))
     await change.connection.execute(sa.delete(users).where(users.c.id == request.id))
+    await change.retire("user", request.id, change.actor.organisation or "")
     change.record(f"user:{request.id}", change.actor.organisation or "", {**row, "revoked_keys": revoked}, None)
     return pb.DeleteUserResponse()
 

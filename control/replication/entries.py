@@ -34,7 +34,8 @@ _KEYS: Final = (
     sa.select(
         *_columns(
             keys,
-            "id digest project name scopes models tier limits expires_at user priority_classes default_priority_class",
+            "id digest project name scopes models tier limits expires_at user priority_classes default_priority_class "
+            "account",
         ),
         memberships.c.role,
     )
@@ -94,19 +95,20 @@ async def read_keys(
     rows = await _rows(connection, _KEYS.where(is_kept), keys.c.id, which, after, limit)
     return [
         KeyEntry(
-            id=one,
-            digest=digest or b"",
-            tenant=project,
-            name=name,
-            scopes=_allowed(scopes, role) if user is not None else scopes,
-            models=models,
-            expires_at=expires_at or 0.0,
-            limits=_limits(tier, limits, tiers),
-            user=user or "",
-            priority_classes=classes,
-            default_priority_class=default,
+            id=row.id,
+            digest=row.digest or b"",
+            tenant=row.project,
+            name=row.name,
+            scopes=_allowed(row.scopes, row.role) if row.user is not None else row.scopes,
+            models=row.models,
+            expires_at=row.expires_at or 0.0,
+            limits=_limits(row.tier, row.limits, tiers),
+            user=row.user or "",
+            priority_classes=row.priority_classes,
+            default_priority_class=row.default_priority_class,
+            account=row.account,
         )
-        for one, digest, project, name, scopes, models, tier, limits, expires_at, user, classes, default, role in rows
+        for row in rows
     ]
 
 

@@ -33,16 +33,31 @@ async def hard_limits(
     return found
 
 
+async def key_accounts(connection: AsyncConnection, key_ids: Iterable[str]) -> dict[str, str]:
+    """Those of these keys that share the account of a key that they have replaced, with the id of that one."""
+    found: dict[str, str] = {}
+    ids = sorted(set(key_ids))
+    for at in range(0, len(ids), MAX_IDS):
+        some = sa.select(keys.c.id, keys.c.account).where(keys.c.id.in_(ids[at : at + MAX_IDS]), keys.c.account != "")
+        found |= {row.id: row.account for row in await connection.execute(some)}
+    return found
+
+
 async def _limits_of(connection: AsyncConnection, accounts: set[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for kind, table in _TABLES.items():
         ids = sorted(account.partition(":")[2] for account in accounts if account.startswith(f"{kind}:"))
         for at in range(0, len(ids), MAX_IDS):
-            rows = await connection.execute(
-                sa.select(table.c.id, table.c.limits, limit_tiers.c.limits.label("tier_limits"))
-                .select_from(table.outerjoin(limit_tiers, table.c.tier == limit_tiers.c.name))
-                .where(table.c.id.in_(ids[at : at + MAX_IDS]))
-            )
-            for row in rows:
+            some = ids[at : at + MAX_IDS]
+            query = sa.select(table.c.id, table.c.limits, limit_tiers.c.limits.label("tier_limits"))
+            query = query.select_from(table.outerjoin(limit_tiers, table.c.tier == limit_tiers.c.name))
+            if kind == "key":  # the last key of an account says what its limits are
+                account = sa.case((keys.c.account == "", keys.c.id), else_=keys.c.account)
+                query = query.with_only_columns(account.label("id"), *query.selected_columns[1:])
+                query = query.where(sa.or_(keys.c.id.in_(some), keys.c.account.in_(some)))
+                query = query.order_by(keys.c.revoked_at.is_(None), keys.c.created_at)
+            else:
+                query = query.where(table.c.id.in_(some))
+            for row in await connection.execute(query):
                 found[f"{kind}:{row.id}"] = {**(row.tier_limits or {}), **row.limits}
     return found

@@ -30,15 +30,23 @@ IDENTITY_PREFIXES: Final = ("oidc:", "cert:")
 class Tenants:
     """The table in use. It changes only through `use` and `changed`, on the event loop."""
 
-    def __init__(self, max_stale_seconds: float, now: Callable[[], float] = time.time) -> None:
-        """`now`: seconds since 1970."""
+    def __init__(
+        self,
+        max_stale_seconds: float,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now`: seconds since 1970. `monotonic`: those of a clock that nothing sets."""
         self.table = TenantTable()
         self.connected = False
         """Whether the table follows that of `control` at this moment."""
         self._now = now
+        self._monotonic = monotonic
         self._max_stale_seconds = max_stale_seconds
         self._current_at = 0.0
         """When the table was last known to be that of `control`."""
+        self._seen_at = monotonic()
+        """The same by the other clock, or when this process began."""
         self._on_change: list[Callable[[], None]] = []
         self._used: dict[str, float] = {}
         self._kept: dict[bytes, Principal] = {}
@@ -65,13 +73,14 @@ class Tenants:
 
     def set_connected(self, connected: bool) -> None:
         if self.connected or connected:
-            self._current_at = self._now()
+            self._current_at, self._seen_at = self._now(), self._monotonic()
         self.connected = connected
 
     @property
     def age_seconds(self) -> float:
-        """How long the table has not followed that of `control`; 0 while it does."""
-        return 0.0 if self.connected else max(0.0, self._now() - self._current_at)
+        """How long the table has not followed that of `control`; 0 while it does. By the clock that says more: one that
+        was set back would make an old table new."""
+        return 0.0 if self.connected else max(self._now() - self._current_at, self._monotonic() - self._seen_at)
 
     def check_fresh(self) -> None:
         """Raises KvloomError (AUTH_UNAVAILABLE) while there is no table, or only one that is too old."""

@@ -58,6 +58,8 @@ class Key(msgspec.Struct, frozen=True, gc=False):
     limits: Limits = NO_LIMITS
     user: str = ""
     classes: ClassRights = ANY_CLASS
+    account: str = ""
+    """The key whose account of limits it continues; "": its own."""
 
 
 def allows_model(patterns: Sequence[str], model: str) -> bool:
@@ -195,6 +197,7 @@ class TenantTable:
             _limits(entry.limits) if entry.HasField("limits") else NO_LIMITS,
             entry.user,
             self._class_rights(entry),
+            entry.account,
         )
 
     def _class_rights(self, entry: pb.OrganisationEntry | pb.TenantEntry | pb.KeyEntry) -> ClassRights:

@@ -53,7 +53,7 @@ def test_only_active_keys_are_accepted(tmp_path: Path) -> None:
 def test_a_key_that_was_used_stops_working_when_it_ends(tmp_path: Path) -> None:
     """Holders of keys are kept between requests, but neither beyond the end of their keys nor beyond a revocation."""
     now = 100.0
-    tenants = Tenants(60.0, now=lambda: now)
+    tenants = Tenants(60.0, now=lambda: now, monotonic=lambda: now)
     known = identities_of(tmp_path, [*two_organisations(), key_of("kvl-short", "acme/search", expires_at=101.0)])
     tenants.use(known.tenants.table, now)
     tenants.set_connected(True)
