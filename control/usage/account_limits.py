@@ -9,10 +9,12 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, limit_tiers, organisations, projects
+from control.directory import account_limits
 from control.usage.accounts import Budget
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 
 _TABLES = {"key": keys, "tenant": projects, "org": organisations}
+_ITS_TIER = "its tier"
 MAX_IDS = 500
 """How many ids one query names."""
 
@@ -20,8 +22,8 @@ MAX_IDS = 500
 async def hard_limits(
     connection: AsyncConnection, budgets: Iterable[Budget], *, with_shadow: bool = False
 ) -> dict[Budget, int]:
-    """Those of them that have a limit; `with_shadow`: also if the account's limits only count what they would refuse.
-    What an account's own limits do not say, its tier's do."""
+    """Those of them that have a limit; `with_shadow`: also if the account's limits only count what they would
+    refuse."""
     wanted = set(budgets)
     limits = await _limits_of(connection, {budget.account for budget in wanted})
     found = {}
@@ -38,11 +40,13 @@ async def _limits_of(connection: AsyncConnection, accounts: set[str]) -> dict[st
     for kind, table in _TABLES.items():
         ids = sorted(account.partition(":")[2] for account in accounts if account.startswith(f"{kind}:"))
         for at in range(0, len(ids), MAX_IDS):
+            operator_set = table.c.operator_set if table is not organisations else sa.null()
             rows = await connection.execute(
-                sa.select(table.c.id, table.c.limits, limit_tiers.c.limits.label("tier_limits"))
+                sa.select(table.c.id, table.c.limits, operator_set, limit_tiers.c.limits)
                 .select_from(table.outerjoin(limit_tiers, table.c.tier == limit_tiers.c.name))
                 .where(table.c.id.in_(ids[at : at + MAX_IDS]))
             )
-            for row in rows:
-                found[f"{kind}:{row.id}"] = {**(row.tier_limits or {}), **row.limits}
+            for one, own, set_by_operator, of_tier in rows:
+                tiers = {_ITS_TIER: of_tier or {}}
+                found[f"{kind}:{one}"] = account_limits.effective(_ITS_TIER, own, tiers, set_by_operator)
     return found

@@ -76,9 +76,9 @@ async def test_an_administrator_manages_the_own_organisation(tmp_path: Path) -> 
         assert len(listed["keys"]) == 3
         await ask(edge, admin, "POST", "projects", {"id": "acme/chat"})
         await ask(
-            edge, admin, "POST", "users", {"id": "a@b", "memberships": [{"organisation": "acme", "role": "admin"}]}
+            edge, admin, "POST", "users", {"id": "acme/a@b", "memberships": [{"organisation": "acme", "role": "admin"}]}
         )
-        await ask(edge, admin, "PUT", "users/a%40b/memberships/acme", {"role": "reader"})
+        await ask(edge, admin, "PUT", "users/acme%2Fa%40b/memberships/acme", {"role": "reader"})
         assert (await ask(edge, admin, "GET", "users"))["users"][0]["memberships"][0]["role"] == "reader"
         entries = (await ask(edge, admin, "GET", "audit?page_size=1"))["entries"]
         key = next(one for one in listed["keys"] if one["name"] == "admin")

@@ -143,14 +143,16 @@ def test_a_certificate_belongs_to_a_tenant(tmp_path: Path) -> None:
     identities = identities_of(tmp_path, two_organisations(), certificates=certificates)
     found = identities.at_once("", by_uri)
     assert found is not None
-    assert (found.tenant, found.key_id, found.has_scope("inference")) == ("acme/search", f"cert:{SPIFFE}", True)
+    assert (found.tenant, found.key_id) == ("acme/search", f"cert:{SPIFFE}@acme/search")
+    assert found.has_scope("inference")
     maps = identities.at_once("", by_name)
     assert maps is not None
     assert (maps.tenant, maps.has_scope("inference")) == ("acme/maps", False)
     assert reason_of(identities, "", stranger) == R.ERROR_REASON_UNAUTHENTICATED
     assert reason_of(identities, "", b"no certificate") == R.ERROR_REASON_UNAUTHENTICATED
     assert reason_of(identities, "wrong", by_uri) == R.ERROR_REASON_UNAUTHENTICATED  # the credential counts
-    change(identities, msgspec.structs.replace(key_of("", "acme/search", f"cert:{SPIFFE}"), digest=b"", expires_at=1.0))
+    ended = key_of("", "acme/search", f"cert:{SPIFFE}@acme/search")
+    change(identities, msgspec.structs.replace(ended, digest=b"", expires_at=1.0))
     assert reason_of(identities, "", by_uri) == R.ERROR_REASON_UNAUTHENTICATED
 
 
