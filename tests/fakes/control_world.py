@@ -25,8 +25,10 @@ from kvloom.v1 import (
     usage_service_pb2_grpc,
 )
 from kvloom.v1.control_service_pb2 import FollowRequest
-from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.tenancy.sliced_dict import NUM_SLICES
+from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
 from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 Pb = directory_service_pb2
 """The messages of DirectoryService."""
@@ -35,7 +37,8 @@ Pb = directory_service_pb2
 class ControlWorld:
     """`now` is the time of the directory, in seconds since 1970."""
 
-    def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel) -> None:
+    def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel, address: str = "") -> None:
+        self.address = address
         self.database = database
         self.versions = versions
         self.channel = channel
@@ -68,8 +71,14 @@ class ControlWorld:
         return table
 
 
+def entries_of(table: TenantTable) -> list[Organisation | Tenant | Key]:
+    """What a table has."""
+    kinds = (table._organisations, table._tenants, table._keys)
+    return [entry for kind in kinds for number in range(NUM_SLICES) for entry in kind.values_of(number)]
+
+
 @contextlib.asynccontextmanager
-async def control_world(database_url: str) -> AsyncIterator[ControlWorld]:
+async def control_world(database_url: str, trust: FabricTrust = NO_SECRET) -> AsyncIterator[ControlWorld]:
     """An empty one; `database_url` is that of the configuration."""
     async with open_database(with_driver(make_url(database_url))) as database:
         await migrate(database)
@@ -82,10 +91,10 @@ async def control_world(database_url: str) -> AsyncIterator[ControlWorld]:
             DirectoryServicer(database, versions, clock), checked
         )
         usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
-        port = server.add_insecure_port("127.0.0.1:0")
+        address = f"127.0.0.1:{trust.add_port(server, '127.0.0.1:0')}"
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            world = ControlWorld(database, versions, channel)
+        async with trust.open_channel(address, "control") as channel:
+            world = ControlWorld(database, versions, channel, address)
             try:
                 yield world
             finally:
