@@ -136,8 +136,8 @@ def credential_of(context: Any) -> str:
 
 
 def credential_in(metadata: Iterable[tuple[str, Any]]) -> str:
-    """What `authorization`, or else `x-api-key`, has; "" if the metadata has neither. RPCs with several credentials are
-    refused (`require_one_credential_in`)."""
+    """The value of `authorization`, or else of `x-api-key`; "" if the metadata has neither. RPCs with several
+    credentials are refused (`require_one_credential_in`)."""
     found = {key: value for key, value in metadata if key in ("authorization", "x-api-key") and isinstance(value, str)}
     return bare_credential(found.get("authorization", ""), found.get("x-api-key", ""))
 

@@ -84,7 +84,7 @@ def refuse(limits: Mapping[str, Any], field: str) -> None:
 async def remaining(
     connection: AsyncConnection, found: Iterable[tuple[str, str | None, Mapping[str, Any]]], tiers: Tiers
 ) -> dict[str, dict[str, int]]:
-    """What organisations (id, tier, stored limits) that have divided something have left, as a limit, by their ids."""
+    """The share left to organisations (id, tier, stored limits) that have divided theirs, as a limit, by id."""
     shares = {one: share for one, tier, limits in found if (share := _share(tier, limits, tiers))}
     if not shares:
         return {}
@@ -103,7 +103,7 @@ async def _total_percent(connection: AsyncConnection, tiers: Tiers) -> int:
 
 
 async def _divided(connection: AsyncConnection, which: Collection[str] | None, tiers: Tiers) -> Counter[str]:
-    """What administrators have divided, in percent, by organisation. `which`: None: all of them."""
+    """The percent that administrators have divided, by organisation. `which`: None: all of them."""
     query = sa.select(projects.c.organisation, projects.c.tier, projects.c.limits, projects.c.operator_set)
     query = query.where(projects.c.limits[FIELD].as_integer() > 0)
     if which is not None:

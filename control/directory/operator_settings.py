@@ -1,4 +1,4 @@
-"""What the operator of the fabric has set of a project, a key or a user, and administrators of their organisation can
+"""Settings of the operator of the fabric on a project, a key or a user, which administrators of the organisation can
 therefore only make stricter.
 
 It is in the column `operator_set`: by the names of columns, the values that restrict something. Limits are in force
@@ -76,7 +76,7 @@ def _is_within(name: str, value: Any, most: Any) -> bool:
 
 
 def _includes(patterns: Sequence[str], pattern: str) -> bool:
-    """Whether all models of a pattern are among those of the others."""
+    """Returns true if all models of a pattern are among those of the others."""
     if pattern.endswith("*"):
         return any(one.endswith("*") and pattern.startswith(one[:-1]) for one in patterns)
     return allows_model(patterns, pattern)

@@ -72,7 +72,7 @@ class ControlWorld:
 
 
 def entries_of(table: TenantTable) -> list[Organisation | Tenant | Key]:
-    """What a table has."""
+    """All entries of a table."""
     kinds = (table._organisations, table._tenants, table._keys)
     return [entry for kind in kinds for number in range(NUM_SLICES) for entry in kind.values_of(number)]
 

@@ -77,7 +77,7 @@ async def test_sums_of_usage_survive_the_step_that_adds_their_class_and_the_way_
 
 
 async def test_what_was_set_and_used_before_operators_had_settings_of_their_own_survives(database_url: str) -> None:
-    """Of what there is it is not known who has set it, so that administrators must not lift it; and an identity has
+    """It is not known who has set what there is, so that administrators must not lift it; and an identity has
     spent what it has spent, under the id that has its project."""
     statements = (
         "INSERT INTO organisations (id, limits, disabled, created_at) VALUES ('acme', '{}', false, 0)",

@@ -1,4 +1,4 @@
-"""What an administrator of an organisation cannot take from others, nor from the operator of the fabric: over gRPC,
+"""An administrator of an organisation can take nothing from others, nor from the operator of the fabric: over gRPC,
 with both kinds of database, and with the table that edges and routers get."""
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ async def test_an_administrator_lifts_what_it_has_set_itself(world: ControlWorld
 
 
 async def test_a_new_project_or_key_is_under_the_limits_of_its_organisation(world: ControlWorld) -> None:
-    """Whoever makes another project or key leaves the limits of the old one, but never the organisation's."""
+    """Another project or key leaves the limits of the old one, but never the organisation's."""
     organisation = Pb.Organisation(id="acme", limits=Limits(tokens_per_day=9))
     await world.ask("UpdateOrganisation", organisation=organisation, update_mask=mask("limits"))
     await world.ask("CreateProject", project=Pb.Project(id="acme/new"), as_admin_of="acme")
@@ -262,7 +262,7 @@ async def test_a_rotated_key_keeps_the_operators_limits(world: ControlWorld) -> 
 
 @pytest.mark.parametrize("field", ["models", "priority_classes", "scopes"])
 async def test_an_empty_list_never_allows_everything_unasked(world: ControlWorld, field: str) -> None:
-    """Whoever removes the last name of a list means none, and would get all."""
+    """Someone who removes the last name of a list means none, and would get all."""
     key = Pb.ApiKey(project="acme/search", models=["a"], priority_classes=["batch"], scopes=["usage"])
     made = await world.ask("CreateKey", key=key, as_admin_of="acme")
     emptied = {"key": Pb.ApiKey(id=made.key.id), "update_mask": mask(field), "as_admin_of": "acme"}
@@ -344,7 +344,7 @@ async def test_an_organisation_cannot_take_another_ones_user(world: ControlWorld
     await world.ask("CreateUser", user=Pb.User(id="ann", memberships=[member]))
     await world.ask("CreateUser", user=Pb.User(id="acme/bob", memberships=[member]), as_admin_of="acme")
     taken = Pb.Membership(organisation="rival", role="reader")
-    for user in ("ann", "acme/bob", "acme/nobody", "unknown"):
+    for user in ("ann", "acme/bob", "acme/none", "unknown"):
         refused = await refusal_of(world, "SetMembership", user=user, membership=taken, as_admin_of="rival")
         assert refused == (MISSING, "")
     for user in ("ann", "acme/bob"):

@@ -85,7 +85,7 @@ async def test_a_token_belongs_to_its_tenant_and_has_the_scopes_of_its_role(issu
         ({"sub": "a\nb"}, "subject"),
         ({"tenant": None}, "tenant"),
         ({"tenant": ["acme/search", "other/app"]}, "tenant"),
-        ({"tenant": "acme/nobody"}, "belongs to no tenant"),
+        ({"tenant": "acme/none"}, "belongs to no tenant"),
     ],
 )
 async def test_a_token_that_lacks_something_is_refused(

@@ -68,7 +68,7 @@ ROWS: Final = rows_of_the_page()
 
 
 def test_the_table_has_every_method_and_every_path() -> None:
-    """What is added to a service must be added here, and somebody must decide who may use it."""
+    """A new method or path must be added here, and somebody must decide who may use it."""
     declared = sorted(method.name for service in SERVICES for method in service.methods)
     assert sorted([*(method for row in ROWS for method in row.methods), *WITHOUT_PATH]) == declared
     paths = {(row.http_method, row.path, row.methods[0]) for row in ROWS if not row.path.startswith("/")}
@@ -101,7 +101,7 @@ _NUMBERS = itertools.count()
 
 
 async def targets(control: ControlWorld, *, organisation: str) -> dict[str, str]:
-    """What there is to be read and changed, by its names in paths; all but tier and price are that of `acme`."""
+    """The things to be read and changed, by their names in paths; all but tier and price are that of `acme`."""
     number = next(_NUMBERS)
     found = {"organisation": organisation, "project": f"p-{number}", "user": f"acme/u-{number}"}
     found |= {"tier": f"t-{number}", "price": f"price-{number}", "new": f"new-{number}"}
@@ -150,12 +150,12 @@ async def ask(world: World, row: Row, who: str, found: Mapping[str, str]) -> tup
 
 
 def without_names(text: str) -> str:
-    """What a refusal says apart from what was asked for. It must be the same whether or not that exists."""
+    """The message of a refusal, apart from what was asked for. It must be the same whether or not that exists."""
     return re.sub(r"'[^']*'", "'...'", json.loads(text)["error"]["message"])
 
 
 async def refused_in_any_case(world: World, who: str) -> bool:
-    """Whether an administrator cannot do what lifts the operator's restrictions of each kind."""
+    """Returns true if an administrator cannot lift any of the operator's restrictions, of each kind."""
     found = await targets(world.control, organisation="acme")
     project = Pb.Project(id=f"acme/{found['project']}", models=["a"])
     await world.control.ask("UpdateProject", project=project, update_mask={"paths": ["models"]})
@@ -198,7 +198,7 @@ async def test_each_cell_is_what_happens(world: World, row: Row) -> None:
 
 
 async def test_processes_without_the_fabrics_secret_reach_no_method_of_control(tmp_path: Path) -> None:
-    """Whoever reaches the port could otherwise say that he is the operator."""
+    """A stranger who reaches the port could otherwise claim to be the operator."""
     trust = SharedSecret(FabricSecret.draw(), ("control",), "control")
     stranger = SharedSecret(FabricSecret.draw(), ("router",), "router-0")
     async with control_world(f"sqlite:///{tmp_path}/control.db", trust) as control:

@@ -72,7 +72,7 @@ def test_an_accounts_own_limit_goes_before_that_of_its_tier() -> None:
 def test_of_the_operators_limits_and_an_administrators_the_stricter_ones_hold(
     operators: dict[str, int], own: dict[str, int], in_force: dict[str, int]
 ) -> None:
-    """What the operator has set, only the operator lifts: not by a larger limit, a weight, or shadow mode."""
+    """Only the operator lifts what the operator has set: not by a larger limit, a weight, or shadow mode."""
     assert account_limits.stricter(operators, own) == in_force
 
 

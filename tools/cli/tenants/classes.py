@@ -36,7 +36,7 @@ def given_class_paths(classes: Sequence[str], default_class: str | None) -> list
 
 
 def given_names(names: Sequence[str], *, are_all: bool) -> Sequence[str]:
-    """What an update says of names that are allowed."""
+    """The names that an update allows."""
     return names or (["*"] if are_all else [])
 
 

@@ -1,4 +1,4 @@
-"""What the operator has set of projects, keys and users. It is not known who set what there is: of projects, and of
+"""Settings of the operator on projects, keys and users. It is not known who set what there is: of projects, and of
 identities, it counts as the operator's, and so do the limits of keys with a tier."""
 
 from __future__ import annotations
