@@ -36,7 +36,8 @@ limit_tiers = sa.Table(
     sa.Column("limits", sa.JSON, nullable=False),
 )
 
-# `limits`, here and below, has those that differ from the tier's.
+# `limits`, here and below, has those that differ from the tier's. `operator_set` has what the operator of the fabric
+# has set of a row that administrators may change, too (control/directory/operator_settings.py).
 organisations = sa.Table(
     "organisations",
     metadata,
@@ -62,6 +63,7 @@ projects = sa.Table(
     sa.Column("models", sa.JSON, nullable=False),
     sa.Column("priority_classes", sa.JSON, nullable=False, server_default="[]"),
     sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
+    sa.Column("operator_set", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
 )
@@ -72,6 +74,7 @@ users = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("disabled", sa.Boolean, nullable=False),
+    sa.Column("operator_set", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("created_at", sa.Double, nullable=False),
 )
 
@@ -84,8 +87,9 @@ memberships = sa.Table(
     sa.Column("role", sa.Text, nullable=False),
 )
 
-# Of a key there are its SHA-256 and its first characters. Identities without a key have neither. `account`: of keys of
-# which each has replaced the one before it, the id of the first one, whose limits it continues; empty: it is that one.
+# Of a key there are its SHA-256 and its first characters. Identities without a key have neither; their ids end in
+# @ORGANISATION/PROJECT. `account`: of keys of which each has replaced the one before it, the id of the first one, whose
+# limits it continues; empty: it is that one.
 keys = sa.Table(
     "keys",
     metadata,
@@ -101,6 +105,7 @@ keys = sa.Table(
     sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
     sa.Column("tier", sa.Text, sa.ForeignKey("limit_tiers.name"), index=True),
     sa.Column("limits", sa.JSON, nullable=False),
+    sa.Column("operator_set", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("expires_at", sa.Double),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("last_used_at", sa.Double),

@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.schema import keys, memberships, organisations, projects, used_ids
+from control.database.schema import keys, memberships, organisations, projects, used_ids, users
 from control.directory import names
 from kvloom.errors import KvloomError
 from kvloom.v1 import directory_service_pb2 as pb
@@ -135,7 +135,10 @@ async def _num_projects(connection: AsyncConnection, organisation: str, _now: fl
 
 
 async def _num_users(connection: AsyncConnection, organisation: str, _now: float) -> int:
-    query = sa.select(sa.func.count()).where(memberships.c.organisation == organisation)
+    """Its own, also without a role, and those of the fabric that have a role in it."""
+    is_own = users.c.id.startswith(f"{organisation}/", autoescape=True)
+    is_member = sa.exists().where(memberships.c.user == users.c.id, memberships.c.organisation == organisation)
+    query = sa.select(sa.func.count()).select_from(users).where(sa.or_(is_own, is_member))
     return int((await connection.execute(query)).scalar_one())
 
 

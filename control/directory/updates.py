@@ -8,7 +8,7 @@ from typing import Any, Final
 from google.protobuf import field_mask_pb2
 
 from control.directory import account_limits
-from control.directory.actor import failed_precondition
+from control.directory.actor import Actor, failed_precondition
 from kvloom.errors import invalid_argument
 
 MAX_PATHS: Final = 64
@@ -39,8 +39,12 @@ def masked_values(
     return values
 
 
-def known_tier(name: str, tiers: Mapping[str, Any]) -> str | None:
-    """The column of a tier. Raises KvloomError (FAILED_PRECONDITION) if there is no such tier."""
+def known_tier(actor: Actor, name: str, before: str | None, tiers: Mapping[str, Any]) -> str | None:
+    """The column of a tier, which only the operator changes. Raises KvloomError (PERMISSION_DENIED), and
+    FAILED_PRECONDITION if there is no such tier."""
+    if (name or None) == before:
+        return before
+    actor.require_operator("the tier of limits of an account")
     if name and name not in tiers:
         there_are = ", ".join(sorted(tiers)) or "none"
         raise failed_precondition(f"There is no tier of limits {name[:64]!r}. Tiers: {there_are}.")

@@ -16,7 +16,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
 from kvloom_common.access.caller_access import check_scope
-from kvloom_common.callers import Callers, bare_credential
+from kvloom_common.callers import Callers, bare_credential, require_one_credential, require_one_of_each
 from kvloom_common.limits.client_address import client_address, networks_of
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.scopes import Scope
@@ -65,9 +65,12 @@ class RequestCallers:
         return STANDARD_HEADERS if self._callers.verifier is None else self._callers.verifier.headers
 
     def check(self, request: web.BaseRequest) -> Awaitable[None] | None:
-        """Raises KvloomError (UNAUTHENTICATED) if the request needs an API key and has none that is valid. Where an
-        auth provider decides, or where a token is new, what is returned must be awaited, and raises KvloomError; other
-        requests do not wait."""
+        """Raises KvloomError: UNAUTHENTICATED if the request needs an API key and has none that is valid, and
+        INVALID_ARGUMENT if it has several credentials. Where an auth provider decides, or where a token is new, what is
+        returned must be awaited, and raises KvloomError; other requests do not wait."""
+        authorizations, api_keys = request.headers.getall("Authorization", ()), request.headers.getall(API_KEY, ())
+        if len(authorizations) + len(api_keys) > 1:
+            require_one_credential(authorizations, api_keys)
         identities = self._callers.identities
         if identities is not None:
             credential = credential_of(request)
@@ -124,8 +127,11 @@ class RequestCallers:
 
 
 def _credentials(request: web.BaseRequest, names: Sequence[str]) -> Credentials:
-    """The certificate is one that TLS has verified. That of a relayed request is the other edge's, not the caller's."""
-    found = {name: request.headers[name] for name in names if name in request.headers}
+    """The certificate is one that TLS has verified. That of a relayed request is the other edge's, not the caller's.
+    Raises KvloomError (INVALID_ARGUMENT)."""
+    values = request.headers
+    require_one_of_each((name, value) for name in names for value in values.getall(name, ()))
+    found = {name: values[name] for name in names if name in values}
     certificate = _certificate(request)
     return Credentials(found, ssl.DER_cert_to_PEM_cert(certificate) if certificate else "")
 

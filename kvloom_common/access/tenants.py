@@ -15,7 +15,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.api_keys import MAX_KEY_CHARS, missing_key_error, wrong_key_error
 from kvloom_common.access.auth_provider import auth_unavailable
 from kvloom_common.tenancy.principal import Principal, principal_of_identity, principal_of_key
-from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.tenancy.table import TenantTable, identity_id
 
 log = structlog.get_logger()
 
@@ -123,11 +123,13 @@ class Tenants:
         return principal
 
     def of_identity(
-        self, key_id: str, tenant_id: str, scopes: Sequence[str], expires_at: float = 0.0, user: str = ""
+        self, identity: str, tenant_id: str, scopes: Sequence[str], expires_at: float = 0.0, user: str = ""
     ) -> Principal:
-        """Someone who has shown another identity than a key, which belongs to that tenant. Raises KvloomError."""
+        """Someone who has shown another identity than a key (`oidc:NAME:SUBJECT`, `cert:NAME`), which belongs to that
+        tenant. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE)."""
         self.check_fresh()
         table, now = self.table, self._now()
+        key_id = identity_id(identity, tenant_id)
         if 0.0 < expires_at <= now:
             raise expired_error()
         key = table.key(key_id)
@@ -155,9 +157,8 @@ class Tenants:
     def renewed(self, principal: Principal) -> Principal:
         """What the principal may do now. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE) if that is nothing."""
         if principal.key_id.startswith(IDENTITY_PREFIXES):
-            return self.of_identity(
-                principal.key_id, principal.tenant, principal.scopes, principal.expires_at, principal.user
-            )
+            identity = principal.key_id.removesuffix(identity_id("", principal.tenant))
+            return self.of_identity(identity, principal.tenant, principal.scopes, principal.expires_at, principal.user)
         self.check_fresh()
         key = self.table.key(principal.key_id)
         if key is None or not self.table.is_active(key, self._now()):

@@ -26,8 +26,10 @@ from kvloom.v1 import (
     usage_service_pb2_grpc,
 )
 from kvloom.v1.control_service_pb2 import FollowRequest
-from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.tenancy.sliced_dict import NUM_SLICES
+from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
 from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 Pb = directory_service_pb2
 """The messages of DirectoryService."""
@@ -70,8 +72,18 @@ class ControlWorld:
         return table
 
 
+def entries_of(table: TenantTable) -> list[Organisation | Tenant | Key]:
+    """All entries of a table."""
+    kinds = (table._organisations, table._tenants, table._keys)
+    return [entry for kind in kinds for number in range(NUM_SLICES) for entry in kind.values_of(number)]
+
+
 @contextlib.asynccontextmanager
-async def control_world(database_url: str, quotas: Quotas = Quotas()) -> AsyncIterator[ControlWorld]:  # noqa: B008
+async def control_world(
+    database_url: str,
+    trust: FabricTrust = NO_SECRET,
+    quotas: Quotas = Quotas(),  # noqa: B008
+) -> AsyncIterator[ControlWorld]:
     """An empty one; `database_url` and `quotas` are those of the configuration."""
     async with open_database(with_driver(make_url(database_url))) as database:
         await migrate(database)
@@ -84,9 +96,9 @@ async def control_world(database_url: str, quotas: Quotas = Quotas()) -> AsyncIt
             DirectoryServicer(database, versions, clock, quotas), checked
         )
         usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = trust.add_port(server, "127.0.0.1:0")
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with trust.open_channel(f"127.0.0.1:{port}", "control") as channel:
             world = ControlWorld(database, versions, channel, port)
             try:
                 yield world

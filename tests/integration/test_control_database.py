@@ -13,7 +13,7 @@ from sqlalchemy.engine import make_url
 
 from control.database.database import DatabaseInUseError, open_database
 from control.database.migrate import MigrationError, migrate, migrate_back
-from control.database.schema import metadata, organisations, table_state, used_ids
+from control.database.schema import keys, metadata, organisations, projects, table_state, used_ids
 from control.database.url import with_driver
 
 
@@ -129,6 +129,39 @@ async def test_a_step_that_fails_leaves_the_database_as_it_was(database_url: str
             await connection.execute(sa.text("DROP INDEX ix_keys_account"))
         await migrate(database)
         await migrate(database)
+
+
+async def test_what_was_set_and_used_before_operators_had_settings_of_their_own_survives(database_url: str) -> None:
+    """It is not known who has set what there is, so that administrators must not lift it; and an identity has
+    spent what it has spent, under the id that has its project."""
+    statements = (
+        "INSERT INTO organisations (id, limits, disabled, created_at) VALUES ('acme', '{}', false, 0)",
+        "INSERT INTO projects (id, organisation, limits, cache_scope, models, disabled, created_at) "
+        """VALUES ('acme/x', 'acme', '{"tokens_per_day": 5}', '', '[]', true, 0)""",
+        "INSERT INTO keys (id, prefix, project, name, scopes, models, limits, created_at) "
+        """VALUES ('cert:a', '', 'acme/x', '', '["usage"]', '["m"]', '{}', 0)""",
+        "INSERT INTO budget_spending VALUES ('key:cert:a', 2, '2026-11-01', 7)",
+        "INSERT INTO usage_daily VALUES ('2026-11-01', 'shadow:acme/x', 'cert:a', 'm', 't', 'c', 1, 2, 3, 4, 5, 6, 7)",
+    )
+    accounts = sa.text("SELECT account, key_id FROM budget_spending, usage_daily")
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database)
+        await migrate_back(database, "r0005")
+        async with database.writing() as connection:
+            old_id = await connection.scalar(sa.select(table_state.c.table_id))
+            for statement in statements:
+                await connection.exec_driver_sql(statement)
+        await migrate(database)
+        async with database.reading() as connection:
+            assert await connection.scalar(sa.select(table_state.c.table_id)) != old_id
+            settings = await connection.scalar(sa.select(projects.c.operator_set))
+            assert settings == {"limits": {"tokens_per_day": 5}, "disabled": True}
+            identity = (await connection.execute(sa.select(keys.c.id, keys.c.operator_set))).one()
+            assert tuple(identity) == ("cert:a@acme/x", {"models": ["m"], "scopes": ["usage"]})
+            assert tuple((await connection.execute(accounts)).one()) == ("key:cert:a@acme/x", "cert:a@acme/x")
+        await migrate_back(database, "r0005")
+        async with database.reading() as connection:
+            assert tuple((await connection.execute(accounts)).one()) == ("key:cert:a", "cert:a")
 
 
 async def test_starts_at_the_same_time_migrate_once(database_url: str) -> None:

@@ -373,11 +373,12 @@ async def test_an_identity_has_no_key_and_can_be_added_again(world: ControlWorld
     """A certificate or a subject of an issuer is a member of a tenant like a key."""
     made = await make_key(world, id="cert:CN=batch")
     assert made.secret == ""
-    assert (key := (await world.table()).key("cert:CN=batch")) is not None
+    assert made.key.id == "cert:CN=batch@acme/search"
+    assert (key := (await world.table()).key(made.key.id)) is not None
     assert key.digest == b""
     with pytest.raises(KvloomError, match="exists already"):
         await make_key(world, id="cert:CN=batch")
-    await world.ask("RevokeKey", id="cert:CN=batch")
+    await world.ask("RevokeKey", id=made.key.id)
     await make_key(world, id="cert:CN=batch")
 
 

@@ -28,7 +28,7 @@ async def world(tmp_path: Path) -> AsyncIterator[ControlWorld]:
 
 @contextlib.asynccontextmanager
 async def small_world(database_url: str) -> AsyncIterator[ControlWorld]:
-    async with control_world(database_url, SMALL) as world:
+    async with control_world(database_url, quotas=SMALL) as world:
         await world.ask("CreateProject", project=Pb.Project(id="acme/search"), create_organisation=True)
         yield world
 
@@ -69,7 +69,7 @@ async def test_identities_count_also_once_they_are_revoked(world: ControlWorld) 
     """The entry of an identity is what ends it, so it is kept, everywhere."""
     for number in range(3):
         await world.ask("CreateKey", as_admin_of="acme", **a_key(id=f"oidc:login:{number}"))
-        await world.ask("RevokeKey", as_admin_of="acme", id=f"oidc:login:{number}")
+        await world.ask("RevokeKey", as_admin_of="acme", id=f"oidc:login:{number}@acme/search")
     assert (await refused(world, "CreateKey", **a_key(id="oidc:login:3"))).limit == "org:acme max_keys"
 
 
@@ -79,15 +79,18 @@ async def test_projects_and_users_are_counted(world: ControlWorld) -> None:
     error = await refused(world, "CreateProject", project=Pb.Project(id="acme/more"))
     assert error.limit == "org:acme max_projects"
     role = Pb.Membership(organisation="acme", role="member")
-    for name in ("ada", "bob"):
+    for name in ("acme/ada", "acme/bob"):
         await world.ask("CreateUser", as_admin_of="acme", user=Pb.User(id=name, memberships=[role]))
-    error = await refused(world, "CreateUser", user=Pb.User(id="cleo", memberships=[role]))
+    error = await refused(world, "CreateUser", user=Pb.User(id="acme/cleo", memberships=[role]))
     assert error.limit == "org:acme max_users"
     await world.ask("CreateUser", user=Pb.User(id="cleo"))
     with pytest.raises(KvloomError, match="quota max_users"):
         await world.ask("SetMembership", user="cleo", membership=role)
+    with pytest.raises(KvloomError, match="quota max_users"):  # not by taking their roles from others
+        await world.ask("DeleteMembership", as_admin_of="acme", user="acme/bob", organisation="acme")
+        await world.ask("CreateUser", as_admin_of="acme", user=Pb.User(id="acme/cleo", memberships=[role]))
     reader = Pb.Membership(organisation="acme", role="reader")
-    await world.ask("SetMembership", as_admin_of="acme", user="ada", membership=reader)  # no other one
+    await world.ask("SetMembership", as_admin_of="acme", user="acme/ada", membership=reader)  # no other one
 
 
 async def test_the_bytes_of_entries_are_counted(database_url: str) -> None:
@@ -153,7 +156,7 @@ async def test_what_has_ended_does_not_fill_the_database(world: ControlWorld, mo
     await world.ask("CreateKey", as_admin_of="acme", **a_key(id="oidc:login:ada"))
     async with world.database.reading() as connection:
         there = set(await connection.scalars(sa.select(keys.c.id)))
-    assert there == {*made[-6:], "oidc:login:ada"}
+    assert there == {*made[-6:], "oidc:login:ada@acme/search"}
     for number in range(4):
         await world.ask("CreateProject", as_admin_of="acme", project=Pb.Project(id=f"acme/p{number}"))
         await world.ask("DeleteProject", as_admin_of="acme", id=f"acme/p{number}")

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
-from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
+from tools.cli.tenants.classes import class_options, given_class_paths, given_names, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import shown_limits, shown_time
@@ -80,7 +80,8 @@ def update(
     directory: Directory,
 ) -> None:
     """Change what is given. Limits are changed by `kvloom limits set org:NAME`."""
-    paths = given_class_paths(classes, default_class, all_classes=all_classes) + ["quotas"] * bool(quotas)
+    classes = given_names(classes, are_all=all_classes)
+    paths = given_class_paths(classes, default_class) + ["quotas"] * bool(quotas)
     if not paths:
         raise CommandError("nothing was given that is to be changed")
     organisation = pb.Organisation(id=name, priority_classes=classes, default_priority_class=default_class or "")
