@@ -17,7 +17,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import router_service_pb2
-from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.kv_shares import KvShares
 from kvloom_common.access.listener_tls import listener_tls
@@ -152,7 +151,7 @@ class RouterServer:
         callers = configured_callers(config, trust, router_id)
         if callers.identities is not None:
             observe(callers.identities.tenants, metrics_registry, "router")
-        self._cache_salts = _cache_salts(callers, trust)
+        self._cache_salts = callers.cache_salts(trust.cache_key)
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -625,12 +624,6 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
-
-
-def _cache_salts(callers: Callers, trust: FabricTrust) -> CacheSalts:
-    if callers.identities is None:
-        return CacheSalts(trust.cache_key)
-    return CacheSalts(trust.cache_key, callers.identities.tenants.cache_scope)
 
 
 def _kv_share_of(config: KvloomConfig, callers: Callers, trust: FabricTrust) -> Callable[[str], KvShare | None] | None:

@@ -27,7 +27,7 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
         body = decode_tokenize(await read_prompt_body(edge, request, lease), edge.config.max_messages)
         model = edge.usable_model(request, body.model)
         window = edge.window(model.name)
-        token_ids = await _token_ids(body, model, window)
+        token_ids = await _token_ids(body, model, window, edge.callers.cache_scope_of(request))
         names = [shown_token(model.tokenizer, each) for each in token_ids] if body.return_token_strs else None
     return json_response(
         {
@@ -50,11 +50,12 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
     return json_response({"prompt": text})
 
 
-async def _token_ids(body: TokenizeBody, model: ServedModel, window: int) -> Sequence[int]:
+async def _token_ids(body: TokenizeBody, model: ServedModel, window: int, scope: str) -> Sequence[int]:
     """Raises KvloomError."""
     if body.prompt is not None:
         adds = body.add_special_tokens is not False
-        return (await text_prompt(body.prompt, "prompt", model.tokenizer, window, add_special_tokens=adds)).token_ids
+        prompt = await text_prompt(body.prompt, "prompt", model.tokenizer, window, scope=scope, add_special_tokens=adds)
+        return prompt.token_ids
     chat = conversation_of(body)
     given = tools_of(chat)
     plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
@@ -64,6 +65,7 @@ async def _token_ids(body: TokenizeBody, model: ServedModel, window: int) -> Seq
         template_options(chat),
         model.tokenizer,
         window,
+        scope=scope,
         is_continued=bool(body.continue_final_message),
     )
     return prompt.token_ids

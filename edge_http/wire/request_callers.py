@@ -41,6 +41,7 @@ class RequestCallers:
         self._callers = callers
         self.have_tenants = callers.identities is not None
         """Whether every request has a principal."""
+        self._cache_scope = callers.cache_salts().of
         self._trusted_proxies = networks_of(trusted_proxies)
 
     def caller_of(self, request: web.BaseRequest) -> str:
@@ -53,6 +54,10 @@ class RequestCallers:
         name = self._callers.name(given, "" if given else self.address_of(request))
         request[_CALLER_KEY] = name
         return name
+
+    def cache_scope_of(self, request: web.BaseRequest) -> str:
+        """Only requests with the same one may be served sooner because of each other's texts."""
+        return self._cache_scope(self.caller_of(request))
 
     @property
     def needs_key(self) -> bool:

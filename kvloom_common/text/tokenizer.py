@@ -20,9 +20,11 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.process.cpu_affinity import use_every_cpu
 from kvloom_common.text.chat_template import ChatMessage, ChatTemplate, message_variables, named_tokens, read_json
 from kvloom_common.text.continued_prompt import continued_prompt
+from kvloom_common.text.public_pieces import without_own_cache
 from kvloom_common.text.special_tokens import AliasedEncoder, SpecialStrings, texts_in, with_texts
 from kvloom_common.text.token_bytes import TokenBytes
-from kvloom_common.text.tokenization_cache import MIN_PIECEWISE_CHARS, PieceCache, PieceRules, TextEncoding
+from kvloom_common.text.tokenization_cache import MIN_PIECEWISE_CHARS, TextEncoding
+from kvloom_common.text.tokenization_caches import TokenizationCaches
 
 __all__ = ["ChatMessage", "ModelTokenizer"]
 
@@ -55,7 +57,7 @@ class ModelTokenizer:
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer = without_own_cache(tokenizer)
         self._template = template
         self._eos_token_ids = eos_token_ids
         self._vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -67,7 +69,8 @@ class ModelTokenizer:
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer", initializer=use_every_cpu)
         self._num_pending = 0
         self._adds_tokens = bool(tokenizer.encode("", add_special_tokens=True).ids)
-        self._pieces = PieceCache(PieceRules(tokenizer))
+        self._caches = TokenizationCaches(tokenizer)
+        self._has_learned = False
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelTokenizer:
@@ -100,7 +103,7 @@ class ModelTokenizer:
 
     def release_caches(self) -> None:
         """Free the memory of texts that were tokenized before. Call this on the event loop."""
-        self._pieces.clear()
+        self._caches.clear()
 
     @property
     def special_tokens(self) -> Sequence[str]:
@@ -127,21 +130,30 @@ class ModelTokenizer:
             raise invalid_argument("This model has no chat template: send a text prompt instead.", "messages")
         return self._template
 
-    async def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
-        """The ids of `text`, in which special-token strings become special tokens. Raises KvloomError
+    async def encode(self, text: str, *, scope: str | None = None, add_special_tokens: bool = False) -> array[int]:
+        """The ids of `text`, in which special-token strings become special tokens. `scope`: the callers that may find
+        out by the time it takes that the text was encoded before; None: no text is remembered. Raises KvloomError
         (INVALID_ARGUMENT, QUEUE_FULL)."""
         if len(text) < MIN_PIECEWISE_CHARS or (add_special_tokens and self._adds_tokens):
             if len(text) <= MAX_INLINE_CHARS:
                 return token_array(self.encode_now(text, add_special_tokens=add_special_tokens))
             encode = self.encode_now
             return token_array(await self._in_thread(lambda: encode(text, add_special_tokens=add_special_tokens)))
-        encoding = TextEncoding(self._pieces)
-        for _ in self._pieces.fill(encoding, text):
+        if not self._has_learned:
+            self._has_learned = True
+            with contextlib.suppress(RuntimeError):  # it is closed, but still used by requests that have begun
+                self._threads.submit(self._caches.learn)
+        cache = self._caches.of(scope)
+        encoding = TextEncoding(cache)
+        for _ in cache.fill(encoding, text):
             await asyncio.sleep(0)
         misses = list(encoding.misses)
         if encoding.num_missing_chars <= MAX_INLINE_CHARS and len(misses) <= MAX_INLINE_MISSES:
-            return encoding.ids(self._encode_pieces(misses))
-        return encoding.ids(await self._in_thread(lambda: self._encode_pieces(misses)))
+            ids = encoding.ids(self._encode_pieces(misses))
+        else:
+            ids = encoding.ids(await self._in_thread(lambda: self._encode_pieces(misses)))
+        self._caches.fit()
+        return ids
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         encode = self._tokenizer.encode_batch_fast
@@ -165,11 +177,14 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         is_continued: bool = False,
+        *,
+        scope: str | None = None,
     ) -> tuple[array[int], str]:
         """The (ids, text) of a conversation's prompt. `tools`: as the template expects them; `options`: further
-        variables of the template; `is_continued`: the last message is the beginning of the answer. Special-token
-        strings in whatever a user can write stay plain text (see kvloom_common/text/special_tokens.py). Raises
-        KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER, QUEUE_FULL)."""
+        variables of the template; `is_continued`: the last message is the beginning of the answer; `scope`: as for
+        `encode`. Special-token strings in whatever a user can write stay plain text (see
+        kvloom_common/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER,
+        QUEUE_FULL)."""
         template = self._required_template()
         variables = message_variables(messages)
         if tools or max(map(len, variables), default=0) > NUM_PLAIN_VARIABLES:
@@ -184,7 +199,7 @@ class ModelTokenizer:
         else:
             text = template.render_variables(variables, tools, options)
         if not mark:
-            return await self.encode(text), text
+            return await self.encode(text, scope=scope), text
         ids = await self._in_thread(lambda: self._aliased_encoder().encode(text, mark))
         return token_array(ids), text.replace(mark, "")
 
