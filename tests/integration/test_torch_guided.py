@@ -318,6 +318,34 @@ async def test_an_engine_without_a_vocabulary_refuses_guides(tmp_path: Path) -> 
     await engine.close()
 
 
+def test_compiled_guides_are_kept_for_each_tenant_by_itself(model_dir: Path) -> None:
+    """How long a schema takes to compile must not tell whether another tenant has sent it, and one tenant's schemas do
+    not evict another's."""
+    compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
+    guide = json_guide(PERSON)
+    compiler.start(guide, [0, 2], scope=1)
+    assert compiler._cache.get(1, guide) is not None
+    assert compiler._cache.get(2, guide) is None
+    compiler.start(guide, [0, 2], scope=2)
+    assert compiler._cache.get(1, guide) is not compiler._cache.get(2, guide)
+    for number in range(CACHED_GUIDES + 20):
+        compiler.start(Guide(GuideKind.CHOICE, json.dumps([str(number)])), [0, 2], scope=3)
+    assert compiler._cache.get(1, guide) is not None
+    assert len(compiler._cache) == CACHED_GUIDES
+
+
+async def test_an_engine_keeps_guides_apart_as_it_does_prompts(driver: EngineDriver, prompts: Prompts) -> None:
+    """The root hash is what separates tenants in an engine."""
+    guide = Guide(GuideKind.CHOICE, json.dumps(["only here"]))
+    request = dataclasses.replace(prompts.request(guide, max_tokens=5), root_hash=7)
+    await driver.run(request)
+    engine = driver.engine
+    assert isinstance(engine, TorchEngine)
+    assert engine._guides is not None
+    assert engine._guides._cache.get(7, guide) is not None
+    assert engine._guides._cache.get(8, guide) is None
+
+
 def test_compiled_guides_are_kept_up_to_a_bound(model_dir: Path) -> None:
     """Everybody may send a schema of his own; memory must not grow with them."""
     compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])

@@ -170,7 +170,11 @@ class TorchEngine:
         if request.guide is not None:
             assert self._guides is not None, "checked"
             guide = self._compiling.submit(
-                self._guides.start, request.guide, request.stop_token_ids, request.output_token_ids
+                self._guides.start,
+                request.guide,
+                request.stop_token_ids,
+                request.output_token_ids,
+                request.root_hash,
             )
         self._live.add(request.request_id)
         self._post((request, time.perf_counter(), guide, adapter))
