@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvloom.errors import KvloomError
+from kvloom.limits_state import LimitsState
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
@@ -156,6 +158,15 @@ class LimitsCounted(msgspec.Struct, frozen=True):
     counts: Sequence[LimitCount]
 
 
+class SideCallDecided(msgspec.Struct, frozen=True):
+    """A call without an answer may go on, or is refused."""
+
+    call_id: int
+    error: KvloomError | None = None
+    limits: LimitsState | None = None
+    """None: it has no limits."""
+
+
 class CompletedChoice(msgspec.Struct, frozen=True):
     """One choice of a complete answer."""
 
@@ -293,6 +304,7 @@ Action = (
     | RequestEnded
     | LeasesWanted
     | LimitsCounted
+    | SideCallDecided
     | AnswerCompleted
     | ShardHealthChanged
     | RequestsMoved
