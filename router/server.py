@@ -92,6 +92,7 @@ from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
+from router.side_call_desk import SideCallDesk
 from router.tenancy.lease_desk import LeaseDesk
 from router.usage_records import Credit, UsageRecords
 
@@ -208,6 +209,7 @@ class RouterServer:
                 metrics_registry,
             )
             self._driver.set_limits(self._leases)
+        self._side_calls = SideCallDesk(self._driver, has_limits=self._leases is not None)
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
@@ -250,6 +252,7 @@ class RouterServer:
                 self._moderation,
                 metrics_registry,
                 self._clear_result_cache,
+                self._side_calls,
             )
             return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
 
@@ -311,7 +314,7 @@ class RouterServer:
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
-        link = LocalRouterLink(self._driver, self._intake, name, self._moderation)
+        link = LocalRouterLink(self._driver, self._intake, name, self._moderation, self._side_calls)
         if self._metering is not None:
             self._usage_records.open(link.client_id, link.client_id)
         return link

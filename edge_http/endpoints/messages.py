@@ -28,6 +28,7 @@ from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.prompt import Prompt, chat_prompt
+from edge_http.side_call import side_call
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
 from edge_http.wire.json_response import json_response
@@ -68,9 +69,10 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
         body = decode_count_tokens(raw, edge.config.max_messages)
-        prepared = await _prepared(
-            edge, edge.callers.cache_scope_of(request), body, edge.usable_model(request, body.model)
-        )
+        model = edge.usable_model(request, body.model)
+        async with side_call(edge, request, len(raw)) as call:
+            prepared = await _prepared(edge, edge.callers.cache_scope_of(request), body, model)
+            call.num_tokens = len(prepared.prompt.token_ids)
         response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
         response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
         return response

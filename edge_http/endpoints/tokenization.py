@@ -15,8 +15,10 @@ from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
 from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
 from edge_http.openai.tools import tools_of
+from edge_http.side_call import side_call
 from edge_http.wire.json_response import json_response
 from kvloom_common.conversation.tool_plan import plan_tools
+from kvloom_common.models.model_routes import BYTES_PER_TOKEN
 from kvloom_common.models.served_model import ServedModel
 
 
@@ -24,10 +26,13 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /tokenize."""
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
-        body = decode_tokenize(await read_prompt_body(edge, request, lease), edge.config.max_messages)
+        raw = await read_prompt_body(edge, request, lease)
+        body = decode_tokenize(raw, edge.config.max_messages)
         model = edge.usable_model(request, body.model)
         window = edge.window(model.name)
-        token_ids = await _token_ids(body, model, window, edge.callers.cache_scope_of(request))
+        async with side_call(edge, request, len(raw)) as call:
+            token_ids = await _token_ids(body, model, window, edge.callers.cache_scope_of(request))
+            call.num_tokens = len(token_ids)
         names = [shown_token(model.tokenizer, each) for each in token_ids] if body.return_token_strs else None
     return json_response(
         {
@@ -46,7 +51,8 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
         body = decode_detokenize(await read_prompt_body(edge, request, lease))
         tokenizer = edge.usable_model(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        async with side_call(edge, request, BYTES_PER_TOKEN * len(body.tokens)):
+            text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
 
 

@@ -274,6 +274,8 @@ class TextEncoding:
         """(block, its ids if they are cached, its pieces)."""
         self.misses: dict[str, None] = {}
         self.num_missing_chars = 0
+        self.is_new = False
+        """Whether something of it was not in the cache, and now is."""
 
     def miss(self, piece: str) -> None:
         """Note that a piece must be encoded."""
@@ -290,6 +292,7 @@ class TextEncoding:
         found: list[bytes] = []
         for block, known, pieces in self.parts:
             if known is None:
+                self.is_new = True
                 # A piece that was not encoded just now is its packed ids already.
                 known = b"".join(map(new.get, pieces, pieces))  # pyright: ignore[reportArgumentType]
                 self._cache.note(block, known)

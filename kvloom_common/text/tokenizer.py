@@ -147,6 +147,11 @@ class ModelTokenizer:
         encoding = TextEncoding(cache)
         for _ in cache.fill(encoding, text):
             await asyncio.sleep(0)
+        if not encoding.misses:
+            ids = encoding.ids(())
+            if encoding.is_new:
+                self._caches.fit()
+            return ids
         misses = list(encoding.misses)
         if encoding.num_missing_chars <= MAX_INLINE_CHARS and len(misses) <= MAX_INLINE_MISSES:
             ids = encoding.ids(self._encode_pieces(misses))

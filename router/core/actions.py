@@ -8,14 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvloom.errors import KvloomError
-from kvloom.limits_state import LimitsState
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
-from router.core.lease_messages import LeaseWant, LimitCount
+from router.core.lease_messages import LeaseWant, LimitCount, SideCallDecided
 from router.core.objectives import ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.priority_classes import INTERACTIVE, PriorityClass
@@ -156,15 +154,6 @@ class LeasesWanted(msgspec.Struct, frozen=True):
 
 class LimitsCounted(msgspec.Struct, frozen=True):
     counts: Sequence[LimitCount]
-
-
-class SideCallDecided(msgspec.Struct, frozen=True):
-    """A call without an answer may go on, or is refused."""
-
-    call_id: int
-    error: KvloomError | None = None
-    limits: LimitsState | None = None
-    """None: it has no limits."""
 
 
 class CompletedChoice(msgspec.Struct, frozen=True):

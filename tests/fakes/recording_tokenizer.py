@@ -15,6 +15,8 @@ class RecordingTokenizer(ModelTokenizer):
 
     def __init__(self) -> None:
         super().__init__(byte_level_tokenizer(), template=ChatTemplate(CHATML, {}))
+        self._caches.learn()  # now, and not in a thread at some time during a test
+        self._has_learned = True
         self.scopes: list[str | None] = []
         self.num_pieces = 0
 

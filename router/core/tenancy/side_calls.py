@@ -15,9 +15,8 @@ from kvloom.errors import KvloomError
 from kvloom.limits_state import LimitsState
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.tenancy.table import TenantTable
-from router.core.actions import SideCallDecided
 from router.core.events import SideCallArrived, SideCallSettled
-from router.core.lease_messages import LeaseKind
+from router.core.lease_messages import LeaseKind, SideCallDecided
 from router.core.tenancy.accounts import Lease
 from router.core.tenancy.lease_watch import LeaseWatch
 from router.core.tenancy.limit_plan import LimitPlan, RateLimit
