@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from aiohttp import web
 
@@ -16,10 +16,14 @@ from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
 from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
 from edge_http.openai.tools import tools_of
 from edge_http.side_call import side_call
+from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.json_response import json_response
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import BYTES_PER_TOKEN
 from kvloom_common.models.served_model import ServedModel
+
+NAMES_IN_A_ROW: Final = 1024
+"""How many tokens are named before other requests have their turn: about half a millisecond."""
 
 
 async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -33,7 +37,7 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
         async with side_call(edge, request, len(raw)) as call:
             token_ids = await _token_ids(body, model, window, edge.callers.cache_scope_of(request))
             call.num_tokens = len(token_ids)
-        names = [shown_token(model.tokenizer, each) for each in token_ids] if body.return_token_strs else None
+        names = await _names(edge, model, token_ids) if body.return_token_strs else None
     return json_response(
         {
             "count": len(token_ids),
@@ -52,8 +56,17 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
         tokenizer = edge.usable_model(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
         async with side_call(edge, request, BYTES_PER_TOKEN * len(body.tokens)):
-            text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+            scope = edge.callers.cache_scope_of(request)
+            text = await tokenizer.decode_fairly(body.tokens, scope=scope, skip_special_tokens=False)
     return json_response({"prompt": text})
+
+
+async def _names(edge: Edge, model: ServedModel, token_ids: Sequence[int]) -> list[str]:
+    names: list[str] = []
+    for begin in range(0, len(token_ids), NAMES_IN_A_ROW):
+        names += [shown_token(model.tokenizer, each) for each in token_ids[begin : begin + NAMES_IN_A_ROW]]
+        await edge.fair_yield.take(LONG_BODY_BYTES)
+    return names
 
 
 async def _token_ids(body: TokenizeBody, model: ServedModel, window: int, scope: str) -> Sequence[int]:

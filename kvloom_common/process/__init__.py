@@ -10,6 +10,7 @@ fast_metrics.py   counters and histograms that are cheap to update from one thre
 aligned_timer.py  runs all periodic work of a process at the same moment
 failure_log.py    logs a failure that may occur at the rate of requests
 control_socket.py  where the supervisor of a machine takes commands
+fair_threads.py   threads whose owners take turns
 freed_memory.py   returns freed memory to the system
 cpu_affinity.py   keeps an event loop's thread on one CPU
 cancellation.py   restores task cancellations that a library has swallowed

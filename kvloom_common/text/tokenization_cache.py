@@ -22,7 +22,7 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -274,6 +274,8 @@ class TextEncoding:
         """(block, its ids if they are cached, its pieces)."""
         self.misses: dict[str, None] = {}
         self.num_missing_chars = 0
+        self._new: dict[str | bytes, bytes] = {}
+        self._found: list[bytes] = []
         self.is_new = False
         """Whether something of it was not in the cache, and now is."""
 
@@ -285,19 +287,34 @@ class TextEncoding:
 
     def ids(self, encoded: Sequence[Sequence[int]]) -> array[int]:
         """All ids of the text, which is added to the cache. `encoded`: the ids of each of the misses."""
-        new: dict[str | bytes, bytes] = {}
-        for piece, its_ids in zip(self.misses, encoded, strict=True):
-            new[piece] = packed = token_array(its_ids).tobytes()
+        self.take(self.misses, encoded)
+        for _ in self.join():
+            pass
+        return self.joined()
+
+    def take(self, pieces: Iterable[str], encoded: Sequence[Sequence[int]]) -> None:
+        """Note the ids of some of the misses."""
+        for piece, its_ids in zip(pieces, encoded, strict=True):
+            self._new[piece] = packed = token_array(its_ids).tobytes()
             self._cache.note_piece(piece, packed)
-        found: list[bytes] = []
+
+    def join(self) -> Iterator[None]:
+        """Put the ids of all blocks together, once those of the misses are known, and add the blocks to the cache.
+        Yields as `PieceCache.fill` does."""
+        new, found = self._new, self._found
         for block, known, pieces in self.parts:
             if known is None:
                 self.is_new = True
                 # A piece that was not encoded just now is its packed ids already.
                 known = b"".join(map(new.get, pieces, pieces))  # pyright: ignore[reportArgumentType]
                 self._cache.note(block, known)
+                if not (len(found) + 1) % BLOCKS_PER_TURN:
+                    yield
             found.append(known)
-        return array("I", b"".join(found))
+
+    def joined(self) -> array[int]:
+        """All ids of the text, after `join`."""
+        return array("I", b"".join(self._found))
 
 
 def _index_of_none(known: Sequence[bytes | None], begin: int) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -18,6 +18,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.token_ids import token_array
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.process.cpu_affinity import use_every_cpu
+from kvloom_common.process.fair_threads import FairThreads
 from kvloom_common.text.chat_template import ChatMessage, ChatTemplate, message_variables, named_tokens, read_json
 from kvloom_common.text.continued_prompt import continued_prompt
 from kvloom_common.text.public_pieces import without_own_cache
@@ -33,6 +34,10 @@ T = TypeVar("T")
 _MAX_MESSAGE_CHARS: Final = 500
 ENCODE_THREADS: Final = 2
 MAX_PENDING_ENCODES: Final = 1024
+MAX_PENDING_OF_SCOPE: Final = MAX_PENDING_ENCODES // 4
+"""Of one caller, so that the others find room."""
+TURN_CHARS: Final = 32 * 1024
+"""How much of a long text is encoded in one turn: some milliseconds. Then it is another caller's turn."""
 MAX_INLINE_CHARS: Final = 1024
 """A text of up to this size is encoded on the event loop, which blocks it for about 0.2 ms. Encoding takes about 0.2 µs
 per character, and the thread pool adds 0.1 ms."""
@@ -66,7 +71,7 @@ class ModelTokenizer:
         self._token_bytes = TokenBytes(tokenizer)
         self._aliased: AliasedEncoder | None = None
         self._aliased_lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer", initializer=use_every_cpu)
+        self._threads = FairThreads[str | None](ENCODE_THREADS, "tokenizer", use_every_cpu)
         self._num_pending = 0
         self._adds_tokens = bool(tokenizer.encode("", add_special_tokens=True).ids)
         self._caches = TokenizationCaches(tokenizer)
@@ -138,27 +143,32 @@ class ModelTokenizer:
             if len(text) <= MAX_INLINE_CHARS:
                 return token_array(self.encode_now(text, add_special_tokens=add_special_tokens))
             encode = self.encode_now
-            return token_array(await self._in_thread(lambda: encode(text, add_special_tokens=add_special_tokens)))
+            return token_array(
+                await self._in_thread(scope, lambda: encode(text, add_special_tokens=add_special_tokens))
+            )
         if not self._has_learned:
             self._has_learned = True
             with contextlib.suppress(RuntimeError):  # it is closed, but still used by requests that have begun
-                self._threads.submit(self._caches.learn)
+                self._threads.submit(None, self._caches.learn)
         cache = self._caches.of(scope)
         encoding = TextEncoding(cache)
         for _ in cache.fill(encoding, text):
             await asyncio.sleep(0)
-        if not encoding.misses:
-            ids = encoding.ids(())
-            if encoding.is_new:
-                self._caches.fit()
-            return ids
+        if encoding.misses:
+            await self._encode_misses(encoding, scope)
+        for _ in encoding.join():
+            await asyncio.sleep(0)
+        if encoding.is_new:
+            self._caches.fit()
+        return encoding.joined()
+
+    async def _encode_misses(self, encoding: TextEncoding, scope: str | None) -> None:
         misses = list(encoding.misses)
         if encoding.num_missing_chars <= MAX_INLINE_CHARS and len(misses) <= MAX_INLINE_MISSES:
-            ids = encoding.ids(self._encode_pieces(misses))
-        else:
-            ids = encoding.ids(await self._in_thread(lambda: self._encode_pieces(misses)))
-        self._caches.fit()
-        return ids
+            encoding.take(misses, self._encode_pieces(misses))
+            return
+        for pieces in _turns(misses):
+            encoding.take(pieces, await self._in_thread(scope, functools.partial(self._encode_pieces, pieces)))
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         encode = self._tokenizer.encode_batch_fast
@@ -205,7 +215,7 @@ class ModelTokenizer:
             text = template.render_variables(variables, tools, options)
         if not mark:
             return await self.encode(text, scope=scope), text
-        ids = await self._in_thread(lambda: self._aliased_encoder().encode(text, mark))
+        ids = await self._in_thread(scope, lambda: self._aliased_encoder().encode(text, mark))
         return token_array(ids), text.replace(mark, "")
 
     def _marked_everywhere(self, value: Any) -> tuple[Any, str]:
@@ -222,6 +232,12 @@ class ModelTokenizer:
         get = table.shown if skip_special_tokens else table.exact
         return b"".join(map(get, ids)).decode("utf-8", errors="replace")
 
+    async def decode_fairly(
+        self, ids: Sequence[int], *, scope: str | None = None, skip_special_tokens: bool = True
+    ) -> str:
+        """As `decode`, in a thread, when it is the scope's turn. Raises KvloomError (QUEUE_FULL)."""
+        return await self._in_thread(scope, lambda: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token represents; for a special token, its name. b"" for ids that the tokenizer does
         not know (models pad their vocabulary)."""
@@ -233,10 +249,12 @@ class ModelTokenizer:
 
     def close(self) -> None:
         """End the threads after the work that is running. Calling it again is safe."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._num_pending >= MAX_PENDING_ENCODES:
+    async def _in_thread(self, scope: str | None, work: Callable[[], T]) -> T:
+        """In a thread, when it is the scope's turn. Raises KvloomError (QUEUE_FULL)."""
+        is_flood = self._threads.num_waiting(scope) >= MAX_PENDING_OF_SCOPE
+        if is_flood or self._num_pending >= MAX_PENDING_ENCODES:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_QUEUE_FULL,
                 "Too many prompts are waiting to be tokenized.",
@@ -244,7 +262,7 @@ class ModelTokenizer:
             )
         self._num_pending += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.wrap_future(self._threads.submit(scope, work))
         finally:
             self._num_pending -= 1
 
@@ -253,6 +271,17 @@ class ModelTokenizer:
             if self._aliased is None:
                 self._aliased = AliasedEncoder(self._tokenizer, self._special_strings)
             return self._aliased
+
+
+def _turns(pieces: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The pieces, as many at a time as one turn takes. A single piece may be longer: it cannot be cut."""
+    begin = num_chars = 0
+    for end, piece in enumerate(pieces):
+        if num_chars and num_chars + len(piece) > TURN_CHARS:
+            yield pieces[begin:end]
+            begin, num_chars = end, 0
+        num_chars += len(piece)
+    yield pieces[begin:]
 
 
 @contextlib.contextmanager

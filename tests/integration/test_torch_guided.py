@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,18 @@ async def test_an_engine_keeps_guides_apart_as_it_does_prompts(driver: EngineDri
     assert engine._guides is not None
     assert engine._guides._cache.get(7, guide) is not None
     assert engine._guides._cache.get(8, guide) is None
+
+
+async def test_guides_are_compiled_in_turns(driver: EngineDriver, prompts: Prompts) -> None:
+    """However many slow guides one tenant has sent, another's is compiled meanwhile."""
+    engine, done = driver.engine, threading.Event()
+    assert isinstance(engine, TorchEngine)
+    slow = [engine._compiling.submit("flood", lambda: done.wait(60)) for _ in range(8)]
+    request = prompts.request(Guide(GuideKind.CHOICE, json.dumps(["calm"])), max_tokens=5)
+    await driver.run(dataclasses.replace(request, tenant="calm"))
+    assert not any(one.done() for one in slow)
+    done.set()
+    assert all(one.result(60) for one in slow)
 
 
 def test_compiled_guides_are_kept_up_to_a_bound(model_dir: Path) -> None:

@@ -53,6 +53,7 @@ def modules() -> Iterator[Path]:
 NO_CACHES: Final = {
     "edge_http/metrics.py",
     "kvloom_common/config.py",  # settings
+    "kvloom_common/process/fair_threads.py",  # a queue
     "router/result_cache/cache.py",  # keeps nothing itself: see memory.py
     "router/result_cache/metrics.py",
     "shard_server/engines/torch_engine/kv_cache.py",  # the KV's tensors: see block_pool.py
