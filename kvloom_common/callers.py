@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from kvloom.errors import invalid_argument
 from kvloom_common.access.api_keys import ApiKeys, missing_key_error, wrong_key_error
 from kvloom_common.access.auth_provider import CallerVerifier, configured_verifier
+from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.watched_files import Watcher
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
@@ -56,6 +57,11 @@ class Callers:
     def watched(self) -> Watcher | None:
         """What needs to be followed while callers are served (kvloom_common/process/watched_files.py)."""
         return self.identities or self.api_keys or self.verifier
+
+    def cache_salts(self, key: bytes = b"") -> CacheSalts:
+        """What separates these callers in caches. `key`: see CacheSalts; without one, what it gives is for this process
+        alone."""
+        return CacheSalts(key, None if self.identities is None else self.identities.tenants.cache_scope)
 
     def name_of_id(self, verified_id: str) -> str:
         """The name of a caller to whom the verifier has given this id."""

@@ -41,6 +41,9 @@ class RequestCallers:
         self._callers = callers
         self.have_tenants = callers.identities is not None
         """Whether every request has a principal."""
+        self._cache_scope = callers.cache_salts().of
+        self.cache_scope_of = self._scope_of_tenant if self.have_tenants else self.caller_of
+        """Of a request: only those with the same one may be served sooner because of each other's texts."""
         self._trusted_proxies = networks_of(trusted_proxies)
 
     def caller_of(self, request: web.BaseRequest) -> str:
@@ -53,6 +56,9 @@ class RequestCallers:
         name = self._callers.name(given, "" if given else self.address_of(request))
         request[_CALLER_KEY] = name
         return name
+
+    def _scope_of_tenant(self, request: web.BaseRequest) -> str:
+        return self._cache_scope(self.caller_of(request))
 
     @property
     def needs_key(self) -> bool:
@@ -113,6 +119,10 @@ class RequestCallers:
         if self.administered_by(request[_PRINCIPAL_KEY]) is not None:
             message = "This concerns all tenants: only keys of control.operator_organisation may use it."
             raise KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message)
+
+    def have_limits(self, principal: Principal) -> bool:
+        """Whether a key, its tenant or its organisation has limits."""
+        return self._callers.identities is not None and self._callers.identities.tenants.have_limits(principal)
 
     def key_id_of(self, request: web.BaseRequest) -> str:
         """The tenant's key with which a request was made; "" in a fabric without tenants."""

@@ -167,6 +167,13 @@ class Tenants:
         assert tenant is not None
         return principal_of_key(key, tenant, self.table.organisation(tenant.organisation))
 
+    def have_limits(self, principal: Principal) -> bool:
+        """Whether a key, its tenant or its organisation has limits."""
+        table = self.table
+        key, tenant = table.key(principal.key_id), table.tenant(principal.tenant)
+        organisation = None if tenant is None else table.organisation(tenant.organisation)
+        return any(one is not None and not one.limits.are_none for one in (key, tenant, organisation))
+
     def cache_scope(self, tenant_id: str) -> str:
         tenant = self.table.tenant(tenant_id)
         return "" if tenant is None else tenant.cache_scope
