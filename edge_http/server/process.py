@@ -196,7 +196,7 @@ async def _open_to_peers(server: EdgeServer, config: KvloomConfig, own_address: 
     if tls is None:
         return own_address
     host = fabric_host(config, own_address.rpartition(":")[0])
-    return await server.listen(host.strip("[]"), 0, tls)
+    return await server.listen(host, 0, tls)
 
 
 def _for_peers(config: KvloomConfig, address: str) -> str:

@@ -15,6 +15,7 @@ from typing import Final, Literal, cast
 import msgspec
 import redis
 
+from kvloom.transport.addresses import bare_host, join_address
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.listener_tls import listener_tls
 from kvloom_common.callers import configured_callers
@@ -350,10 +351,10 @@ def _check_access(config: KvloomConfig) -> None:
 @contextlib.contextmanager
 def _claimed(host: str, port: int, flag: str) -> Iterator[SharedPort]:
     try:
-        claimed = SharedPort(host.strip("[]"), port)
+        claimed = SharedPort(bare_host(host), port)
     except OSError as error:
         reason = "another process uses the port" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise CommandError(f"cannot listen on {host}:{port}: {reason} (choose with {flag})") from error
+        raise CommandError(f"cannot listen on {join_address(host, port)}: {reason} (choose with {flag})") from error
     with contextlib.closing(claimed):
         yield claimed
 

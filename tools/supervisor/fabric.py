@@ -118,7 +118,7 @@ class Fabric:
         )
 
         def services(config: KvloomConfig) -> Sequence[ChildSpec]:
-            return plan(config)[-1]
+            return [spec for stage in plan(config) for spec in stage if spec.role != "redis"]
 
         self._history = ModelHistory(folder.data_dir, reporter.step)
         rollouts = Rollouts()
