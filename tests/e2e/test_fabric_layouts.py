@@ -54,3 +54,12 @@ def test_a_shard_is_drained_filled_and_restarted(fabric: RunningFabric) -> None:
     for command in (("drain", shard), ("undrain", shard), ("restart", shard), ("restart", "edge")):
         done = run_kvloom(*command, env=fabric.env)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+
+def test_models_that_are_served_are_listed(fabric: RunningFabric) -> None:
+    """It said that no models are registered while three were served."""
+    shown = run_kvloom("models", "list", env=fabric.env).stdout
+    _, _, served = shown.partition("served now:\n")
+    models = {process["model"] for process in fabric.processes("shard")}
+    assert {line.split()[0] for line in served.splitlines()} >= models
+    assert "ready, generate" in served
