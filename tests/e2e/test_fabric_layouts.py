@@ -4,6 +4,7 @@ several models. (tests/e2e/test_fabric_fleet.py gives the same commands on the m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -63,3 +64,21 @@ def test_models_that_are_served_are_listed(fabric: RunningFabric) -> None:
     models = {process["model"] for process in fabric.processes("shard")}
     assert {line.split()[0] for line in served.splitlines()} >= models
     assert "ready, generate" in served
+
+
+@pytest.mark.xdist_group("colocated")
+def test_a_route_to_a_model_that_nothing_serves_is_told(colocated_fabric: RunningFabric) -> None:
+    """It started without a word, and every request by it went to the fallback, or failed."""
+    fabric = colocated_fabric
+    file = Path(fabric.env["KVLOOM_DATA_DIR"]).parent / "kvloom.toml"
+    warning = "warning: the route smart names the model nowhere, which nothing serves"
+    file.write_text('[[routes]]\nname = "smart"\ntargets = ["nowhere"]\nfallback = ["smollm2-135m-instruct"]\n')
+    try:
+        assert warning in run_kvloom("reload", env=fabric.env).stdout
+        shown = run_kvloom("status", env=fabric.env)
+        assert (shown.returncode, warning in shown.stdout) == (0, True)
+        assert len(fabric.status()["warnings"]) == 1
+    finally:
+        file.write_text("")
+        run_kvloom("reload", env=fabric.env)
+    assert fabric.status()["warnings"] == []
