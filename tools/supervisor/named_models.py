@@ -1,4 +1,4 @@
-"""Models that the configuration names and that nothing serves: a route or a shadow would leave them out without a word."""
+"""Models that routes and shadows name and that nothing serves: requests would pass them by without a word."""
 
 from __future__ import annotations
 
