@@ -25,7 +25,8 @@ from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.config_reload import ConfigReload, ConfigSource
 from tools.supervisor.detach import has_terminal
-from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
+from tools.supervisor.fleet_records import FleetRecords
+from tools.supervisor.fleet_registry import FleetRegistry
 from tools.supervisor.logs.files import log_paths
 from tools.supervisor.models.adapters import AdapterChanges, ListedAdapter
 from tools.supervisor.models.changes import ModelChanges, Resolve

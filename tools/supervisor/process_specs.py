@@ -11,7 +11,6 @@ from kvloom_common.config import KvloomConfig, ShardConfig
 from kvloom_common.models.configured import configured_models, model_label, shard_config
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec, launched_command
-from tools.supervisor.embedded_redis import embedded_redis
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.supervised_process import ProcessStatus
 
@@ -83,7 +82,12 @@ def plan_stages(
     def router(name: str) -> tuple[str, ...]:
         return "--share-port", "--own-port", "0", *metrics("router", name)
 
-    stages = [[embedded_redis(config.redis.url, config_path.parent)]] if embed_redis else []
+    stages: list[list[ChildSpec]] = []
+    if embed_redis:
+        # Imported here, because commands that only want the roles need no server.
+        from tools.supervisor.embedded_redis import embedded_redis
+
+        stages.append([embedded_redis(config.redis.url, config_path.parent)])
     if "control" in roles:
         control = f"{prefix}control"
         # Not before its predecessor has stopped: a SQLite database has one owner.

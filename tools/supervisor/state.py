@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from tools.failures import EXIT_NOT_RUNNING, CommandError
-from tools.supervisor.rollout.rollout import RolloutState
+from tools.supervisor.rollout.state import RolloutState
 from tools.supervisor.supervised_process import ProcessStatus
 
 
