@@ -47,7 +47,7 @@ class ShardCounts(click.ParamType):
     type=ShardCounts(),
     default="",
     metavar="N|MODEL=N,...",
-    help="The number of engine shards, of each model or by model.  [default: 2]",
+    help="The number of engine shards, of each model or by model.  [default: 2, or 1 of torch on two cores]",
 )
 @option("--edges", type=click.IntRange(1, 256), help="The number of HTTP edges. They share the port.  [default: 1]")
 @option("--routers", type=click.IntRange(1, 256), help="The number of routers. They share the port.  [default: 1]")

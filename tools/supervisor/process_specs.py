@@ -180,7 +180,7 @@ def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> li
         # The shards of [model] have its name neither in theirs nor among their arguments.
         label = "" if model is config.model else model.name
         chosen = ("--model", label) if label else ()
-        num_shards, per_process = settings.num_shards, settings.sim.shards_per_process
+        num_shards, per_process = settings.num_started, settings.sim.shards_per_process
         if settings.engine != "sim" or per_process == 1:
             for number in range(num_shards):
                 name = shard_name(number, prefix, label)
