@@ -247,6 +247,9 @@ class EdgeConfig(Section):
 
     host: str = "127.0.0.1"
     port: Port = 8080
+    root_path: Annotated[str, Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$", max_length=256)] = ""
+    """The path below which a proxy serves the edges, e.g. "/llm": requests may have it or not, and the pages and
+    /openapi.json name it. Empty: there is none."""
     num_edges: Annotated[int, Meta(ge=1, le=256)] = 1
     """How many edges `kvloom up` starts. They share the port."""
     colocate: bool = False
