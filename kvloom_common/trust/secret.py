@@ -18,11 +18,10 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Final
 
-from kvloom_common.private_file import write_private_file
+from kvloom_common.private_file import OTHERS, make_private_folder, write_private_file
 
 ENVIRONMENT_VARIABLE: Final = "KVLOOM_FABRIC_SECRET"
 _FORMAT: Final = "kvloom1"
@@ -116,14 +115,14 @@ def read_secret(path: Path) -> FabricSecret:
             content = file.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise SecretError(f"the fabric's secret {path} cannot be read: {error.strerror}") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if mode & OTHERS:
         raise SecretError(f"other users may read the fabric's secret {path}: run `chmod 600 {path}`")
     return FabricSecret.parse(content.decode("ascii", "replace"), str(path))
 
 
 def write_secret(path: Path, secret: FabricSecret) -> None:
     """Replace the file atomically, readable for this user alone. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     write_private_file(path, secret.format().encode() + b"\n")
 
 
