@@ -260,7 +260,8 @@ class RouterServer:
                 metrics_registry,
                 self._clear_result_cache,
             )
-            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
+            may_call = trust.may_call if trusts_all else None
+            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks], may_call)
 
         checks: list[grpc.aio.ServerInterceptor] = [self._limits]
         if callers.api_keys is not None:

@@ -46,6 +46,11 @@ class FabricTrust(Protocol):
         """Listen on host:port for processes of this fabric; returns the port. Raises RuntimeError if that fails."""
         ...
 
+    def may_call(self, method: str, context: Any) -> bool:
+        """If the peer of a call that came through `add_port` has a role that may call "SERVICE/METHOD"
+        (kvloom_common/trust/roles.py)."""
+        ...
+
     def open_channel(
         self, address: str, role: str, name: str = "", *, options: Sequence[tuple[str, Any]] = ()
     ) -> grpc.aio.Channel:
@@ -77,6 +82,9 @@ class NoSecret:
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         return server.add_insecure_port(address)
+
+    def may_call(self, method: str, context: Any) -> bool:  # noqa: ARG002
+        return True
 
     def open_channel(
         self,

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from kvloom_common.trust.certificates import ProcessCertificates, make_certificates, server_name
+from kvloom_common.trust.roles import may_call, roles_of, shown_names
 from kvloom_common.trust.seal import Sealer
 from kvloom_common.trust.sealing import SecretSealer
 from kvloom_common.trust.secret import FabricSecret, SecretError, read_secret
@@ -83,6 +84,10 @@ class SharedSecret:
             _server_configuration(shown), changed_configuration, require_client_authentication=True
         )
         return server.add_secure_port(address, credentials)
+
+    def may_call(self, method: str, context: Any) -> bool:
+        names = shown_names(context)
+        return names is None or may_call(method, roles_of(names, self._secret.fabric_id))
 
     def open_channel(
         self, address: str, role: str, name: str = "", *, options: Sequence[tuple[str, Any]] = ()

@@ -51,14 +51,15 @@ async def test_a_shard_obeys_only_processes_of_its_fabric() -> None:
     async with shard_world(trust=trust("shard", "shard-0")) as world:
         assert await drain(world.address, NO_SECRET) == "UNAVAILABLE"
         assert await drain(world.address, trust("router", secret=FabricSecret.draw())) == "UNAVAILABLE"
-        assert await drain(world.address, trust("router")) == "ok"
+        assert await drain(world.address, trust("shard", "shard-1")) == "PERMISSION_DENIED"
+        assert await drain(world.address, trust("tools")) == "ok"
 
 
 async def test_a_client_accepts_only_the_process_that_it_wants() -> None:
     """The port of a dead shard may belong to another process of the fabric by now."""
     async with shard_world(trust=trust("shard", "shard-0")) as world:
         assert await drain(world.address, trust("router"), "shard-1") == "UNAVAILABLE"
-        assert await drain(world.address, trust("router"), "shard-0") == "ok"
+        assert await drain(world.address, trust("tools"), "shard-0") == "ok"
 
 
 async def test_records_that_the_fabric_has_not_signed_are_ignored(redis_url: str) -> None:
@@ -154,7 +155,7 @@ async def test_a_rotation_breaks_no_stream_and_ends_the_old_secret(tmp_path: Pat
         for step in (accepts, uses, uses.without_others()):
             write_secret(path, step)
             await _until(shard, step)
-            assert await drain(world.address, trust("router", secret=step)) == "ok"
+            assert await drain(world.address, trust("tools", secret=step)) == "ok"
         assert await drain(world.address, trust("router")) == "UNAVAILABLE"
         snapshot = shard_service_pb2.ShardServiceConnectRequest(want_kv_snapshot=True)
         await stream.write(snapshot)
