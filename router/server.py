@@ -17,7 +17,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import router_service_pb2
-from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.kv_shares import KvShares
 from kvloom_common.access.listener_tls import listener_tls
@@ -96,6 +95,7 @@ from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
+from router.side_call_desk import SideCallDesk
 from router.tenancy.lease_desk import LeaseDesk
 from router.usage_records import Credit, UsageRecords
 
@@ -155,7 +155,7 @@ class RouterServer:
         callers = configured_callers(config, trust, router_id)
         if callers.identities is not None:
             observe(callers.identities.tenants, metrics_registry, "router")
-        self._cache_salts = _cache_salts(callers, trust)
+        self._cache_salts = callers.cache_salts(trust.cache_key)
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -217,6 +217,7 @@ class RouterServer:
                 metrics_registry,
             )
             self._driver.set_limits(self._leases)
+        self._side_calls = SideCallDesk(self._driver, has_limits=self._leases is not None)
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
@@ -259,6 +260,7 @@ class RouterServer:
                 self._moderation,
                 metrics_registry,
                 self._clear_result_cache,
+                self._side_calls,
             )
             may_call = trust.may_call if trusts_all else None
             return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks], may_call)
@@ -321,7 +323,7 @@ class RouterServer:
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
-        link = LocalRouterLink(self._driver, self._intake, name, self._moderation)
+        link = LocalRouterLink(self._driver, self._intake, name, self._moderation, self._side_calls)
         if self._metering is not None:
             self._usage_records.open(link.client_id, link.client_id)
         return link
@@ -634,12 +636,6 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
-
-
-def _cache_salts(callers: Callers, trust: FabricTrust) -> CacheSalts:
-    if callers.identities is None:
-        return CacheSalts(trust.cache_key)
-    return CacheSalts(trust.cache_key, callers.identities.tenants.cache_scope)
 
 
 def _kv_share_of(config: KvloomConfig, callers: Callers, trust: FabricTrust) -> Callable[[str], KvShare | None] | None:

@@ -1,4 +1,4 @@
-"""Answers malformed messages with INVALID_ARGUMENT, and callers whose role may not call a method with PERMISSION_DENIED.
+"""Answers malformed messages with INVALID_ARGUMENT, and callers that may not call a method with PERMISSION_DENIED.
 
 gRPC itself answers malformed messages with UNKNOWN and the name of a Python class, and logs a stack trace for each.
 """

@@ -32,7 +32,7 @@ def services() -> dict[str, Any]:
 
 
 def test_the_table_names_every_service_and_nothing_else() -> None:
-    """A service that were forgotten would be refused to all; a method that is gone would be a hole for its successor."""
+    """A forgotten service would be refused to all; a method that is gone would be a hole for its successor."""
     known = services()
     ours = {name for name in roles.CALLERS if name.startswith("kvloom.")}
     for name in ours:
