@@ -20,7 +20,7 @@ import grpc
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.trust.seal import PLAIN, Sealer
-from kvloom_common.trust.secret import ENVIRONMENT_VARIABLE, FabricSecret, read_secret
+from kvloom_common.trust.secret import ENVIRONMENT_VARIABLE, FabricSecret, SecretError, read_secret
 
 
 class FabricTrust(Protocol):
@@ -114,13 +114,21 @@ NO_SECRET: Final = NoSecret()
 
 def load_trust(config: KvloomConfig, roles: Sequence[str], name: str) -> FabricTrust:
     """The trust of the process `name`, which serves its fabric in these roles. The secret comes from
-    `fabric.secret_file`, else from KVLOOM_FABRIC_SECRET. Raises SecretError."""
+    `fabric.secret_file`, which may have the identity of this service instead, else from KVLOOM_FABRIC_SECRET. Raises
+    SecretError."""
     path = Path(config.fabric.secret_file) if config.fabric.secret_file else None
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if path is None and not text:
         return NO_SECRET
     # Only here, because a process without a secret needs no cryptography.
+    from kvloom_common.trust.identity import read_identity
+    from kvloom_common.trust.identity_trust import IdentityTrust
     from kvloom_common.trust.shared_secret import SharedSecret
 
+    if path is not None and (identity := read_identity(path)) is not None:
+        if ((identity.role,), identity.name) != (tuple(roles), name):
+            message = f"{path} holds the identity of the {identity.role} {identity.name!r}, and this is"
+            raise SecretError(f"{message} {' and '.join(roles)} {name!r}")
+        return IdentityTrust(identity, path)
     secret = read_secret(path) if path is not None else FabricSecret.parse(text, ENVIRONMENT_VARIABLE)
     return SharedSecret(secret, roles, name, path)

@@ -18,8 +18,11 @@ from edge_http.recovery.edge_membership import join_edges
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom_common.config import EdgeConfig, RedisConfig
 from kvloom_common.discovery.records import RouterRecord, ShardRecord
-from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry
+from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry, records_of
+from kvloom_common.private_file import write_private_file
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.trust.identity import issue_identity
+from kvloom_common.trust.identity_trust import IdentityTrust
 from kvloom_common.trust.secret import FabricSecret, write_secret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.edge_peers import begin, published
@@ -163,7 +166,7 @@ async def test_a_rotation_breaks_no_stream_and_ends_the_old_secret(tmp_path: Pat
 
 
 @contextlib.asynccontextmanager
-async def _watched(followed: SharedSecret) -> AsyncIterator[None]:
+async def _watched(followed: FabricTrust) -> AsyncIterator[None]:
     task = asyncio.create_task(followed.watch())
     try:
         yield
@@ -220,3 +223,33 @@ async def test_another_user_does_not_reach_the_embedded_redis(own_redis: str) ->
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
     _, stderr = await process.communicate()
     assert b"PermissionError" in stderr
+
+
+async def test_a_shard_with_an_identity_serves_and_is_rotated(redis_url: str, tmp_path: Path) -> None:
+    """Routers find it by the record that it signs, and reach it; other processes refuse it; and after a rotation the
+    old identity is useless."""
+    path, prefix = tmp_path / "identity", "trust-identity"
+    records = records_of(prefix, "shard", "gpu-7")
+    old = issue_identity(SECRET, "shard", "gpu-7", records)
+    shard = IdentityTrust(old, path, poll_seconds=0.05)
+    new = b"n" * 32
+    registry = ShardRegistry(redis_url, prefix, trust("router").sealer)
+    announced = ShardRegistry(redis_url, prefix, shard.sealer)
+    try:
+        await announced.announce(ShardRecord("gpu-7", "127.0.0.1:1", "m", "1"))
+        assert list(await registry.list_shards()) == ["gpu-7"]
+        async with shard_world(trust=shard, shard_id="gpu-7") as world, _watched(shard):
+            assert await drain(world.address, trust("tools"), "gpu-7") == "ok"
+            assert await drain(world.address, trust("tools"), "gpu-8") == "UNAVAILABLE"
+            assert await drain(world.address, IdentityTrust(old), "gpu-7") == "PERMISSION_DENIED"
+            using = SECRET.with_accepted(new).with_used(new)
+            finished = using.without_others()
+            write_private_file(path, issue_identity(using, "shard", "gpu-7", records).format().encode())
+            async with asyncio.timeout(20):
+                while await drain(world.address, trust("tools", secret=finished), "gpu-7") != "ok":
+                    pass
+    finally:
+        await registry.close()
+        await announced.close()
+    async with shard_world(trust=trust("shard", "gpu-8", finished), shard_id="gpu-8") as world:
+        assert await drain(world.address, IdentityTrust(old), "gpu-8") == "UNAVAILABLE"
