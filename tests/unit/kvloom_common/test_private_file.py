@@ -352,3 +352,41 @@ def test_files_are_renamed_in_one_place_only():
 def test_the_guard_sees_a_rename(source: str):
     """A guard that sees nothing would pass."""
     assert list(renames(source)) == [source]
+
+
+PLAIN_WRITES: Final = {
+    "kvloom_common/models/model_card.py": "a temporary folder of its own",
+    "shard_server/engines/torch_engine/checkpoint/converted_model.py": "a temporary folder beside the model's",
+    "shard_server/engines/torch_engine/checkpoint/gguf_conversion.py": "likewise",
+    "shard_server/engines/torch_engine/checkpoint/gguf_weights.py": "likewise",
+}
+"""Modules of services that write files by themselves, and where."""
+
+
+def writes(source: str) -> Iterator[str]:
+    """The calls in a module that make a file, or open one for writing."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        given = (*node.args, *(key.value for key in node.keywords))
+        texts = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        has_mode = any(len(text) <= 3 and set(text) & set("wax+") for text in texts)
+        is_open = name == "open" and (has_mode or "O_CREAT" in ast.unparse(node))
+        if is_open or name in ("write_text", "write_bytes", "NamedTemporaryFile"):
+            yield ast.unparse(node)
+
+
+def test_services_write_files_by_the_helper_only() -> None:
+    """Anything else would follow a link, empty a device, or leave a file that other users may read."""
+    packages = ("control", "edge_http", "kvloom", "kvloom_common", "router", "safety_svc", "shard_server")
+    files = [file for name in (*packages, "tools/supervisor") for file in (REPOSITORY / name).rglob("*.py")]
+    assert len(files) > 300
+    found = {str(file.relative_to(REPOSITORY)): [*writes(file.read_text("utf-8"))] for file in files if file != HELPER}
+    assert {name for name, calls in found.items() if calls} == set(PLAIN_WRITES)
+
+
+@pytest.mark.parametrize("source", ["path.open('ab')", "open(path, 'w')", "path.write_text('')",
+                                    "os.open(path, os.O_WRONLY | os.O_CREAT)", "path.open(mode='r+b')"])  # fmt: skip
+def test_the_guard_sees_a_write(source: str) -> None:
+    assert list(writes(source))
