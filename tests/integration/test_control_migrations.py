@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -39,6 +40,11 @@ async def main(url, at):
 
 asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=(pytest.mark.postgres, pytest.mark.long))])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 
 def killed_in_migration(url: str, at: int) -> str:

@@ -322,6 +322,8 @@ NOT_RENAMES: Final = {
 
 def renames(source: str) -> Iterator[str]:
     """The calls in a module by which one file may take another one's place."""
+    if not any(f"{name}(" in source for name in ("replace", "rename", "renames", "link", "hardlink_to", "move")):
+        return  # parsing takes milliseconds
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -365,6 +367,8 @@ PLAIN_WRITES: Final = {
 
 def writes(source: str) -> Iterator[str]:
     """The calls in a module that make a file, or open one for writing."""
+    if not any(name in source for name in ("open(", "write_text", "write_bytes", "NamedTemporaryFile")):
+        return  # parsing takes milliseconds
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
