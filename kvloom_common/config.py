@@ -1018,12 +1018,16 @@ class TlsConfig(Section):
     key_file: str = ""
     client_ca_file: str = ""
     """The authorities of clients' certificates. Empty: clients need none."""
+    client_crl_file: str = ""
+    """Lists of the certificates that these authorities have revoked. Empty: none are."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate_file) != bool(self.key_file):
             raise ValueError("certificate_file and key_file are needed together")
         if self.client_ca_file and not self.certificate_file:
             raise ValueError("client_ca_file needs certificate_file")
+        if self.client_crl_file and not self.client_ca_file:
+            raise ValueError("client_crl_file needs client_ca_file")
 
 
 class RedisConfig(Section):

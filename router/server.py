@@ -91,6 +91,7 @@ from router.result_cache.shared import SharedResultCache
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
+from router.rpc.certificate_check import CertificateCheck
 from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
@@ -272,6 +273,9 @@ class RouterServer:
             checks.insert(0, ProviderCheck(callers, callers.verifier))
         if callers.identities is not None:
             checks.insert(0, TenantCheck(callers.identities))
+
+        if self._tls is not None and self._tls.revoked is not None:
+            checks.insert(0, CertificateCheck(self._tls.revoked))
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         for_clients = service.sharing_port(options) if shares_port else options

@@ -129,6 +129,7 @@ async def _serve(
     name: str,
 ) -> None:
     tls = listener_tls(config.tls)
+    edge.callers.revoked = None if tls is None else tls.revoked
     server = EdgeServer(edge)
     peers: EdgeMembership | None = None
     targets: TargetList | None = None
