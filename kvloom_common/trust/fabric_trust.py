@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -51,6 +51,10 @@ class FabricTrust(Protocol):
         (kvloom_common/trust/roles.py)."""
         ...
 
+    def may_connect(self, to: str, peer_certificate: Mapping[str, Any] | None) -> bool:
+        """Likewise of a connection that came through a listener with `server_tls`."""
+        ...
+
     def open_channel(
         self, address: str, role: str, name: str = "", *, options: Sequence[tuple[str, Any]] = ()
     ) -> grpc.aio.Channel:
@@ -84,6 +88,9 @@ class NoSecret:
         return server.add_insecure_port(address)
 
     def may_call(self, method: str, context: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def may_connect(self, to: str, peer_certificate: Mapping[str, Any] | None) -> bool:  # noqa: ARG002
         return True
 
     def open_channel(

@@ -22,6 +22,7 @@ _OPERATORS: Final = frozenset({SUPERVISOR, TOOLS})
 _ALL: Final = frozenset({CONTROL, EDGE, ROUTER, SAFETY, SHARD, SUPERVISOR, TOOLS})
 
 CALLERS: Final[Mapping[str, frozenset[str]]] = {
+    "edge/HTTP": _OPERATORS | {EDGE},
     "grpc.health.v1.Health": _ALL,
     "grpc.reflection.v1alpha.ServerReflection": _ALL,
     "kvloom.v1.ControlService/Follow": _OPERATORS | {EDGE, ROUTER},
@@ -38,7 +39,7 @@ CALLERS: Final[Mapping[str, frozenset[str]]] = {
     "kvloom.v1.SupervisorService": _OPERATORS,
     "kvloom.v1.UsageService": _OPERATORS | {EDGE},
 }
-"""By method, or else by service. What is not named here is refused."""
+"""By method, or else by service. What is not named here is refused. "edge/HTTP": the port of an edge for its fabric."""
 
 
 def may_call(method: str, roles: Iterable[str]) -> bool:
@@ -52,6 +53,12 @@ def roles_of(names: Iterable[bytes], fabric_id: str) -> frozenset[str]:
     end = f".{fabric_id}.kvloom"
     found = (name.decode("ascii", "replace") for name in names)
     return frozenset(name.removesuffix(end) for name in found if name.endswith(end)) & _ALL
+
+
+def names_in(peer_certificate: Mapping[str, Any] | None) -> list[bytes]:
+    """The names in a certificate as Python's ssl module shows it."""
+    shown = (peer_certificate or {}).get("subjectAltName", ())
+    return [name.encode() for kind, name in shown if kind == "DNS"]
 
 
 def shown_names(context: Any) -> list[bytes] | None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import ssl
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from kvloom_common.trust.certificates import ProcessCertificates, server_name
-from kvloom_common.trust.roles import may_call, roles_of, shown_names
+from kvloom_common.trust.roles import may_call, names_in, roles_of, shown_names
 from kvloom_common.trust.secret import SecretError
 
 log = structlog.get_logger()
@@ -67,6 +67,9 @@ class TlsTrust:
     def may_call(self, method: str, context: Any) -> bool:
         names = shown_names(context)
         return names is None or may_call(method, roles_of(names, self._fabric_id))
+
+    def may_connect(self, to: str, peer_certificate: Mapping[str, Any] | None) -> bool:
+        return may_call(to, roles_of(names_in(peer_certificate), self._fabric_id))
 
     def open_channel(
         self, address: str, role: str, name: str = "", *, options: Sequence[tuple[str, Any]] = ()

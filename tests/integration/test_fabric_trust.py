@@ -15,6 +15,7 @@ import pytest
 import redis.asyncio
 
 from edge_http.recovery.edge_membership import join_edges
+from edge_http.server.process import peers_at
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom_common.config import EdgeConfig, RedisConfig
 from kvloom_common.discovery.records import RouterRecord, ShardRecord
@@ -125,12 +126,19 @@ async def test_edges_ask_one_another_for_a_certificate() -> None:
     """The port for other edges would else be a second entrance, without what guards the first."""
     async with edge_world(EdgeConfig()) as world:
         own = trust("edge", "edge-0")
-        address = await world.server.listen("127.0.0.1", 0, own.server_tls())
+        tls = own.server_tls()
+        world.edge.may_connect = peers_at(tls, own)
+        address = await world.server.listen("127.0.0.1", 0, tls)
         async with aiohttp.ClientSession() as session:
             url = f"https://{address}/live"
             peer = trust("edge", "edge-1")
             async with session.get(url, ssl=peer.client_tls(), server_hostname=peer.server_hostname("edge")) as answer:
                 assert answer.status == 200
+            for role, status in (("tools", 200), ("shard", 403), ("router", 403)):
+                async with session.get(
+                    url, ssl=trust(role).client_tls(), server_hostname=peer.server_hostname("edge")
+                ) as answer:
+                    assert answer.status == status
             stranger = trust("edge", "edge-2", FabricSecret.draw())
             for context in (False, stranger.client_tls()):
                 with pytest.raises((aiohttp.ClientError, OSError)):
