@@ -8,6 +8,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -46,6 +47,7 @@ from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
 from router import convert
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
+from router.continuation_tickets import ContinuationTickets, Ticket, digest_of
 from router.conversation_intake import (
     MESSAGES,
     check_only_for_conversations,
@@ -90,6 +92,9 @@ class AcceptedGenerate(NamedTuple):
     """The field that asked for the guide."""
     chosen: ChosenRoute | None
     """How the model was chosen; None if it was named."""
+    issue_ticket: Callable[[int], bytes] | None = None
+    """Makes the ticket with which the client can continue the answer at another router, of the number of cached tokens
+    with which it has begun (router/continuation_tickets.py). None: the client needs none, or gets none."""
 
     @property
     def route(self) -> str:
@@ -130,12 +135,14 @@ class Intake:
         gives_receipts: bool = False,
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
         prefers_others: Callable[[str, Tier], bool] | None = None,
+        tickets: ContinuationTickets | None = None,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
         are none. `meters_usage`: requests get what usage records need. `classes`: those that are declared, with the
         built-in ones. `prefers_others`: whether a model is to be passed by requests that may have another; None: none
-        is."""
+        is. `tickets`: of answers of clients outside the fabric; None: there are no such clients."""
+        self._tickets = tickets
         self._classes = classes
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
@@ -329,15 +336,15 @@ class Intake:
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
-        if scope is not TRUSTED and request.has_output:
-            request = self._with_claims(request, model)
+        ticket_digest = ""
+        if scope is not TRUSTED:
+            request, ticket_digest = self._from_outside(request, wanted, model)
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
             request = self._with_class(request, wanted, scope.access)
         if self._meters_usage:
-            num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
-            request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)
+            request = _with_reasoning(_metered(request, _num_ended_tokens(wanted), scope), model, 0, scope)
         if self._keeps_answers:
             request = self._kept(request, wanted, model)
         if wanted.HasField("objectives"):
@@ -351,7 +358,34 @@ class Intake:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
-        return AcceptedGenerate(request, output, guide_field, chosen)
+        issue_ticket = None
+        if self._tickets is not None and ticket_digest:
+            issue_ticket = partial(self._tickets.issue, ticket_digest, request.answer_id)
+        return AcceptedGenerate(request, output, guide_field, chosen, issue_ticket)
+
+    def _from_outside(self, request: Request, wanted: GenerateRequest, model: ServedModel) -> tuple[Request, str]:
+        """(the request of a client outside the fabric, of which no more is believed than its ticket proves; for an
+        answer that begins here, what its own ticket will be bound to). Raises KvloomError."""
+        tickets, digest = self._tickets, ""
+        if tickets is not None and not wanted.HasField("pooling"):
+            checksum = wanted.adapter_checksum or (model.adapter.checksum if model.adapter is not None else "")
+            digest = digest_of(request, wanted.n or 1, wanted.priority_class, checksum)
+            if wanted.partial_choices:
+                ticket = tickets.redeem(wanted.continuation_ticket, digest, request)
+                if ticket is not None:
+                    return self._continued(request, wanted, model, ticket), ""
+        return (self._with_claims(request, model), "") if request.has_output else (request, digest)
+
+    def _continued(self, request: Request, wanted: GenerateRequest, model: ServedModel, ticket: Ticket) -> Request:
+        """The continuation of an answer that began in this fabric. Its earlier output counts as output; but what that
+        is, only the client says, so it is screened as a prompt."""
+        return msgspec.structs.replace(
+            request,
+            answer_id=ticket.answer_id,
+            num_ended_tokens=_num_ended_tokens(wanted),
+            most_cached_tokens=ticket.num_cached_tokens,
+            prompt_text=self._text_with_claims(request, model),
+        )
 
     def _with_class(
         self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, access: CallerAccess | None
@@ -478,11 +512,14 @@ class Intake:
     def _with_claims(self, request: Request, model: ServedModel | None) -> Request:
         """The request of a client outside the fabric, whose choices have output: it counts, and is screened, as a part
         of the prompt. Raises KvloomError."""
+        num_claimed = sum(len(choice.output_token_ids) for choice in request.choices)
+        text = self._text_with_claims(request, model)
+        return msgspec.structs.replace(request, num_claimed_tokens=num_claimed, prompt_text=text)
+
+    def _text_with_claims(self, request: Request, model: ServedModel | None) -> str:
         outputs = [choice.output_token_ids for choice in request.choices if choice.output_token_ids]
         texts = [request.prompt_text, *(self._text_for_screening(ids, model, request.model) for ids in outputs)]
-        return msgspec.structs.replace(
-            request, num_claimed_tokens=sum(map(len, outputs)), prompt_text="\n".join(filter(None, texts))
-        )
+        return "\n".join(filter(None, texts))
 
     def _screened(self, text: str, token_ids: Sequence[int], model: ServedModel | None, name: str) -> str:
         """The text for the safety service of a prompt of tokens. Processes of the fabric send the text of which they
@@ -554,6 +591,10 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
         raise invalid_argument(f"{field} is truncated: every id has four bytes.", field) from error
 
 
+def _num_ended_tokens(wanted: GenerateRequest) -> int:
+    return sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
+
+
 def _check_choices(submit: Submit) -> None:
     if len(submit.choices) == 1 and submit.choices[0].index < MAX_CHOICES:
         return  # as nearly always
@@ -589,9 +630,9 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
 
 def _metered(request: Request, num_ended_tokens: int, scope: CallerScope, num_foreign_tokens: int = 0) -> Request:
     """With what usage records need. What a client outside the fabric says of its answer changes none of it: each of its
-    requests is an answer of its own."""
+    requests is an answer of its own, unless a ticket has proved the contrary."""
     if scope is not TRUSTED:
-        return msgspec.structs.replace(request, answer_id=secrets.token_hex(8))
+        return request if request.answer_id else msgspec.structs.replace(request, answer_id=secrets.token_hex(8))
     if num_ended_tokens:
         request = msgspec.structs.replace(request, num_ended_tokens=num_ended_tokens)
     if num_foreign_tokens:

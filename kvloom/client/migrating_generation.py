@@ -29,6 +29,8 @@ class MigratingGeneration:
         self._request = request
         self._began_at = time.monotonic()
         self._choices = [ChoiceProgress(index) for index in range(request.n or 1)]
+        self._ticket = b""
+        """Proves to other routers that the answer has begun."""
         self._num_tokens = 0
         self._num_tokens_before = 0
         """How many tokens had been received when the current request was made."""
@@ -53,6 +55,7 @@ class MigratingGeneration:
         request.resume_token = secrets.token_urlsafe(TOKEN_BYTES)  # unique: it names this request to its router
         if self.has_response:
             request.partial_choices.extend(_partial_choice(choice) for choice in self._choices)
+            request.continuation_ticket = self._ticket
             request.starting_after = self.last_event
             request.timeout_seconds = self._seconds_left()
         if self._request.HasField("objectives"):
@@ -70,6 +73,7 @@ class MigratingGeneration:
         self.has_response = self.has_response_from_router = True
         if response.model:  # a route has chosen it, and might choose another one elsewhere
             self._request.model = response.model
+        self._ticket = response.continuation_ticket or self._ticket
         if response.adapter_checksum:  # another adapter may have its name elsewhere, or soon
             self._request.adapter_checksum = response.adapter_checksum
         return [delta for delta_proto in response.deltas if (delta := self._apply(delta_proto)) is not None]
@@ -117,7 +121,7 @@ class MigratingGeneration:
 
 def _partial_choice(choice: ChoiceProgress) -> PartialChoice:
     if choice.is_done:
-        return PartialChoice(index=choice.index, done=True)
+        return PartialChoice(index=choice.index, done=True, token_ids=choice.token_ids)  # a part of the answer's usage
     return PartialChoice(index=choice.index, token_ids=choice.token_ids, num_delivered_chars=choice.num_chars)
 
 

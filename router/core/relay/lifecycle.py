@@ -107,6 +107,8 @@ class Lifecycle:
         request, num_cached_tokens = live.request, max(0, start.num_cached_tokens - live.num_prepared_tokens)
         if live.split is not None and live.split.is_used:
             num_cached_tokens = live.split.num_cached_tokens
+        if request.most_cached_tokens is not None:
+            num_cached_tokens = min(num_cached_tokens, request.most_cached_tokens)
         choice.num_cached_tokens = num_cached_tokens = min(num_cached_tokens, len(request.prompt_token_ids))
         if choice is live.choices[0]:
             live.num_cached_tokens = num_cached_tokens
