@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from control.database.database import Database
 from control.directory import keys
+from control.replication.changelog import TableState, read_state
 from control.replication.follower import Follower
 from control.replication.versions import Versions
 from control.service.metrics import FOLLOWERS, SNAPSHOTS
@@ -28,6 +29,7 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesResponse,
 )
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.tenancy.table import CURRENT_TABLE_KEY
 
 log = structlog.get_logger()
 
@@ -48,8 +50,9 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_OVERLOADED, message))
         self._num_followers += 1
         try:
-            # The follower learns at once that it is connected, also if nothing has changed.
-            await context.send_initial_metadata(())
+            # The follower learns at once that it is connected, also if nothing has changed, and what it lacks.
+            state = await self._database.uninterrupted(self._state())
+            await context.send_initial_metadata(((CURRENT_TABLE_KEY, f"{state.table_id} {state.version}"),))
             with FOLLOWERS.track_inprogress():
                 await self._send(Follower(self._database, self._versions, request.table_id, request.version), context)
         except (SQLAlchemyError, OSError) as error:
@@ -57,6 +60,10 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         finally:
             self._num_followers -= 1
         await abort(context, stopping())
+
+    async def _state(self) -> TableState:
+        async with self._database.reading() as connection:
+            return await read_state(connection)
 
     async def _send(self, follower: Follower, context: Any) -> None:
         response: FollowResponse

@@ -30,7 +30,7 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.discovery.process_finder import ProcessFinder
 from kvloom_common.tenancy.sliced_dict import NUM_SLICES
-from kvloom_common.tenancy.table import EXPIRED_SECONDS, TenantTable
+from kvloom_common.tenancy.table import CURRENT_TABLE_KEY, EXPIRED_SECONDS, TenantTable
 from kvloom_common.trust.fabric_trust import FabricTrust
 
 log = structlog.get_logger()
@@ -38,6 +38,10 @@ log = structlog.get_logger()
 ROLE: Final = "control"
 CONNECT_SECONDS: Final = 5.0
 """How long a service may take for the first response."""
+TRY_SECONDS: Final = 1.0
+"""How long a process that has a copy waits at its start for a service that hangs."""
+LONGEST_PAUSE_SECONDS: Final = 0.5
+"""Between two tries to reach the service: a key that is revoked as soon as it is back must not be accepted for long."""
 TOUCH_SECONDS: Final = 10.0
 """How often the copy on disk is marked as current."""
 REPORT_SECONDS: Final = 30.0
@@ -67,7 +71,8 @@ class TenantFollower:
         """`own_name`: the process's; its copy is called after it."""
         self.tenants = Tenants(config.control.max_stale_seconds)
         self.tried = asyncio.Event()
-        """Set once there is a table, or `control` could not be reached."""
+        """Set once the table is that of `control`, or that could not be reached. Nothing should be served before: keys
+        may have been revoked while this process was away."""
         self._trust = trust
         self._finder = control_finder(config, own_name, trust)
         folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
@@ -82,11 +87,12 @@ class TenantFollower:
         """Changes are missing."""
         self._arriving: TenantTable | None = None
         """A snapshot that is not complete."""
-        self._backoff = Backoff(0.1, 5.0, stable_seconds=10.0, jitter=lambda: random.uniform(0.5, 1.0))
+        self._backoff = Backoff(0.1, LONGEST_PAUSE_SECONDS, jitter=lambda: random.uniform(0.5, 1.0))
+        self._announced = ""
+        """Which table `control` had when it accepted the stream: see CURRENT_TABLE_KEY."""
         table, current_at = self._file.load()
         if not table.is_empty:
             self.tenants.use(table, current_at)
-            self.tried.set()
 
     def control_addresses(self) -> list[str]:
         """Where the control service may be reached, best first."""
@@ -100,11 +106,17 @@ class TenantFollower:
                 tasks.create_task(self._touch(), name="tenants' copy")
                 tasks.create_task(self._report_uses(), name="uses of keys")
                 tasks.create_task(self._drop_expired(), name="expired keys")
+                tasks.create_task(self._try(), name="first try")
                 await self._finder.found.wait()
                 await self._follow_all()
         finally:
             self.tenants.set_connected(False)
             self._file.close()
+
+    async def _try(self) -> None:
+        await asyncio.sleep(TRY_SECONDS)
+        if not self.tenants.table.is_empty:
+            self.tried.set()
 
     async def _follow_all(self) -> None:
         turn = 0
@@ -148,12 +160,21 @@ class TenantFollower:
         self._stub = control_service_pb2_grpc.ControlServiceStub(channel)
         call = self._stub.Follow(wanted)
         async with asyncio.timeout(CONNECT_SECONDS):
-            await call.initial_metadata()  # `control` sends it at once, also if nothing has changed
+            metadata = await call.initial_metadata()  # `control` sends it at once, also if nothing has changed
+        self._announced = next((str(value) for key, value in metadata or () if key == CURRENT_TABLE_KEY), "")
         if wanted.table_id:
-            self._connected()
+            self._connected_if_current()
         async for response in call:
             await self._apply(response)
         log.info("control has ended the stream of tenants")
+
+    def _connected_if_current(self) -> None:
+        """Otherwise the table lacks what has changed while there was no stream. An older service does not say what it
+        has."""
+        table_id, _, version = self._announced.partition(" ")
+        table = self.tenants.table
+        if not self._announced or (table_id == table.table_id and int(version) <= table.version):
+            self._connected()
 
     def _connected(self) -> None:
         if not self.tenants.connected:
@@ -193,6 +214,7 @@ class TenantFollower:
                 if part is not response:
                     await asyncio.sleep(0)
             self.tenants.changed()
+            self._connected_if_current()
             if self._file.is_bloated:
                 raise _StartAgainError
 

@@ -17,6 +17,9 @@ from kvloom_common.tenancy.limits import NO_LIMITS, Limits, limits_from_proto
 from kvloom_common.tenancy.prices import Price, Prices
 from kvloom_common.tenancy.sliced_dict import SlicedDict
 
+CURRENT_TABLE_KEY: Final = "kvloom-table"
+"""In the initial metadata of ControlService.Follow: the id and the version of the table at that moment, with a blank
+between them."""
 EXPIRED_SECONDS: Final = 3600.0
 """How long after its end a key is in the table that `control` sends. It opens nothing in that time."""
 NEVER: Final = 0.0

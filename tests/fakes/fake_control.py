@@ -15,7 +15,7 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesRequest,
     ReportKeyUsesResponse,
 )
-from kvloom_common.tenancy.table import Key, Organisation, Tenant
+from kvloom_common.tenancy.table import CURRENT_TABLE_KEY, Key, Organisation, Tenant
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tests.fakes.tenant_entries import key_to_proto, organisation_to_proto, tenant_to_proto
 
@@ -36,6 +36,9 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
         self.part_entries = 1000
         self.oldest_version = 0
         """Changes after it are known; others need a snapshot."""
+        self.may_send = asyncio.Event()
+        """Cleared: the service accepts followers, and sends them nothing."""
+        self.may_send.set()
         self._trust = trust
         self._entries: dict[tuple[str, str], Any] = {}
         self._changes: list[FollowResponse] = []
@@ -89,7 +92,8 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
 
     async def Follow(self, request: FollowRequest, context: Any) -> None:
         self.requests.append(request)
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(((CURRENT_TABLE_KEY, f"{self.table_id} {self.version}"),))
+        await self.may_send.wait()
         sent = request.version
         if request.table_id != self.table_id or not self.oldest_version <= sent <= self.version:
             sent = self.version

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from kvloom.errors import KvloomError
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
 from kvloom_common.discovery.announcer import announced_process, process_record
@@ -59,6 +61,37 @@ async def test_a_process_that_starts_again_asks_only_for_what_has_changed(contro
         async with following(follower):
             await eventually(lambda: follower.tenants.connected, "the connection")  # noqa: B023
     assert [(request.table_id, request.version) for request in control.requests] == [("", 0), ("table", 1)]
+
+
+async def test_nothing_is_served_by_a_copy_that_is_not_current(control: FakeControl, tmp_path: Path) -> None:
+    """A router that was away while a key was revoked accepted it when it came back, until the change had arrived."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the connection")
+    control.remove_key(f"id-{SEARCH_KEY}")
+    control.may_send.clear()
+    again = follower_of(tmp_path, config_of(control))
+    assert again.tenants.of_credential(SEARCH_KEY)  # what it has kept
+    async with following(again):
+        await eventually(lambda: len(control.requests) == 2, "the stream")
+        await asyncio.sleep(0)
+        assert (again.tried.is_set(), again.tenants.connected) == (False, False)
+        control.may_send.set()
+        await again.tried.wait()
+        with pytest.raises(KvloomError, match="not valid"):
+            again.tenants.of_credential(SEARCH_KEY)
+
+
+async def test_a_service_that_hangs_does_not_keep_a_process_from_serving(control: FakeControl, tmp_path: Path) -> None:
+    """It has a copy, and the service may be away for a day."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the connection")
+    control.put(key_of("kvl-new", "acme/search"))
+    control.may_send.clear()
+    async with following(again := follower_of(tmp_path, config_of(control))):
+        await again.tried.wait()
+        assert not again.tenants.connected
+        assert again.tenants.of_credential(SEARCH_KEY)
+        control.may_send.set()
 
 
 async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_path: Path) -> None:
