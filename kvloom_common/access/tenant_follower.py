@@ -192,6 +192,8 @@ class TenantFollower:
         if self._arriving is not None:
             self._arriving.apply(response)
             self._file.add_to_snapshot(response)
+            if response.holds_at_once and response.table_id == self.tenants.table.table_id:
+                self._amend(response)
             if response.is_complete:
                 table, self._arriving = self._arriving, None
                 replaced, replaced_file = self.tenants.table, self._file.complete_snapshot()
@@ -217,6 +219,14 @@ class TenantFollower:
             self._connected_if_current()
             if self._file.is_bloated:
                 raise _StartAgainError
+
+    def _amend(self, response: FollowResponse) -> None:
+        """The table that a snapshot will replace gets a change already. It keeps its version."""
+        table = self.tenants.table
+        version = table.version
+        table.apply(response)
+        table.version = version
+        self.tenants.changed()
 
     async def _report_uses(self) -> None:
         """What cannot be reported is forgotten: the keys that are used still are reported the next time."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import KvloomError
+from kvloom.v1.control_service_pb2 import FollowResponse
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
 from kvloom_common.discovery.announcer import announced_process, process_record
@@ -106,6 +107,21 @@ async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_p
         control.put(key_of("kvl-new", "acme/search"))
         await eventually(lambda: follower.tenants.table.table_id == "another", "the other table")
     assert versions == [4, 5]
+
+
+@pytest.mark.parametrize("table_id", ["table", "another"])
+async def test_a_revocation_during_a_snapshot_holds_at_once(
+    control: FakeControl, tmp_path: Path, table_id: str
+) -> None:
+    """Also for the table that is used until its end. A snapshot of another database says nothing about it."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        version = follower.tenants.table.version
+        await follower._apply(FollowResponse(table_id=table_id, version=9, begins_snapshot=True))
+        revoked = FollowResponse(table_id=table_id, version=9, removed_keys=[f"id-{SEARCH_KEY}"], holds_at_once=True)
+        await follower._apply(revoked)
+        is_known = follower.tenants.table.key(f"id-{SEARCH_KEY}") is not None
+        assert (is_known, follower.tenants.table.version) == (table_id == "another", version)
 
 
 async def test_a_table_that_was_replaced_is_freed_in_parts(control: FakeControl, tmp_path: Path) -> None:
