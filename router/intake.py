@@ -47,7 +47,7 @@ from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
 from router import convert
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
-from router.continuation_tickets import ContinuationTickets, Ticket, digest_of
+from router.continuation_tickets import ContinuationTickets, digest_of
 from router.conversation_intake import (
     MESSAGES,
     check_only_for_conversations,
@@ -92,9 +92,6 @@ class AcceptedGenerate(NamedTuple):
     """The field that asked for the guide."""
     chosen: ChosenRoute | None
     """How the model was chosen; None if it was named."""
-    issue_ticket: Callable[[int], bytes] | None = None
-    """Makes the ticket with which the client can continue the answer at another router, of the number of cached tokens
-    with which it has begun (router/continuation_tickets.py). None: the client needs none, or gets none."""
 
     @property
     def route(self) -> str:
@@ -230,8 +227,11 @@ class Intake:
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
-        if scope is not TRUSTED and request.has_output:
-            request = self._with_claims(request, model)
+        if scope is not TRUSTED:
+            assert isinstance(submit, Submit)
+            checksum = submit.adapter_checksum or _adapter_checksum(model)
+            digest = digest_of(request, 0, submit.priority_class, checksum)
+            request = self._from_outside(request, submit, model, digest, submit.num_ended_tokens)
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or submit.priority_class or submit.fairness_id or scope.access is not None:
@@ -336,9 +336,10 @@ class Intake:
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
-        ticket_digest = ""
         if scope is not TRUSTED:
-            request, ticket_digest = self._from_outside(request, wanted, model)
+            checksum = wanted.adapter_checksum or _adapter_checksum(model)
+            digest = digest_of(request, wanted.n or 1, wanted.priority_class, checksum)
+            request = self._from_outside(request, wanted, model, digest, _num_ended_tokens(wanted))
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
@@ -358,33 +359,33 @@ class Intake:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
-        issue_ticket = None
-        if self._tickets is not None and ticket_digest:
-            issue_ticket = partial(self._tickets.issue, ticket_digest, request.answer_id)
-        return AcceptedGenerate(request, output, guide_field, chosen, issue_ticket)
+        return AcceptedGenerate(request, output, guide_field, chosen)
 
-    def _from_outside(self, request: Request, wanted: GenerateRequest, model: ServedModel) -> tuple[Request, str]:
-        """(the request of a client outside the fabric, of which no more is believed than its ticket proves; for an
-        answer that begins here, what its own ticket will be bound to). Raises KvloomError."""
-        tickets, digest = self._tickets, ""
-        if tickets is not None and not wanted.HasField("pooling"):
-            checksum = wanted.adapter_checksum or (model.adapter.checksum if model.adapter is not None else "")
-            digest = digest_of(request, wanted.n or 1, wanted.priority_class, checksum)
-            if wanted.partial_choices:
-                ticket = tickets.redeem(wanted.continuation_ticket, digest, request)
-                if ticket is not None:
-                    return self._continued(request, wanted, model, ticket), ""
-        return (self._with_claims(request, model), "") if request.has_output else (request, digest)
-
-    def _continued(self, request: Request, wanted: GenerateRequest, model: ServedModel, ticket: Ticket) -> Request:
-        """The continuation of an answer that began in this fabric. Its earlier output counts as output; but what that
-        is, only the client says, so it is screened as a prompt."""
+    def _from_outside(
+        self, request: Request, wanted: Submit | GenerateRequest, model: ServedModel | None, digest: str, num_ended: int
+    ) -> Request:
+        """The request of a client outside the fabric, of which no more is believed than its ticket proves. `digest`:
+        see `digest_of`; `num_ended`: how many tokens it says that other choices of its answer have. Raises
+        KvloomError."""
+        tickets = self._tickets
+        answer_id = secrets.token_hex(8) if self._meters_usage else ""
+        if tickets is None:
+            request = self._with_claims(request, model, answer_id) if request.has_output else request
+            return msgspec.structs.replace(request, answer_id=answer_id)
+        if request.has_output or num_ended:
+            ticket = tickets.redeem(wanted.continuation_ticket, digest, request)
+            if ticket is None:
+                return self._with_claims(request, model, answer_id)
+            # What its earlier output is, only the client says: it is screened as a prompt.
+            return msgspec.structs.replace(
+                request,
+                answer_id=ticket.answer_id,
+                num_ended_tokens=num_ended,
+                most_cached_tokens=ticket.num_cached_tokens,
+                prompt_text=self._text_with_claims(request, model),
+            )
         return msgspec.structs.replace(
-            request,
-            answer_id=ticket.answer_id,
-            num_ended_tokens=_num_ended_tokens(wanted),
-            most_cached_tokens=ticket.num_cached_tokens,
-            prompt_text=self._text_with_claims(request, model),
+            request, answer_id=answer_id, issue_ticket=partial(tickets.issue, digest, answer_id)
         )
 
     def _with_class(
@@ -509,12 +510,12 @@ class Intake:
                 field=field,
             )
 
-    def _with_claims(self, request: Request, model: ServedModel | None) -> Request:
+    def _with_claims(self, request: Request, model: ServedModel | None, answer_id: str) -> Request:
         """The request of a client outside the fabric, whose choices have output: it counts, and is screened, as a part
         of the prompt. Raises KvloomError."""
         num_claimed = sum(len(choice.output_token_ids) for choice in request.choices)
         text = self._text_with_claims(request, model)
-        return msgspec.structs.replace(request, num_claimed_tokens=num_claimed, prompt_text=text)
+        return msgspec.structs.replace(request, num_claimed_tokens=num_claimed, prompt_text=text, answer_id=answer_id)
 
     def _text_with_claims(self, request: Request, model: ServedModel | None) -> str:
         outputs = [choice.output_token_ids for choice in request.choices if choice.output_token_ids]
@@ -591,6 +592,10 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
         raise invalid_argument(f"{field} is truncated: every id has four bytes.", field) from error
 
 
+def _adapter_checksum(model: ServedModel | None) -> str:
+    return "" if model is None or model.adapter is None else model.adapter.checksum
+
+
 def _num_ended_tokens(wanted: GenerateRequest) -> int:
     return sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
 
@@ -629,10 +634,9 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
 
 
 def _metered(request: Request, num_ended_tokens: int, scope: CallerScope, num_foreign_tokens: int = 0) -> Request:
-    """With what usage records need. What a client outside the fabric says of its answer changes none of it: each of its
-    requests is an answer of its own, unless a ticket has proved the contrary."""
+    """With what usage records need. What a client outside the fabric says of its answer changes none of it."""
     if scope is not TRUSTED:
-        return request if request.answer_id else msgspec.structs.replace(request, answer_id=secrets.token_hex(8))
+        return request
     if num_ended_tokens:
         request = msgspec.structs.replace(request, num_ended_tokens=num_ended_tokens)
     if num_foreign_tokens:

@@ -73,7 +73,6 @@ class MigratingGeneration:
         self.has_response = self.has_response_from_router = True
         if response.model:  # a route has chosen it, and might choose another one elsewhere
             self._request.model = response.model
-        self._ticket = response.continuation_ticket or self._ticket
         if response.adapter_checksum:  # another adapter may have its name elsewhere, or soon
             self._request.adapter_checksum = response.adapter_checksum
         return [delta for delta_proto in response.deltas if (delta := self._apply(delta_proto)) is not None]
@@ -97,6 +96,7 @@ class MigratingGeneration:
         self._num_tokens += len(delta_proto.token_ids)
         delta = Delta.from_proto(delta_proto)
         if delta.start is not None:
+            self._ticket = delta.start.continuation_ticket or self._ticket
             if choice.num_cached_tokens is None:
                 choice.num_cached_tokens = delta.start.num_cached_tokens
             else:

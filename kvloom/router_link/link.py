@@ -176,6 +176,8 @@ class GrpcRouterLink:
         if request.num_ended_tokens:
             submit.num_ended_tokens = request.num_ended_tokens
             submit.num_ended_reasoning_tokens = request.num_ended_reasoning_tokens
+        if request.continuation_ticket:
+            submit.continuation_ticket = request.continuation_ticket
         if request.num_foreign_tokens:
             submit.num_foreign_tokens = request.num_foreign_tokens
         if request.no_result_cache:

@@ -162,8 +162,6 @@ class GenerateCall:
                     response.seed, response.model = seed_of(request), accepted.chosen_model
                     if request.adapter is not None:
                         response.adapter_checksum = request.adapter.checksum
-                    if accepted.issue_ticket is not None and step.starts:
-                        response.continuation_ticket = accepted.issue_ticket(step.starts[0].num_cached_tokens)
                 await self._context.write(response)
             if error is not None:
                 raise error

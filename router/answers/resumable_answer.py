@@ -79,9 +79,7 @@ class ResumableAnswer:
         self.seed: int | None = None
         self.chosen_model = ""
         """The model that a route has chosen."""
-        """Known once the request was admitted, like the next three."""
-        self.issue_ticket: Callable[[int], bytes] | None = None
-        """See AcceptedGenerate."""
+        """Known once the request was admitted, like the next two."""
         self.output: ParsedOutput | None = None
         """None: the output is text."""
         self.guide_field = GUIDE_FIELD
@@ -149,8 +147,6 @@ class ResumableAnswer:
             if self.seed is not None:
                 response.seed = self.seed
             response.model = self.chosen_model
-            if self.issue_ticket is not None and self.first_start is not None:
-                response.continuation_ticket = self.issue_ticket(self.first_start.num_cached_tokens)
         self._latest = response
         log.append(response.SerializeToString())
         slot, reader = self._slot, self._slot.reader

@@ -209,7 +209,7 @@ class ResumableAnswers:
             return
         if not answer.ended:
             answer.seed = seed_of(accepted.request)
-            answer.chosen_model, answer.issue_ticket = accepted.chosen_model, accepted.issue_ticket
+            answer.chosen_model = accepted.chosen_model
             answer.output, answer.guide_field = accepted.output, accepted.guide_field
             self._dispatcher.add_client(client_id, answer)
             self._dispatcher.dispatch(RequestArrived(accepted.request))

@@ -109,6 +109,10 @@ class Request(msgspec.Struct, frozen=True):
     answer began. None: all."""
     num_ended_reasoning_tokens: int = 0
     """The part of `num_ended_tokens` that is reasoning."""
+    issue_ticket: Callable[[int], bytes] | None = None
+    """Seals the ticket with which its client can continue the answer at another router
+    (router/continuation_tickets.py), given the number of cached tokens; called with its first token. None: the client
+    needs none."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
     """How many of a choice's output tokens are reasoning: a pure function, called when the choice ends. None: usage is
     not metered, or the model writes none."""

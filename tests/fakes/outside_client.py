@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -60,14 +60,32 @@ class OutsideClient:
         try:
             async for response in call:
                 on_response(response)
-                found.ticket = response.continuation_ticket or found.ticket
                 for delta in response.deltas:
+                    found.ticket = delta.start.continuation_ticket or found.ticket
                     found.choices.setdefault(delta.index, []).extend(delta.token_ids)
                 if leave_after is not None and len(found.token_ids) >= leave_after:
                     call.cancel()
                     break
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        return found
+
+    async def connect(self, submit: pb.Submit, leave_after: int | None = None) -> Received:
+        """The same over a stream of many requests."""
+        found = Received()
+
+        async def frames() -> AsyncIterator[pb.RouterServiceConnectRequest]:
+            yield pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="c"))
+            yield pb.RouterServiceConnectRequest(submits=[submit])
+
+        call = self.stub.Connect(frames(), metadata=self._metadata, timeout=20)
+        async for frame in call:
+            for start in frame.step.starts:
+                found.ticket = start.continuation_ticket or found.ticket
+            found.choices.setdefault(0, []).extend(frame.step.token_ids)
+            if leave_after is not None and len(found.token_ids) >= leave_after:
+                call.cancel()
+                break
         return found
 
     async def reason(self, request: pb.GenerateRequest) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from kvloom.v1 import router_service_pb2 as pb
+from kvloom.v1.generation_pb2 import Choice, SamplingParams, StopConditions
 from kvloom_common.tenancy.limits import Limits
 from kvloom_common.tenancy.usage_record import UsageRecord
 from tests.fakes.fake_control import key_of
 from tests.fakes.metered_world import FIRST, MeteredWorld, metered
-from tests.fakes.outside_client import OutsideClient, generate_request
+from tests.fakes.outside_client import PROMPT, OutsideClient, generate_request
 from tests.fakes.router_world import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -137,3 +138,25 @@ async def test_ended_choices_are_a_part_of_the_answer(world: MeteredWorld) -> No
     rest = await one.read(later)
     assert len(rest.token_ids) == 8
     assert [record.num_output_tokens for record in await counted(world, 2)] == [24]
+
+
+async def test_an_answer_of_a_shared_stream_continues_with_its_ticket(world: MeteredWorld) -> None:
+    """The SDK sends prompts of tokens over `Connect`. There, a client can also claim tokens of other models, and that
+    tokens are reasoning: with a ticket, too, it is not believed."""
+    one = await client(world)
+    begun = await one.connect(submit(), leave_after=6)
+    assert begun.ticket
+    claims = begun.token_ids
+    choice = Choice(slot=1, output_token_ids=claims, num_delivered_chars=len(claims))
+    fields = {"num_foreign_tokens": len(claims), "num_ended_reasoning_tokens": 5, "num_ended_tokens": 7}
+    rest = await one.connect(submit(choices=[choice], continuation_ticket=begun.ticket, **fields))
+    assert len(claims) + len(rest.token_ids) == 20
+    [record] = await counted(world, 2)
+    assert (record.num_prompt_tokens, record.num_output_tokens) == (NUM_PROMPT, 20 + 7)
+    assert (record.num_resumed_tokens, record.num_reasoning_tokens) == (len(claims) + 7, 0)
+
+
+def submit(**fields: Any) -> pb.Submit:
+    stop = StopConditions(max_tokens=20, ignore_eos=True)
+    base: dict[str, Any] = {"choices": [Choice(slot=1)], "stop": stop, "sampling": SamplingParams(temperature=0.0)}
+    return pb.Submit(request_id="r", model=FIRST, prompt_token_ids=PROMPT, **(base | fields))

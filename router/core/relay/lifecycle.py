@@ -312,6 +312,9 @@ class Lifecycle:
             choice.request.first_sent_at = now
             if self._brownout is not None and not choice.request.cached:
                 self._brownout.note_first_token(choice.request, now)
+            issue_ticket = choice.request.request.issue_ticket
+            if issue_ticket is not None:
+                start.continuation_ticket = issue_ticket(start.num_cached_tokens)
         if self._limiter is not None and choice.request.charge is not None:
             start.limits = self._limiter.state(choice.request.charge, now)
         self._action_buffer.step(choice.client).starts.append(start)

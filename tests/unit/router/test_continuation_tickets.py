@@ -65,9 +65,9 @@ async def accept(
 
 async def begun(fabric: Fabric, request: pb.GenerateRequest | None = None) -> tuple[Request, bytes]:
     """An answer of the first router, and its ticket: 1 token of the prompt was cached."""
-    found = await accept(fabric.first, request or wanted())
+    found = (await accept(fabric.first, request or wanted())).request
     assert found.issue_ticket is not None
-    return found.request, found.issue_ticket(1)
+    return found, found.issue_ticket(1)
 
 
 async def believed(
@@ -83,13 +83,12 @@ async def test_another_router_continues_the_same_answer() -> None:
     """It is one answer for usage records, and its earlier output is output, though it is screened as a prompt."""
     fabric = Fabric()
     answer, ticket = await begun(fabric)
-    found = await accept(fabric.second, wanted("jumps", "over the", ticket=ticket))
-    continued = found.request
+    continued = (await accept(fabric.second, wanted("jumps", "over the", ticket=ticket))).request
     assert continued.answer_id == answer.answer_id != ""
     assert (continued.is_continued, continued.num_claimed_tokens, continued.most_cached_tokens) == (True, 0, 1)
     assert continued.num_earlier_tokens == len(TOKENIZER.encode_now("jumps")) + len(TOKENIZER.encode_now("over the"))
     assert continued.prompt_text == "the fox\njumps"
-    assert found.issue_ticket is None
+    assert continued.issue_ticket is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ async def test_one_tenants_tickets_are_no_other_tenants_burden() -> None:
     _, ticket = await begun(fabric)
     assert not await believed(fabric.second, wanted("jumps", ticket=ticket))
     other = CallerScope("globex/web")
-    found = await accept(fabric.first, wanted(), other)
+    found = (await accept(fabric.first, wanted(), other)).request
     assert found.issue_ticket is not None
     assert await believed(fabric.second, wanted("jumps", ticket=found.issue_ticket(0)), other)
 
@@ -179,5 +178,5 @@ async def test_one_tenants_tickets_are_no_other_tenants_burden() -> None:
 async def test_only_answers_that_begin_get_tickets() -> None:
     """One that continues has that of its beginning, and what is only claimed to have begun gets none."""
     fabric = Fabric()
-    assert (await accept(fabric.first, wanted("jumps"))).issue_ticket is None
-    assert (await fabric.first.accept_generate(wanted(), "edge")).issue_ticket is None
+    assert (await accept(fabric.first, wanted("jumps"))).request.issue_ticket is None
+    assert (await fabric.first.accept_generate(wanted(), "edge")).request.issue_ticket is None
