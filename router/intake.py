@@ -287,6 +287,7 @@ class Intake:
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
+        cache_salt = self._cache_salt(tenant)
         tier = _tier(wanted.tier)
         prefers_others = self._prefers_others
         model, chosen = choose_model(
@@ -308,13 +309,13 @@ class Intake:
             if is_embedding:
                 raise invalid_argument("An embedding is one of text or token_ids, not of a conversation.", "pooling")
             plan = self._tool_plan(wanted, model, sampling)
-            token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling)
+            token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling, cache_salt)
         else:
             check_only_for_conversations(wanted)
-            token_ids, text = await self._tokenized(wanted, model, add_special_tokens=is_embedding)
+            token_ids, text = await self._tokenized(wanted, model, cache_salt, add_special_tokens=is_embedding)
         check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
         if wanted.predicted_text:
-            sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model))
+            sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model, cache_salt))
         given_id = wanted.request_id or new_request_id()
         request = Request(
             request_id=scope.request_id(given_id),
@@ -330,7 +331,7 @@ class Intake:
             tier=tier,
             tenant=tenant,
             key_id=scope.key_id,
-            cache_salt=self._cache_salt(tenant),
+            cache_salt=cache_salt,
             traceparent=traceparent,
             session_key=wanted.session_key,
             client_request_id=client_request_id,
@@ -419,7 +420,7 @@ class Intake:
         return msgspec.structs.replace(request, is_cacheable=is_cacheable, wants_receipt=wants_receipt)
 
     async def _tokenized(
-        self, wanted: GenerateRequest, model: ServedModel, *, add_special_tokens: bool
+        self, wanted: GenerateRequest, model: ServedModel, cache_salt: str, *, add_special_tokens: bool
     ) -> tuple[Sequence[int], str]:
         """Returns (token ids, text for the safety service) of a prompt that is no conversation."""
         match wanted.WhichOneof("input"):
@@ -427,7 +428,9 @@ class Intake:
                 if not wanted.text:
                     raise invalid_argument("text must not be empty.", "text")
                 self._check_text_size(wanted.text, "text")
-                token_ids = await model.tokenizer.encode(wanted.text, add_special_tokens=add_special_tokens)
+                token_ids = await model.tokenizer.encode(
+                    wanted.text, scope=cache_salt, add_special_tokens=add_special_tokens
+                )
                 self._check_prompt(token_ids, model, "text")
                 return token_ids, wanted.text
             case "token_ids":
@@ -437,13 +440,13 @@ class Intake:
             case _:
                 raise invalid_argument("One of text, conversation and token_ids is required.", "input")
 
-    async def _predicted_token_ids(self, wanted: GenerateRequest, model: ServedModel) -> Sequence[int]:
+    async def _predicted_token_ids(self, wanted: GenerateRequest, model: ServedModel, cache_salt: str) -> Sequence[int]:
         if wanted.sampling.predicted_token_ids:
             raise invalid_argument(
                 "predicted_text and sampling.predicted_token_ids exclude each other.", "predicted_text"
             )
         self._check_text_size(wanted.predicted_text, "predicted_text")
-        token_ids = await model.tokenizer.encode(wanted.predicted_text)
+        token_ids = await model.tokenizer.encode(wanted.predicted_text, scope=cache_salt)
         return token_ids[:MAX_PREDICTED_TOKENS]
 
     def _tool_plan(self, wanted: GenerateRequest, model: ServedModel, sampling: SamplingParams) -> ToolPlan:
@@ -462,7 +465,12 @@ class Intake:
         return plan
 
     async def _tokenized_conversation(
-        self, wanted: GenerateRequest, model: ServedModel, plan: ToolPlan, sampling: SamplingParams
+        self,
+        wanted: GenerateRequest,
+        model: ServedModel,
+        plan: ToolPlan,
+        sampling: SamplingParams,
+        cache_salt: str,
     ) -> tuple[Sequence[int], str, ParserSpec | None]:
         """Returns (token ids, text for the safety service, parser of the answer). `sampling` then shows the markers
         that the parser has to see."""
@@ -471,7 +479,9 @@ class Intake:
         text = screened_text(messages, plan.tools)
         self._check_text_size(text, MESSAGES)
         try:
-            token_ids, rendered = await conversation_prompt(model.tokenizer, messages, plan.tools, options)
+            token_ids, rendered = await conversation_prompt(
+                model.tokenizer, messages, plan.tools, options, scope=cache_salt
+            )
         except KvloomError as error:
             raise conversation_error(error) from error
         self._check_prompt(token_ids, model, MESSAGES)

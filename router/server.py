@@ -17,7 +17,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import router_service_pb2
-from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.kv_shares import KvShares
 from kvloom_common.access.listener_tls import listener_tls
@@ -97,6 +96,7 @@ from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
+from router.side_call_desk import SideCallDesk
 from router.tenancy.lease_desk import LeaseDesk
 from router.usage_records import Credit, UsageRecords
 
@@ -156,7 +156,7 @@ class RouterServer:
         callers = configured_callers(config, trust, router_id)
         if callers.identities is not None:
             observe(callers.identities.tenants, metrics_registry, "router")
-        self._cache_salts = _cache_salts(callers, trust)
+        self._cache_salts = callers.cache_salts(trust.cache_key)
         self._tickets = ContinuationTickets(trust.sealer) if trust.has_secret else None
         """None if all clients are trusted."""
         intake = Intake(
@@ -221,6 +221,7 @@ class RouterServer:
                 metrics_registry,
             )
             self._driver.set_limits(self._leases)
+        self._side_calls = SideCallDesk(self._driver, has_limits=self._leases is not None)
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
@@ -263,6 +264,7 @@ class RouterServer:
                 self._moderation,
                 metrics_registry,
                 self._clear_result_cache,
+                self._side_calls,
             )
             return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
 
@@ -324,7 +326,7 @@ class RouterServer:
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
-        link = LocalRouterLink(self._driver, self._intake, name, self._moderation)
+        link = LocalRouterLink(self._driver, self._intake, name, self._moderation, self._side_calls)
         if self._metering is not None:
             self._usage_records.open(link.client_id, link.client_id)
         return link
@@ -639,12 +641,6 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
-
-
-def _cache_salts(callers: Callers, trust: FabricTrust) -> CacheSalts:
-    if callers.identities is None:
-        return CacheSalts(trust.cache_key)
-    return CacheSalts(trust.cache_key, callers.identities.tenants.cache_scope)
 
 
 def _kv_share_of(config: KvloomConfig, callers: Callers, trust: FabricTrust) -> Callable[[str], KvShare | None] | None:

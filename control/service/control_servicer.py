@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from control.database.database import Database
+from control.database.failures import DATABASE_ERRORS, database_error
 from control.directory import keys
-from control.replication.changelog import TableState, read_state
 from control.replication.follower import Follower
 from control.replication.versions import Versions
 from control.service.metrics import FOLLOWERS, SNAPSHOTS
@@ -29,7 +28,6 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesResponse,
 )
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.tenancy.table import CURRENT_TABLE_KEY
 
 log = structlog.get_logger()
 
@@ -50,20 +48,15 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_OVERLOADED, message))
         self._num_followers += 1
         try:
-            # The follower learns at once that it is connected, also if nothing has changed, and what it lacks.
-            state = await self._database.uninterrupted(self._state())
-            await context.send_initial_metadata(((CURRENT_TABLE_KEY, f"{state.table_id} {state.version}"),))
+            # The follower learns at once that it is connected, also if nothing has changed.
+            await context.send_initial_metadata(())
             with FOLLOWERS.track_inprogress():
                 await self._send(Follower(self._database, self._versions, request.table_id, request.version), context)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             await abort(context, database_error("Follow", error))
         finally:
             self._num_followers -= 1
         await abort(context, stopping())
-
-    async def _state(self) -> TableState:
-        async with self._database.reading() as connection:
-            return await read_state(connection)
 
     async def _send(self, follower: Follower, context: Any) -> None:
         response: FollowResponse
@@ -75,7 +68,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def LeaseBudgets(self, request_iterator: AsyncIterator[LeaseBudgetsRequest], context: Any) -> None:
         try:
             await lease_budgets(self._database, self._until_closed(request_iterator), context)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             await abort(context, database_error("LeaseBudgets", error))
         if self._versions.is_closed:
             await abort(context, stopping())
@@ -104,7 +97,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await self._database.uninterrupted(self._note_uses(request.uses))
         except KvloomError as error:
             await abort(context, error)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             await abort(context, database_error("ReportKeyUses", error))
         return ReportKeyUsesResponse()
 
@@ -115,13 +108,3 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
 
 def stopping() -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_DRAINING, "The control service is stopping.")
-
-
-def database_error(method: str, error: Exception) -> KvloomError:
-    """What a caller is told when the database fails. The log has the cause, which may contain names of tenants."""
-    log.error("the database failed", method=method, cause=type(error).__name__, exc_info=error)
-    return KvloomError(
-        ErrorReason.ERROR_REASON_CONTROL_UNAVAILABLE,
-        "The database of tenants fails at the moment.",
-        retry_after_seconds=1.0,
-    )

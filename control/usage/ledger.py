@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.database import Database
 from control.database.usage_tables import budget_leases, budget_spending, usage_daily, usage_producers, usage_records
+from control.usage.account_limits import key_accounts
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
 from kvloom_common.tenancy.usage_record import UsageRecord, counting
@@ -88,16 +89,19 @@ async def _insert_new(connection: AsyncConnection, records: dict[tuple[str, int]
     return new
 
 
-async def _deltas(connection: AsyncConnection, arrived: Iterable[UsageRecord]) -> Deltas:
-    deltas = Deltas()
+async def _deltas(connection: AsyncConnection, records: Iterable[UsageRecord]) -> Deltas:
+    arrived = list(records)
     added: dict[Answer, list[UsageRecord]] = {}
     for record in arrived:
-        deltas.settle(record)
         if record.request_id:  # otherwise only the number is known
             added.setdefault(record.answer, []).append(record)
     all_records = await _records_of(connection, added)
-    for answer, records in added.items():
-        numbers = {(record.producer, record.number) for record in records}
+    key_ids = {record.key_id for records in all_records.values() for record in records}
+    deltas = Deltas(await key_accounts(connection, key_ids))
+    for record in arrived:
+        deltas.settle(record)
+    for answer, of_answer in added.items():
+        numbers = {(record.producer, record.number) for record in of_answer}
         whole = all_records[answer]
         earlier = [record for record in whole if (record.producer, record.number) not in numbers]
         old, new = counting(earlier), counting(whole)

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.database import Database
 from control.database.usage_tables import usage_daily, usage_records
-from control.usage.account_limits import hard_limits
+from control.usage.account_limits import hard_limits, key_accounts
 from control.usage.accounts import SUMS, Budget, accounts_of, day_of
 from control.usage.alerts import spent_of
 from control.usage.leases import budget_name, leased_of
@@ -66,10 +66,10 @@ async def usage_of(database: Database, request: pb.GetUsageRequest) -> pb.GetUsa
 async def budgets_of(database: Database, tenant: str, key_id: str, now: float) -> list[pb.BudgetState]:
     """Those in force at `now` (seconds since 1970)."""
     day = day_of(now)
-    names = accounts_of(tenant, key_id)
-    budgets = [Budget(name, BUDGET_UNIT_NANOS, day[:7]) for name in names]
-    budgets += [Budget(name, BUDGET_UNIT_TOKENS, day) for name in names]
     async with database.reading() as connection:
+        names = accounts_of(tenant, (await key_accounts(connection, [key_id])).get(key_id, key_id))
+        budgets = [Budget(name, BUDGET_UNIT_NANOS, day[:7]) for name in names]
+        budgets += [Budget(name, BUDGET_UNIT_TOKENS, day) for name in names]
         limits = await hard_limits(connection, budgets)
         return [await _state(connection, budget, limits[budget]) for budget in budgets if budget in limits]
 

@@ -59,9 +59,11 @@ async def _chat_job(
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
     window = edge.generation_window(model.name)
-    prompt, rendered = await chat_prompt(messages, plan.tools, template_options(body), model.tokenizer, window)
+    scope, options = edge.callers.cache_scope_of(request), template_options(body)
+    prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, scope=scope)
     if body.prediction is not None:
-        sampling.predicted_token_ids.extend(await predicted_tokens(body.prediction, model.tokenizer, window))
+        predicted = await predicted_tokens(body.prediction, model.tokenizer, window, scope=scope)
+        sampling.predicted_token_ids.extend(predicted)
     parser = prompted(plan.parser, rendered)
     # Python calls with more than 15 keywords are slow.
     return GenerationJob(
@@ -93,7 +95,8 @@ async def _completion_job(
     n = num_choices(body)
     guide = guide_of(body)
     sampling, stop = completion_sampling(body, guide), stop_conditions(body, completion_max_tokens(body))
-    prompts = await completion_prompts(body, n, model.tokenizer, edge.generation_window(model.name))
+    window, scope = edge.generation_window(model.name), edge.callers.cache_scope_of(request)
+    prompts = await completion_prompts(body, n, model.tokenizer, window, scope=scope)
     return GenerationJob(
         operation="text_completion",
         id_prefix="cmpl-",

@@ -84,6 +84,11 @@ class RouterLink(Protocol):
         SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE)."""
         ...
 
+    async def charge_call(self, request: router_service_pb2.ChargeCallRequest) -> router_service_pb2.ChargeCallResponse:
+        """Charge a call that computes no answer to a tenant's limits. Raises KvloomError (ROUTER_LOST, RATE_LIMITED,
+        REQUEST_TOO_LARGE, OVERLOADED)."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -211,6 +216,13 @@ class GrpcRouterLink:
         try:
             stub = router_service_pb2_grpc.RouterServiceStub(self.channel_for_calls())
             return await stub.Moderate(request, timeout=MODERATE_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def charge_call(self, request: router_service_pb2.ChargeCallRequest) -> router_service_pb2.ChargeCallResponse:
+        try:
+            stub = router_service_pb2_grpc.RouterServiceStub(self.channel_for_calls())
+            return await stub.ChargeCall(request, timeout=MODERATE_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 

@@ -27,6 +27,12 @@ MAX_PART_BYTES: Final = 64 * 2**20
 MIN_CHANGES_BYTES: Final = 2**20
 
 
+def copy_path(data_dir: Path, name: str) -> Path:
+    """The copy of a process of that name. The time of its last change is when it was last known to be that of
+    `control`: a process that follows the table marks it every few seconds."""
+    return data_dir / "tenants" / f"{name}.table"
+
+
 class TenantFile:
     """Writing never raises: what cannot be written is logged once, and the copy is missing."""
 

@@ -24,13 +24,14 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
 from kvloom_common.access.exposure import is_loopback
-from kvloom_common.access.tenant_file import TenantFile
+from kvloom_common.access.steady_clock import SteadyClock
+from kvloom_common.access.tenant_file import TenantFile, copy_path
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.discovery.process_finder import ProcessFinder
 from kvloom_common.tenancy.sliced_dict import NUM_SLICES
-from kvloom_common.tenancy.table import CURRENT_TABLE_KEY, EXPIRED_SECONDS, TenantTable
+from kvloom_common.tenancy.table import EXPIRED_SECONDS, TenantTable
 from kvloom_common.trust.fabric_trust import FabricTrust
 
 log = structlog.get_logger()
@@ -76,7 +77,7 @@ class TenantFollower:
         self._trust = trust
         self._finder = control_finder(config, own_name, trust)
         folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
-        self._file = TenantFile(folder / "tenants" / f"{own_name}.table")
+        self._file = TenantFile(copy_path(folder, own_name))
         self.channel: grpc.aio.Channel | None = None
         """To `control`, while it is followed."""
         self._stub: control_service_pb2_grpc.ControlServiceStub | None = None
@@ -88,8 +89,6 @@ class TenantFollower:
         self._arriving: TenantTable | None = None
         """A snapshot that is not complete."""
         self._backoff = Backoff(0.1, LONGEST_PAUSE_SECONDS, jitter=lambda: random.uniform(0.5, 1.0))
-        self._announced = ""
-        """Which table `control` had when it accepted the stream: see CURRENT_TABLE_KEY."""
         table, current_at = self._file.load()
         if not table.is_empty:
             self.tenants.use(table, current_at)
@@ -160,21 +159,10 @@ class TenantFollower:
         self._stub = control_service_pb2_grpc.ControlServiceStub(channel)
         call = self._stub.Follow(wanted)
         async with asyncio.timeout(CONNECT_SECONDS):
-            metadata = await call.initial_metadata()  # `control` sends it at once, also if nothing has changed
-        self._announced = next((str(value) for key, value in metadata or () if key == CURRENT_TABLE_KEY), "")
-        if wanted.table_id:
-            self._connected_if_current()
+            await call.initial_metadata()
         async for response in call:
             await self._apply(response)
         log.info("control has ended the stream of tenants")
-
-    def _connected_if_current(self) -> None:
-        """Otherwise the table lacks what has changed while there was no stream. An older service does not say what it
-        has."""
-        table_id, _, version = self._announced.partition(" ")
-        table = self.tenants.table
-        if not self._announced or (table_id == table.table_id and int(version) <= table.version):
-            self._connected()
 
     def _connected(self) -> None:
         if not self.tenants.connected:
@@ -203,12 +191,17 @@ class TenantFollower:
                     await asyncio.to_thread(replaced_file.close)
                 await _free(replaced)
             return
-        if response.table_id != self.tenants.table.table_id or len(self._pending) >= MAX_PENDING_PARTS:
+        table = self.tenants.table
+        if response == FollowResponse(table_id=table.table_id, version=table.version, is_complete=True):
+            self._connected()  # nothing has changed
+            return
+        if response.table_id != table.table_id or len(self._pending) >= MAX_PENDING_PARTS:
             self._starts_again = True
             raise _StartAgainError
         self._pending.append(response)
         if response.is_complete:
             parts, self._pending = self._pending, []
+            is_next = response.version != table.version
             # Until the last part the table has its old version, and each entry is as it was or as it is now.
             for part in parts:
                 self.tenants.table.apply(part)
@@ -216,7 +209,8 @@ class TenantFollower:
                 if part is not response:
                     await asyncio.sleep(0)
             self.tenants.changed()
-            self._connected_if_current()
+            if is_next:  # only the last part of a set of changes has another version
+                self._connected()
             if self._file.is_bloated:
                 raise _StartAgainError
 
@@ -240,10 +234,14 @@ class TenantFollower:
                 await self._stub.ReportKeyUses(report, timeout=CONNECT_SECONDS)
 
     async def _drop_expired(self) -> None:
-        """Go through the keys once in EXPIRED_SECONDS, a slice at a time."""
+        """Go through the keys once in EXPIRED_SECONDS, a slice at a time. `control` does not send again what is dropped
+        here, so a clock that was set has to prove itself first."""
+        clock = SteadyClock(time.time(), time.monotonic())
         while True:
             for number in range(NUM_SLICES):
                 await asyncio.sleep(EXPIRED_SECONDS / NUM_SLICES)
+                if clock.steady_seconds(time.time(), time.monotonic()) < EXPIRED_SECONDS:
+                    continue
                 self.tenants.table.drop_expired(number, time.time() - EXPIRED_SECONDS)
 
     async def _touch(self) -> None:

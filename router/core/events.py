@@ -396,6 +396,24 @@ class LeasesGranted(msgspec.Struct, frozen=True):
     """How many routers shared the limits when that was last known."""
 
 
+class SideCallArrived(msgspec.Struct, frozen=True):
+    """A call without an answer wants to be charged to limits; it is decided by a SideCallDecided with its id."""
+
+    call_id: int
+    tenant: str
+    key_id: str
+    num_tokens: int
+    """What it is expected to read."""
+
+
+class SideCallSettled(msgspec.Struct, frozen=True):
+    """A call without an answer has read so many tokens more than it was charged for; below 0: fewer."""
+
+    tenant: str
+    key_id: str
+    num_more_tokens: int
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed: expire deadlines, and retry waiting requests."""
 
@@ -428,6 +446,8 @@ Event = (
     | PromptVerdict
     | AnswersScreened
     | LeasesGranted
+    | SideCallArrived
+    | SideCallSettled
     | Tick
     | DrainStarted
     | DrainEnded

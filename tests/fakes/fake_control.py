@@ -15,7 +15,7 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesRequest,
     ReportKeyUsesResponse,
 )
-from kvloom_common.tenancy.table import CURRENT_TABLE_KEY, Key, Organisation, Tenant
+from kvloom_common.tenancy.table import Key, Organisation, Tenant
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tests.fakes.tenant_entries import key_to_proto, organisation_to_proto, tenant_to_proto
 
@@ -34,6 +34,8 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
         self.requests: list[FollowRequest] = []
         self.uses: dict[str, float] = {}
         self.part_entries = 1000
+        self.fault: grpc.StatusCode | None = None
+        """How each stream ends that is opened, before anything is sent."""
         self.oldest_version = 0
         """Changes after it are known; others need a snapshot."""
         self.may_send = asyncio.Event()
@@ -92,13 +94,17 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
 
     async def Follow(self, request: FollowRequest, context: Any) -> None:
         self.requests.append(request)
-        await context.send_initial_metadata(((CURRENT_TABLE_KEY, f"{self.table_id} {self.version}"),))
+        await context.send_initial_metadata(())
+        if self.fault is not None:
+            await context.abort(self.fault, "")
         await self.may_send.wait()
         sent = request.version
         if request.table_id != self.table_id or not self.oldest_version <= sent <= self.version:
             sent = self.version
             for part in self._snapshot():
                 await context.write(part)
+        elif sent == self.version:
+            await context.write(FollowResponse(table_id=self.table_id, version=sent, is_complete=True))
         while True:
             changed = self._changed
             for change in [change for change in self._changes if change.version > sent]:

@@ -69,7 +69,7 @@ async def test_what_has_long_expired_leaves_the_table_and_stays_in_the_database(
             await connection.execute(sa.update(keys).values(expires_at=time.time() - seconds))
         table = await world.table()
         assert (table.key(made.key.id) is not None) == is_kept
-        assert table.key("oidc:login:ada") is not None
+        assert table.key("oidc:login:ada@acme/search") is not None
     assert len((await world.ask("ListKeys")).keys) == 2
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.v1.control_service_pb2 import FollowResponse
+from kvloom_common.access.tenant_file import copy_path
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
 from kvloom_common.discovery.announcer import announced_process, process_record
@@ -18,6 +22,8 @@ from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, key_of, two_organisations
 from tests.fakes.router_world import eventually
+from tools.supervisor.supervised_process import ProcessStatus
+from tools.supervisor.tenant_tables import MAX_BEHIND_SECONDS, not_following
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -151,6 +157,33 @@ async def test_changes_larger_than_the_table_are_replaced_by_a_snapshot(
     assert control.requests[1].table_id == ""
     path = tmp_path / "tenants" / "router-0.table"
     assert path.stat().st_size < 50_000
+
+
+async def test_a_table_that_cannot_be_sent_is_not_followed(control: FakeControl, tmp_path: Path) -> None:
+    """A part that was too large for gRPC ended each stream, which looked like a connection again and again: every table
+    was out of date, and nothing said so."""
+    follower = follower_of(tmp_path, config_of(control))
+    path = copy_path(tmp_path, "router-0")
+    async with following(follower):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        control.fault = grpc.StatusCode.RESOURCE_EXHAUSTED
+        await control.stop()
+        await eventually(lambda: not follower.tenants.connected, "the loss")
+        os.utime(path, (1.0, 1.0))
+        await control.start(int(control.address.rpartition(":")[2]))
+        await eventually(lambda: len(control.requests) > 3, "some attempts")
+        assert not follower.tenants.connected
+        assert follower.tenants.age_seconds > 0
+        assert path.stat().st_mtime == 1.0
+        edge, router = ProcessStatus("edge", "edge-0", 1, "ready"), ProcessStatus("router", "router-0", 2, "ready")
+        assert not_following(tmp_path, [router], 1.0 + MAX_BEHIND_SECONDS) == []
+        assert not_following(tmp_path, [edge, router], 91.0) == [
+            "edge-0 has no copy of the table of tenants: whether it follows that of control is not known",
+            "router-0 has not followed the table of tenants for 90 s: it serves by an old one (kvloom logs router-0)",
+        ]
+        control.fault = None
+        await eventually(lambda: follower.tenants.connected, "the table again")
+        assert not_following(tmp_path, [router], time.time()) == []
 
 
 async def test_strangers_are_not_followed(control: FakeControl, tmp_path: Path) -> None:

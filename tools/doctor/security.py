@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import stat
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -24,6 +25,7 @@ from tools.fabric_trust import trust_of
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import FabricState, RunFolder
+from tools.supervisor.tenant_tables import not_following
 
 _TIMEOUT_SECONDS: Final = 5.0
 _LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1", "unix:")
@@ -63,6 +65,8 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
 
 async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, trust: FabricTrust) -> list[Finding]:
     found = [*_files(folder), _secret(config, trust), *_listeners(config, state), _callers(config)]
+    if config.control.enabled:
+        found += _tenant_tables(folder, state)
     found.append(await _redis(config))
     found += [finding async for finding in _ports(state, trust)]
     found += [finding async for finding in _metrics(config, state)]
@@ -112,6 +116,13 @@ def _callers(config: KvloomConfig) -> Finding:
     if config.callers.anonymous == "shared":
         return Finding("callers", "warning", "anonymous callers share cached prompts (callers.anonymous)")
     return Finding("callers", "ok", "callers are isolated by credential or address")
+
+
+def _tenant_tables(folder: RunFolder, state: FabricState) -> list[Finding]:
+    """A process that does not follow the table of tenants serves keys that are revoked."""
+    behind = not_following(folder.data_dir, state.processes, time.time())
+    name = "tables of tenants"
+    return [Finding(name, "failed", one) for one in behind] or [Finding(name, "ok", "all processes follow control's")]
 
 
 async def _redis(config: KvloomConfig) -> Finding:

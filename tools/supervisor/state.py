@@ -41,6 +41,8 @@ class FabricState(msgspec.Struct, kw_only=True):
     """Those that have not ended; not known from the file either."""
     brownouts: list[str] = []
     """The models whose answers are degraded (docs/brownout.md), likewise."""
+    alarms: list[str] = []
+    """The processes that do not follow the table of tenants, likewise."""
 
     @property
     def place(self) -> str:

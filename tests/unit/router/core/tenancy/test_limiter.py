@@ -76,6 +76,27 @@ def test_a_refused_request_burns_nothing_on_any_account():
     assert _units(world) == before
 
 
+def test_a_rotated_key_has_no_more_than_the_key_that_it_replaces():
+    """Whoever reached a limit had a whole one again after a rotation, which an administrator may do as often as he
+    likes."""
+    limits = limits_to_proto(Limits(requests_per_minute=2, tokens_per_day=1000))
+    table = tenant_table()
+    keys = [
+        KeyEntry(id="k1", digest=b"1" * 32, tenant="acme/web", limits=limits),
+        KeyEntry(id="k2", digest=b"2" * 32, tenant="acme/web", limits=limits, account="k1"),
+        KeyEntry(id="other", digest=b"3" * 32, tenant="acme/web", limits=limits),
+    ]
+    table.apply(FollowResponse(table_id="t", version=2, is_complete=True, keys=keys))
+    world = LimitedRig(table)
+    assert [error_of(world.submit(key, key_id=key)) for key in ("k1", "k2", "other")] == ["", "", ""]
+    for key in ("k1", "k2"):
+        [finish] = sent(world.submit(f"{key} again", key_id=key)).finishes
+        assert finish.error is not None
+        assert finish.error.limit == "key:k1 requests_per_minute"
+    table.apply(FollowResponse(table_id="t", version=3, is_complete=True, removed_keys=["k1"]))
+    assert error_of(world.submit("after the grace", key_id="k2")) == "RATE_LIMITED"
+
+
 def _units(world: LimitedRig) -> dict[str, int]:
     """What is left, leased or not."""
     left = {}
@@ -230,6 +251,20 @@ def test_tokens_of_a_day_are_a_budget():
     assert error_of(world.submit("b", max_tokens=20)) == "BUDGET_EXHAUSTED"  # the prompt alone has 5 of 5
     world.rig.now += 12 * 3600.0
     assert only(world.submit("c", max_tokens=20), SubmitAttempt).max_tokens == 20  # the next day
+
+
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0, 40 * 86_400.0])
+def test_a_clock_that_jumps_and_comes_back_gives_no_budget_twice(jump: float):
+    """Whoever can set a machine's clock, or its time server, must not get a period's budget again and again."""
+    world = LimitedRig(
+        tenant_table(organisation=Limits(tokens_per_day=30, monthly_budget_nanos=10**9), tenant=Limits())
+    )
+    outcomes = []
+    for number, offset in enumerate((0.0, 0.0, jump, jump, 0.0, jump, 0.0)):
+        world.clock_jump = offset
+        world.rig.now += 1.0
+        outcomes.append(error_of(world.submit(f"r{number}", max_tokens=25)))
+    assert outcomes == ["", "BUDGET_EXHAUSTED"] * 2 + ["BUDGET_EXHAUSTED"] * 3
 
 
 def test_without_the_owner_of_budgets_nothing_is_spent_beyond_the_lease():
