@@ -33,13 +33,15 @@ class WitnessLine(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: str
     """That of the request to the routers; of several requests of one answer, what they begin with."""
     num_output_tokens: int
-    """What was delivered until the answer ended."""
+    """What was delivered until the answer ended, with what its client had from another router."""
     is_complete: bool = True
     """Whether the answer ended as it should. Otherwise tokens may have been on their way."""
     answer_id: str = ""
     """Tells the requests of clients outside the fabric apart, which choose the ids; see UsageRecord.answer_id."""
     num_prompt_tokens: int = 0
     """What was computed before the first new token; 0: not counted."""
+    num_resumed_tokens: int = 0
+    """What its client had when it continued the answer here, as far as a ticket proves it."""
 
 
 def witness_files(data_dir: Path) -> list[Path]:

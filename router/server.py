@@ -52,6 +52,7 @@ from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
+from router.continuation_tickets import ContinuationTickets
 from router.core.actions import (
     AnswerResampled,
     BrownoutStepChanged,
@@ -157,6 +158,8 @@ class RouterServer:
         if callers.identities is not None:
             observe(callers.identities.tenants, metrics_registry, "router")
         self._cache_salts = callers.cache_salts(trust.cache_key)
+        self._tickets = ContinuationTickets(trust.sealer) if trust.has_secret else None
+        """None if all clients are trusted."""
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -171,6 +174,7 @@ class RouterServer:
             gives_receipts=config.router.receipts.enabled,
             classes=declared_classes(config.router.classes),
             prefers_others=core.prefers_others if config.router.brownout.enabled else None,
+            tickets=self._tickets,
         )
         self._intake = intake
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices
@@ -524,6 +528,8 @@ class RouterServer:
             record = self._metering.request_ended(ended)
             if ended.usage is not None and ended.usage.answer_id:
                 record = b""  # what a client outside the fabric says of lost tokens is no reason to charge less
+        if self._tickets is not None:
+            self._tickets.request_ended(ended.client_id, ended.tenant, was_computed=ended.num_attempts > 0)
         self._usage_records.request_ended(ended, record)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
