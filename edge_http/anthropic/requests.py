@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from edge_http.anthropic.blocks import CacheControl, ContentBlock, TextBlock
+from edge_http.anthropic.blocks import ContentBlock, ResultBlock, TextBlock
 from edge_http.formatting.decoding import check_num_messages, decode_body
+from kvloom.conversation.earlier import asked_message
 from kvloom.errors import invalid_argument, unsupported
 from kvloom_common.models.model_routes import MAX_CANDIDATES
 
@@ -26,7 +27,7 @@ class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A part of a body."""
 
 
-class Message(Part, kw_only=True):
+class Message(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
@@ -79,7 +80,7 @@ class PromptBody(Part, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The predecessor of `output_config.format`."""
-    cache_control: CacheControl | None = None
+    cache_control: Any = None
     """Accepted and not needed: every prefix is cached."""
     context_management: ContextManagement | None = None
     diagnostics: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -127,6 +128,8 @@ _HARMLESS: Final[Mapping[str, Sequence[Any]]] = {
 _HARMLESS_EDIT: Final = "clear_thinking_"
 """Context edits of this kind leave out old thinking, as chat templates do by themselves."""
 
+_CONTENT_BLOCK: Final = msgspec.json.Decoder(ContentBlock)
+_RESULT_BLOCK: Final = msgspec.json.Decoder(ResultBlock)
 _MESSAGES: Final = msgspec.json.Decoder(MessagesBody)
 _PROMPT: Final = msgspec.json.Decoder(PromptBody)
 _Body = TypeVar("_Body", bound=PromptBody)
@@ -134,7 +137,7 @@ _Body = TypeVar("_Body", bound=PromptBody)
 
 def decode_messages(raw: bytes, max_messages: int) -> MessagesBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = _checked(decode_body(_MESSAGES, raw), max_messages)
+    body = _checked(_decoded(_MESSAGES, raw), max_messages)
     user_id = body.metadata.user_id if body.metadata is not None else None
     if user_id is not None and len(user_id) > MAX_USER_ID_CHARS:
         field = "metadata.user_id"
@@ -144,7 +147,46 @@ def decode_messages(raw: bytes, max_messages: int) -> MessagesBody:
 
 def decode_count_tokens(raw: bytes, max_messages: int) -> PromptBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    return _checked(decode_body(_PROMPT, raw), max_messages)
+    return _checked(_decoded(_PROMPT, raw), max_messages)
+
+
+def _decoded(decoder: msgspec.json.Decoder[_Body], raw: bytes) -> _Body:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return decode_body(decoder, _with_known_blocks(raw))
+
+
+def _with_known_blocks(raw: bytes) -> bytes:
+    """The body with nothing in the place of the blocks of its history that cannot be decoded. Those of the message by
+    which the new turn asks for something are left, so that the error names them."""
+    try:
+        body: Any = msgspec.json.decode(raw)
+        messages = [message for message in body["messages"] if isinstance(message["content"], list)]
+        asked = asked_message([message["role"] for message in body["messages"]])
+        asked_one = None if asked is None else body["messages"][asked]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
+        return raw
+    for message in messages:
+        for block in message["content"]:
+            if (
+                isinstance(block, dict)
+                and block.get("type") == "tool_result"
+                and isinstance(block.get("content"), list)
+            ):
+                block["content"] = [_known(each, _RESULT_BLOCK) for each in block["content"]]
+        if message is not asked_one:
+            message["content"] = [_known(block, _CONTENT_BLOCK) for block in message["content"]]
+    return msgspec.json.encode(body)
+
+
+def _known(block: Any, decoder: msgspec.json.Decoder[Any]) -> Any:
+    try:
+        decoder.decode(msgspec.json.encode(block))
+    except (msgspec.MsgspecError, RecursionError):
+        text = block.get("text") if isinstance(block, dict) else None
+        return {"type": "text", "text": text if isinstance(text, str) else ""}
+    return block
 
 
 def check_version(version: str | None) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from edge_http.anthropic.blocks import CacheControl
 from edge_http.anthropic.requests import Part, PromptBody, ToolChoiceBody
 from edge_http.formatting.decoding import decode_body, json_text
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
@@ -27,7 +26,7 @@ class _ToolBody(Part, kw_only=True):
     description: str | None = None
     input_examples: list[msgspec.Raw] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Any = None
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None

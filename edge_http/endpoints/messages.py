@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.anthropic.formatter import MessageOptions
-from edge_http.anthropic.messages import chat_messages, check_continued, is_continued
+from edge_http.anthropic.messages import chat_messages, is_continued
 from edge_http.anthropic.requests import MessagesBody, PromptBody, check_version, decode_count_tokens, decode_messages
 from edge_http.anthropic.settings import (
     max_tokens_of,
@@ -118,13 +118,9 @@ async def _prepared(edge: Edge, body: PromptBody, model: ServedModel) -> _Prepar
     if guide is not None and plan.tools:
         raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)
     chat, continues = chat_messages(body), is_continued(body)
-    if continues:
-        check_continued(chat)
-        if guide is not None or plan.guide is not None or thinks(body):
-            message = (
-                "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
-            )
-            raise invalid_argument(message, "messages")
+    if continues and (guide is not None or plan.guide is not None or thinks(body)):
+        message = "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
+        raise invalid_argument(message, "messages")
     prompt, rendered = await chat_prompt(
         chat,
         plan.tools,

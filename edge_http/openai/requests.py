@@ -27,9 +27,19 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
-class ContentPart(Body, kw_only=True):
-    type: str
+TEXT_PARTS: Final = frozenset(("text", "input_text", "output_text", "summary_text", "reasoning_text"))
+"""The types of parts that have a text, in chat completions and in the Responses API."""
+
+
+class HistoryPart(msgspec.Struct):
+    """A part of messages. Other software adds fields of its own to what it keeps, which are left out."""
+
+
+class ContentPart(HistoryPart, kw_only=True):
+    type: str = "text"
     text: str | None = None
+    refusal: str | None = None
+    """With type refusal: what the assistant said instead of an answer."""
 
 
 class FunctionBody(Body, kw_only=True):
@@ -68,22 +78,28 @@ class ToolChoiceBody(Body, kw_only=True):
     allowed_tools: AllowedTools | None = None
 
 
-class CalledFunction(Body, kw_only=True):
-    name: str
-    arguments: str
+class CalledFunction(HistoryPart, kw_only=True):
+    name: str | None = None
+    arguments: str | dict[str, Any] | list[Any] | None = None
+    """A JSON object as text. Anything else is mapped to one."""
 
 
-class ToolCallBody(Body, kw_only=True):
+class CustomCall(HistoryPart, kw_only=True):
+    name: str | None = None
+    input: str | None = None
+
+
+class ToolCallBody(HistoryPart, kw_only=True):
     """A call in an assistant's message."""
 
-    id: str
+    id: str | None = None
     type: str | None = None
     function: CalledFunction | None = None
-    index: int | None = None
-    """Clients that put streamed deltas together may leave it in; it is ignored."""
+    custom: CustomCall | None = None
+    """A call of a tool that takes text; it is shown to the model as one with the argument `input`."""
 
 
-class Message(Body, kw_only=True):
+class Message(HistoryPart, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -94,6 +110,8 @@ class Message(Body, kw_only=True):
     """The predecessor of `tool_calls`."""
     reasoning_content: str | None = None
     """An extension: what the assistant thought, for templates that show it to the model again."""
+    reasoning: str | list[Any] | dict[str, Any] | None = None
+    """The same, as vLLM and OpenRouter name it; only a text is used."""
     refusal: str | None = None
 
 
@@ -242,15 +260,11 @@ def moderation_texts(body: ModerationBody, max_texts: int, max_chars: int) -> li
 def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
     body = _plain(_PLAIN_CHAT_DECODER, raw)
-    is_plain = body is not None
     if body is None:
         body = decode_body(_CHAT_DECODER, raw)
         unsupported.refuse(body, unsupported.CHAT)
     _check_shared(body)
     check_num_messages(len(body.messages), max_messages)
-    if not is_plain:
-        for i, message in enumerate(body.messages):
-            unsupported.refuse(message, unsupported.MESSAGE, f"messages[{i}].")
     return body
 
 
@@ -281,10 +295,9 @@ def parts_text(parts: Sequence[ContentPart], field: str) -> str:
 
 
 def _part_text(part: ContentPart, at: str) -> str:
-    if part.type != "text":
+    if part.type not in TEXT_PARTS:
         field = f"{at}.type"
         raise unsupported_error(f"{field}: content parts of type {_quoted(part.type)} are not supported.", field)
-    unsupported.refuse(part, unsupported.CONTENT_PART, f"{at}.")
     if part.text is None:
         raise invalid_argument(f"{at}.text is missing.", f"{at}.text")
     return part.text
@@ -317,17 +330,9 @@ def _with_refused_fields(base: type[_T], harmless: Harmless, **replaced: Any) ->
     )
 
 
-_CONTENT_PART = _with_refused_fields(ContentPart, unsupported.CONTENT_PART)
-_CONTENT: Final = (str | list[_CONTENT_PART] | None, None)  # pyright: ignore[reportInvalidTypeForm]
-_MESSAGE = _with_refused_fields(Message, unsupported.MESSAGE, content=_CONTENT)
-_PLAIN_MESSAGE = _with_refused_fields(Message, {}, content=_CONTENT)
-_PLAIN_CHAT_DECODER: Final = msgspec.json.Decoder(
-    _with_refused_fields(ChatBody, {}, messages=(list[_PLAIN_MESSAGE],))  # pyright: ignore
-)
+_PLAIN_CHAT_DECODER: Final = msgspec.json.Decoder(ChatBody)
 _PLAIN_COMPLETION_DECODER: Final = msgspec.json.Decoder(CompletionBody)
-_CHAT_DECODER: Final = msgspec.json.Decoder(
-    _with_refused_fields(ChatBody, unsupported.CHAT, messages=(list[_MESSAGE],))  # pyright: ignore
-)
+_CHAT_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(ChatBody, unsupported.CHAT))
 _COMPLETION_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(CompletionBody, unsupported.COMPLETION))
 
 _MODERATION_DECODER: Final = msgspec.json.Decoder(ModerationBody)

@@ -32,19 +32,6 @@ COMPLETION: Final[Harmless] = {
     "suffix": ("",),
 }
 
-MESSAGE: Final[Harmless] = {
-    "annotations": ([],),
-    "audio": (),
-}
-
-CONTENT_PART: Final[Harmless] = {
-    "file": (),
-    "image_url": (),
-    "input_audio": (),
-    "prompt_cache_breakpoint": (),
-    "refusal": (),
-}
-
 
 def refuse(body: object, harmless: Harmless, at: str = "") -> None:
     """Raise KvloomError (UNSUPPORTED_PARAMETER) for the first field that requests an unsupported feature.
