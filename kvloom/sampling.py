@@ -124,12 +124,6 @@ def _check_range(value: float, low: float, high: float, field: str) -> None:
         raise invalid_argument(f"{field} must be between {low:g} and {high:g}, got {value:g}.", field)
 
 
-def _check_top_p(value: float, field: str) -> None:
-    _check_range(value, 0.0, 1.0, field)
-    if value == 0.0:
-        raise invalid_argument(f"{field} must be greater than 0.", field)
-
-
 def _check_num_logprobs(value: int, field: str) -> None:
     if value > MAX_LOGPROBS:
         raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {value}.", field)
@@ -137,7 +131,7 @@ def _check_num_logprobs(value: int, field: str) -> None:
 
 _CHECKS: Final[Mapping[str, Callable[[Any, str], None]]] = {
     "temperature": lambda value, field: _check_range(value, 0.0, 2.0, field),
-    "top_p": _check_top_p,
+    "top_p": lambda value, field: _check_range(value, 0.0, 1.0, field),
     "presence_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
     "frequency_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
     "logprobs": _check_num_logprobs,

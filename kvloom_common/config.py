@@ -271,6 +271,9 @@ class EdgeConfig(Section):
     only pages of the edge itself."""
     api_docs: bool = True
     """Whether the API is described at /openapi.json and /docs, also to callers without an API key."""
+    strict_fields: bool = False
+    """Whether requests with fields that are not known are refused (docs/http-api.md). The header x-kvloom-strict says
+    it for one request."""
     allow_adapter_changes: bool = False
     """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served, to all callers of the API."""
     adapters_dir: str = ""

@@ -6,13 +6,14 @@ all others are refused by name, and so are unknown ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from edge_http.anthropic.blocks import ContentBlock, ResultBlock, TextBlock
-from edge_http.formatting.decoding import check_num_messages, decode_body
+from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules, Refused
+from edge_http.formatting.decoding import check_num_messages
 from kvloom.conversation.earlier import asked_message
 from kvloom.errors import invalid_argument, unsupported
 from kvloom_common.models.model_routes import MAX_CANDIDATES
@@ -24,7 +25,7 @@ models do, so they are accepted with either."""
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a body."""
+    """A part of a body. What becomes of other fields is the rule of edge_http/formatting/body_fields.py."""
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -64,7 +65,7 @@ class ContextEdit(msgspec.Struct, kw_only=True):
     type: str
 
 
-class ContextManagement(Part, kw_only=True):
+class ContextManagement(msgspec.Struct, kw_only=True):
     edits: list[ContextEdit] | None = None
 
 
@@ -87,16 +88,6 @@ class PromptBody(Part, kw_only=True):
     """Ignored: it asks about Anthropic's cache."""
     betas: list[str] | None = None
     """Ignored, like the header anthropic-beta."""
-    speed: Any = None
-    mcp_servers: Any = None
-    container: Any = None
-    compaction: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
-    thread: Any = None
-    inference_geo: Any = None
-    user_profile_id: Any = None
-    billing_policy: Any = None
 
 
 class MessagesBody(PromptBody, kw_only=True):
@@ -112,32 +103,29 @@ class MessagesBody(PromptBody, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-_HARMLESS: Final[Mapping[str, Sequence[Any]]] = {
-    "speed": ("standard",),
-    "mcp_servers": ([],),
-    "container": (),
-    "compaction": (),
-    "fallbacks": ([],),
-    "fallback_credit_token": (),
-    "thread": (),
-    "inference_geo": ("global",),
-    "user_profile_id": (),
-    "billing_policy": (),
+_REFUSED: Final = {
+    "speed": Refused(("standard",)),
+    "mcp_servers": Refused(),
+    "container": Refused(),
+    "compaction": Refused(),
+    "fallbacks": Refused(),
+    "thread": Refused(),
+    "inference_geo": Refused(("global",)),
 }
-"""The parameters that kvloom does not support, and the values besides null that ask for nothing."""
+"""The parameters that kvloom does not support, and the values that ask for nothing."""
 _HARMLESS_EDIT: Final = "clear_thinking_"
 """Context edits of this kind leave out old thinking, as chat templates do by themselves."""
 
 _CONTENT_BLOCK: Final = msgspec.json.Decoder(ContentBlock)
 _RESULT_BLOCK: Final = msgspec.json.Decoder(ResultBlock)
-_MESSAGES: Final = msgspec.json.Decoder(MessagesBody)
-_PROMPT: Final = msgspec.json.Decoder(PromptBody)
 _Body = TypeVar("_Body", bound=PromptBody)
 
 
-def decode_messages(raw: bytes, max_messages: int) -> MessagesBody:
+def decode_messages(
+    raw: bytes, max_messages: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> MessagesBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = _checked(_decoded(_MESSAGES, raw), max_messages)
+    body = _checked(_MESSAGES.read(raw, rules, headers), max_messages)
     user_id = body.metadata.user_id if body.metadata is not None else None
     if user_id is not None and len(user_id) > MAX_USER_ID_CHARS:
         field = "metadata.user_id"
@@ -145,16 +133,11 @@ def decode_messages(raw: bytes, max_messages: int) -> MessagesBody:
     return body
 
 
-def decode_count_tokens(raw: bytes, max_messages: int) -> PromptBody:
+def decode_count_tokens(
+    raw: bytes, max_messages: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> PromptBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    return _checked(_decoded(_PROMPT, raw), max_messages)
-
-
-def _decoded(decoder: msgspec.json.Decoder[_Body], raw: bytes) -> _Body:
-    try:
-        return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return decode_body(decoder, _with_known_blocks(raw))
+    return _checked(_PROMPT.read(raw, rules, headers), max_messages)
 
 
 def _with_known_blocks(raw: bytes) -> bytes:
@@ -197,12 +180,12 @@ def check_version(version: str | None) -> None:
 
 def _checked(body: _Body, max_messages: int) -> _Body:
     check_num_messages(len(body.messages), max_messages)
-    for name, harmless in _HARMLESS.items():
-        value = getattr(body, name)
-        if value is not None and value not in harmless:
-            raise unsupported(f"{name} is not supported.", name)
     for number, edit in enumerate((body.context_management.edits if body.context_management else None) or ()):
         if not edit.type.startswith(_HARMLESS_EDIT):
             field = f"context_management.edits[{number}]"
             raise unsupported(f"{field}: edits of type {edit.type[:64]!r} are not supported.", field)
     return body
+
+
+_MESSAGES: Final = BodyReader(MessagesBody, _REFUSED, _with_known_blocks)
+_PROMPT: Final = BodyReader(PromptBody, _REFUSED, _with_known_blocks)

@@ -67,7 +67,7 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
-        body = decode_count_tokens(raw, edge.config.max_messages)
+        body = decode_count_tokens(raw, edge.config.max_messages, edge.fields, request.headers)
         prepared = await _prepared(edge, body, edge.usable_model(request, body.model))
         response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
         response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
@@ -160,7 +160,7 @@ def _features(body: MessagesBody) -> frozenset[Feature]:
 
 
 _API: Final[GenerationApi[MessagesBody]] = GenerationApi(
-    decode=lambda edge, raw: decode_messages(raw, edge.config.max_messages),
+    decode=lambda edge, request, raw: decode_messages(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_job,
     features=_features,
     max_answer_tokens=lambda body: body.max_tokens,

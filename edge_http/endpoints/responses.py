@@ -81,7 +81,7 @@ def _features(body: ResponsesBody) -> frozenset[Feature]:
 
 
 _API: Final[GenerationApi[ResponsesBody]] = GenerationApi(
-    decode=lambda edge, raw: decode_responses(raw, edge.config.max_messages),
+    decode=lambda edge, request, raw: decode_responses(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_job,
     features=_features,
     max_answer_tokens=lambda body: body.max_output_tokens or 0,

@@ -24,7 +24,8 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /tokenize."""
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
-        body = decode_tokenize(await read_prompt_body(edge, request, lease), edge.config.max_messages)
+        raw = await read_prompt_body(edge, request, lease)
+        body = decode_tokenize(raw, edge.config.max_messages, edge.fields, request.headers)
         model = edge.usable_model(request, body.model)
         window = edge.window(model.name)
         token_ids = await _token_ids(body, model, window)
@@ -43,7 +44,7 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
     """Serve POST /detokenize."""
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
-        body = decode_detokenize(await read_prompt_body(edge, request, lease))
+        body = decode_detokenize(await read_prompt_body(edge, request, lease), edge.fields, request.headers)
         tokenizer = edge.usable_model(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)

@@ -51,7 +51,8 @@ def prompted(spec: ParserSpec | None, prompt: str) -> ParserSpec | None:
 def show_markers(sampling: SamplingParams, spec: ParserSpec | None, tokenizer: ModelTokenizer) -> None:
     """Have the shard show the special tokens by which a parser of these families finds its way."""
     if spec is not None:
-        sampling.shown_special_token_ids.extend(tokenizer.special_token_ids(registry.markers(spec)))
+        shown = sampling.shown_special_token_ids
+        shown.extend([each for each in tokenizer.special_token_ids(registry.markers(spec)) if each not in shown])
 
 
 def _named(family: str) -> str | None:

@@ -397,7 +397,7 @@ async def test_models(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> Non
         ({"tools": [CLOCK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 2}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from edge_http.formatting.decoding import decode_body
-from edge_http.openai.requests import TEXT_PARTS, HistoryPart
+from edge_http.openai.requests import TEXT_PARTS, OpenStruct
 from kvloom.conversation.earlier import MEDIA, asked_message, omitted
 from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
@@ -27,13 +27,13 @@ _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "
 _COMPACTED: Final = "[An earlier part of this conversation was compacted by another service and cannot be read.]"
 
 
-class ContentPart(HistoryPart, kw_only=True):
+class ContentPart(OpenStruct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class Item(HistoryPart, kw_only=True):
+class Item(OpenStruct, kw_only=True):
     """The fields by which an item of any kind is known. Others are left out."""
 
     type: str | None = None

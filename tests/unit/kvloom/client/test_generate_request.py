@@ -39,7 +39,7 @@ from kvloom.v1.generation_pb2 import Choices, Guide
         ({"text": "a", "max_tokens": 0}, "max_tokens"),
         ({"text": "a", "temperature": 3.0}, "temperature"),
         ({"text": "a", "temperature": "hot"}, "temperature"),
-        ({"text": "a", "top_p": 0.0}, "top_p"),
+        ({"text": "a", "top_p": -0.1}, "top_p"),
         ({"text": "a", "logprobs": 21}, "logprobs"),
         ({"text": "a", "stop": ["x"] * 17}, "stop"),
         ({"text": "a", "stop": [""]}, "stop[0]"),
