@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT
 from kvloom_common.private_file import write_private_file
+from kvloom_common.unknown_key import meant_key
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -1091,7 +1092,9 @@ def load_config(path: Path | None) -> KvloomConfig:
             return msgspec.json.decode(raw, type=KvloomConfig)
         return msgspec.toml.decode(raw, type=KvloomConfig)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"The configuration file {path} is not valid: {error}") from error
+        raise ConfigError(
+            f"The configuration file {path} is not valid: {error}{meant_key(str(error), KvloomConfig)}"
+        ) from error
 
 
 def dump_config(config: KvloomConfig, path: Path) -> None:

@@ -143,6 +143,11 @@ class ChatFormatter(OpenAiFormatter):
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:  # noqa: ARG002
         return (chat_logprobs(self._tokenizer, token_ids, entries),)
 
+    def output_with_logprobs(self, index: int, events: Sequence[Event], logprobs: Sequence[bytes]) -> Sequence[bytes]:
+        if not any(logprobs):  # special tokens alone
+            return self.output(index, events)
+        return super().output_with_logprobs(index, events, logprobs)
+
     def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
         reason = self._finish_reason(finish.reason)
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}

@@ -120,3 +120,18 @@ async def test_hints_are_counted(world: EdgeWorld) -> None:
 
 
 STRICT = {"x-kvloom-strict": "true"}
+
+
+async def test_stop_strings_concern_the_answer(world: EdgeWorld) -> None:
+    """Thoughts quote the question; what stops in them would leave the client without an answer."""
+    await world.chat(stop=["x"])
+    span = last(world).stop.reasoning
+    assert (list(span.openings), list(span.closings), span.begins_inside) == (["<think>"], ["</think>"], False)
+    await world.post("/v1/messages", {"model": "tiny", "messages": [USER], "max_tokens": 5, "stop_sequences": ["x"]})
+    assert list(last(world).stop.reasoning.closings) == ["</think>"]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/completions", {"prompt": "a", "stop": "x"}),
+    ):
+        await world.post(path, {"model": "tiny", **body})
+        assert not last(world).stop.HasField("reasoning")
