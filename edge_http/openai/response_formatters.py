@@ -46,6 +46,7 @@ class OpenAiFormatter(ResponseFormatter):
     def repeat_prompt(self, report: PromptReport) -> None:
         """The answer repeats something of its prompt. Call this before anything else."""
         self.report = report
+        self.drops_output = report.is_all
 
     def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
         return [self._text(index, event.text) for event in events if isinstance(event, TextDelta)]

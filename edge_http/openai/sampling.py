@@ -57,6 +57,9 @@ def chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
 
 
 def completion_max_tokens(body: CompletionBody) -> int:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    if body.max_tokens == 0 and (body.echo or body.prompt_logprobs is not None):
+        return 1  # of which the answer has nothing: the prompt is to be scored
     limit = _max_tokens(body.max_tokens, "max_tokens")
     return DEFAULT_COMPLETION_MAX_TOKENS if limit is None else limit
 
