@@ -21,6 +21,7 @@ from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
+from edge_http.wire.unknown_fields import UnknownFields
 from kvloom.adapters import unknown_name
 from kvloom.errors import KvloomError, unsupported
 from kvloom.router_link.link import RouterLink
@@ -99,6 +100,7 @@ class Edge:
         self.routes = routes
         self.losses = losses
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
+        self.fields = UnknownFields(self.metrics.on_ignored_field, refuses_all=config.strict_fields)
         self.resume = ResumeTable(config.resume, self.metrics)
         self.kept_answers = KeptAnswers(config.resume)
         self.tag = new_edge_tag()

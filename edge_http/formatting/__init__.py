@@ -7,4 +7,5 @@ error_formats.py       errors in the JSON of each API
 limit_headers.py       what callers are told of their limits
 json_bytes.py          encoding JSON
 decoding.py            decoding the bodies of requests
+body_fields.py         which fields of a body count, and what becomes of the others
 """
