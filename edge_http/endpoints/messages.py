@@ -36,6 +36,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Guide
+from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -117,7 +118,7 @@ async def _job(
 async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel) -> _Prepared:
     """Raises KvloomError."""
     tools = tools_of(body)
-    plan = plan_tools(tools.tools, tools.choice, model=model.output, at="")
+    plan = plan_tools(tools.tools, tools.choice, model=model.output, place=ToolPlace(at="", schema="input_schema"))
     guide, guide_field = output_guide(body) or (None, "")
     if guide is not None and plan.tools:
         raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)

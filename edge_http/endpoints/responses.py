@@ -21,6 +21,7 @@ from edge_http.openai.sampling import chat_sampling, stop_conditions, tier_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -38,7 +39,8 @@ async def _job(
     """Validate and tokenize a body. Raises KvloomError."""
     given = tools_of(body)
     is_parallel = bool(body.parallel_tool_calls)
-    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, at="")
+    place = ToolPlace(at="")
+    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, place=place)
     guide = with_calls(text_guide(body), plan, "tools")
     shared = as_chat(body)
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))

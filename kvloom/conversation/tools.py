@@ -10,8 +10,9 @@ from typing import Any, Final, Literal
 from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument
 
-MAX_TOOLS: Final = 128
-MAX_SCHEMA_DEPTH: Final = 32
+MAX_TOOLS: Final = 1024
+"""More than any API allows: agents bring the tools of all their MCP servers."""
+MAX_SCHEMA_DEPTH: Final = 128
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 
@@ -63,7 +64,7 @@ def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function
         if tool.name in seen:
             raise invalid_argument(f"{where}name: there is more than one tool {tool.name!r}.", f"{where}name")
         seen.add(tool.name)
-        if tool.parameters.get("type", "object") != "object":
+        if tool.strict and tool.parameters.get("type", "object") != "object":
             raise invalid_argument(f"{where}{schema} must be a schema of type object.", f"{where}{schema}")
         check_depth(tool.parameters, f"{where}{schema}", MAX_SCHEMA_DEPTH)
 
