@@ -16,7 +16,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
 from kvloom_common.access.caller_access import check_scope
-from kvloom_common.callers import Callers, bare_credential, require_one_credential, require_one_of_each
+from kvloom_common.callers import Callers, bare_credential, require_one_of_each
 from kvloom_common.limits.client_address import client_address, networks_of
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.scopes import Scope
@@ -74,9 +74,10 @@ class RequestCallers:
         """Raises KvloomError: UNAUTHENTICATED if the request needs an API key and has none that is valid, and
         INVALID_ARGUMENT if it has several credentials. Where an auth provider decides, or where a token is new, what is
         returned must be awaited, and raises KvloomError; other requests do not wait."""
-        authorizations, api_keys = request.headers.getall("Authorization", ()), request.headers.getall(API_KEY, ())
-        if len(authorizations) + len(api_keys) > 1:
-            require_one_credential(authorizations, api_keys)
+        headers = request.headers
+        if API_KEY in headers or len(headers.getall("Authorization", ())) > 1:
+            names = ("authorization", API_KEY)
+            require_one_of_each((name, value) for name in names for value in headers.getall(name, ()))
         identities = self._callers.identities
         if identities is not None:
             credential = credential_of(request)

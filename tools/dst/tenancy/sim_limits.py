@@ -185,7 +185,8 @@ class SimLimits:
             response.tenants.add(id=tenant, limits=limits_to_proto(self._draw(f"tenant:{tenant}")))
             for number in range(KEYS_PER_TENANT):
                 name = f"{tenant}.{number}"
-                response.keys.add(id=name, tenant=tenant, limits=limits_to_proto(self._draw(f"key:{name}")))
+                limits = limits_to_proto(self._draw(f"key:{name}"))
+                response.keys.add(id=name, digest=name.encode(), tenant=tenant, limits=limits)
         self.table.apply(response)
 
     def _draw(self, account: str) -> Limits:
