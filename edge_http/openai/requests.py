@@ -53,8 +53,9 @@ class NamedFunction(Body, kw_only=True):
 
 
 class AllowedTool(Body, kw_only=True):
-    type: Literal["function"]
-    function: NamedFunction
+    type: str
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
 class AllowedTools(Body, kw_only=True):
@@ -65,6 +66,7 @@ class AllowedTools(Body, kw_only=True):
 class ToolChoiceBody(Body, kw_only=True):
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 

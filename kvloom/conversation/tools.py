@@ -49,15 +49,25 @@ NONE: Final = ToolChoice("none")
 REQUIRED: Final = ToolChoice("required")
 
 
-def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function.", schema: str = "parameters") -> None:
+def is_tool_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def check_tools(
+    tools: Sequence[Tool],
+    field: str = "tools",
+    at: str = "function.",
+    schema: str = "parameters",
+    numbers: Sequence[int] | None = None,
+) -> None:
     """Raise KvloomError (INVALID_ARGUMENT) for tools that no model can call. `at` leads from a tool to its fields, of
-    which `schema` has the schema of the arguments."""
+    which `schema` has the schema of the arguments; `numbers` are the tools' places in the body."""
     if len(tools) > MAX_TOOLS:
         raise invalid_argument(f"{field} has {len(tools)} entries; at most {MAX_TOOLS}.", field)
     seen: set[str] = set()
-    for number, tool in enumerate(tools):
+    for number, tool in zip(numbers or range(len(tools)), tools, strict=True):
         where = f"{field}[{number}].{at}"
-        if not _NAME.fullmatch(tool.name):
+        if not is_tool_name(tool.name):
             raise invalid_argument(
                 f"{where}name must have 1 to 128 letters, digits, underscores, dots or hyphens.", f"{where}name"
             )

@@ -30,8 +30,11 @@ class ToolPlace(NamedTuple):
     """Leads from a tool to its fields."""
     schema: str = "parameters"
     """The field of a tool that has the schema of its arguments."""
+    numbers: Sequence[int] = ()
+    """The places of the tools in the body, where some of the body's are left out."""
 
     def of(self, number: int, field: str) -> str:
+        number = self.numbers[number] if self.numbers else number
         return f"{self.tools}[{number}].{self.at}{field}"
 
 

@@ -365,8 +365,6 @@ MESSAGE = {"role": "user", "content": "x"}
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_parameter"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
         ({"stop": ["x"]}, "stop", "unsupported_parameter"),
-        ({"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type", "unsupported_parameter"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "unsupported_parameter"),
         ({"tools": [CLOCK], "tool_choice": {"type": "file_search"}}, "tool_choice.type", "unsupported_parameter"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "unsupported_parameter"),
         ({"input": [{"type": "web_search_call", "action": {}}]}, "input[0].type", "unsupported_parameter"),
