@@ -32,6 +32,7 @@ from edge_http.openai.tools import place_of, tools_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom_common.conversation.call_guide import IN_FUNCTIONS
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -54,7 +55,7 @@ async def _chat_job(
     """Validate and tokenize a body. Raises KvloomError."""
     n = num_choices(body)
     given = tools_of(body)
-    place = place_of(given)
+    place = place_of(given) if given.tools else IN_FUNCTIONS
     plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output, place=place)
     guide = with_calls(guide_of(body), plan, place.tools)
     max_tokens, max_tokens_field = chat_max_tokens(body)
@@ -89,9 +90,9 @@ async def _chat_job(
             parser,
             plan.tools,
             has_legacy_functions=given.has_legacy_functions,
-            **options_of(given.client_tools),
+            **(options_of(given.client_tools) if given.client_tools else {}),
         ),
-        headers=left_out_headers(given.left_out),
+        headers=left_out_headers(given.left_out) if given.left_out else {},
         guide_field="" if guide is None else guide.field,
         prompt_report=prompt_report(body, sampling, [prompt], n),
     )
