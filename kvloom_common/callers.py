@@ -96,16 +96,11 @@ def bare_credential(authorization: str, api_key: str) -> str:
     return authorization or api_key
 
 
-def require_one_credential(authorizations: Iterable[str], api_keys: Iterable[str]) -> None:
-    """Raises KvloomError (INVALID_ARGUMENT) if these values of Authorization and of x-api-key in one request have
-    several credentials. Which of them counts would otherwise depend on who reads them: a proxy, an edge or a router."""
-    given = {bare_credential(one, "") for one in authorizations} | set(api_keys)
-    if len(given - {""}) > 1:
-        raise invalid_argument("The request has several different credentials: send one.", "authorization")
-
-
 def require_one_of_each(headers: Iterable[tuple[str, str]]) -> None:
-    """As above, for headers (names and values) by which an auth provider tells callers apart."""
+    """Raises KvloomError (INVALID_ARGUMENT) if one of these headers (names and values) by which callers are told apart
+    is there more than once, with different values. Which of them counts would depend on who reads them: a proxy, an
+    edge or a router. (`authorization` and `x-api-key` together are fine: `bare_credential` says which counts, and some
+    clients send both.)"""
     found: dict[str, str] = {}
     for name, value in headers:
         if found.setdefault(name, value) != value:

@@ -16,7 +16,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
 from kvloom_common.access.caller_access import check_scope
-from kvloom_common.callers import Callers, bare_credential, require_one_credential, require_one_of_each
+from kvloom_common.callers import Callers, bare_credential, require_one_of_each
 from kvloom_common.limits.client_address import client_address, networks_of
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.scopes import Scope
@@ -25,6 +25,7 @@ from kvloom_common.trust.seal import SealError
 
 if TYPE_CHECKING:
     from kvloom_common.access.identities import Identities
+    from kvloom_common.access.revoked_certificates import RevokedCertificates
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
@@ -45,6 +46,8 @@ class RequestCallers:
         self.cache_scope_of = self._scope_of_tenant if self.have_tenants else self.caller_of
         """Of a request: only those with the same one may be served sooner because of each other's texts."""
         self._trusted_proxies = networks_of(trusted_proxies)
+        self.revoked: RevokedCertificates | None = None
+        """Certificates that no request may come with."""
 
     def caller_of(self, request: web.BaseRequest) -> str:
         """Return the caller's name (kvloom_common/callers.py)."""
@@ -74,9 +77,12 @@ class RequestCallers:
         """Raises KvloomError: UNAUTHENTICATED if the request needs an API key and has none that is valid, and
         INVALID_ARGUMENT if it has several credentials. Where an auth provider decides, or where a token is new, what is
         returned must be awaited, and raises KvloomError; other requests do not wait."""
-        authorizations, api_keys = request.headers.getall("Authorization", ()), request.headers.getall(API_KEY, ())
-        if len(authorizations) + len(api_keys) > 1:
-            require_one_credential(authorizations, api_keys)
+        headers = request.headers
+        if API_KEY in headers or len(headers.getall("Authorization", ())) > 1:
+            names = ("authorization", API_KEY)
+            require_one_of_each((name, value) for name in names for value in headers.getall(name, ()))
+        if self.revoked is not None:
+            self.revoked.check(_own_certificate(request))
         identities = self._callers.identities
         if identities is not None:
             credential = credential_of(request)
@@ -148,7 +154,12 @@ def _credentials(request: web.BaseRequest, names: Sequence[str]) -> Credentials:
 
 def _certificate(request: web.BaseRequest) -> bytes:
     """In DER; b"" without one."""
-    tls = request.get_extra_info("ssl_object") if RELAYED not in request.headers else None
+    return _own_certificate(request) if RELAYED not in request.headers else b""
+
+
+def _own_certificate(request: web.BaseRequest) -> bytes:
+    """That of the connection, whatever the request says; in DER, b"" without one."""
+    tls = request.get_extra_info("ssl_object")
     return (tls.getpeercert(binary_form=True) or b"") if tls is not None else b""
 
 

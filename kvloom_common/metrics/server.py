@@ -25,7 +25,7 @@ from kvloom.transport.addresses import bare_host, join_address
 from kvloom_common.access.auth_provider import Credentials
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.listener_tls import listener_tls
-from kvloom_common.callers import Callers, bare_credential, configured_scrapers, require_one_credential
+from kvloom_common.callers import Callers, bare_credential, configured_scrapers
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.service import StartError
 from kvloom_common.process.watched_files import following
@@ -106,9 +106,7 @@ def _for_known_callers(app: _Wsgi, callers: Callers) -> _Wsgi:
 def _check(environ: dict[str, Any], callers: Callers) -> None:
     """Raises KvloomError."""
     if callers.verifier is None:
-        authorization, api_key = environ.get("HTTP_AUTHORIZATION", ""), environ.get("HTTP_X_API_KEY", "")
-        require_one_credential((authorization,), (api_key,))
-        callers.check(bare_credential(authorization, api_key))
+        callers.check(bare_credential(environ.get("HTTP_AUTHORIZATION", ""), environ.get("HTTP_X_API_KEY", "")))
         return
     named = {name: f"HTTP_{name.upper().replace('-', '_')}" for name in callers.verifier.headers}
     headers = {name: environ[variable] for name, variable in named.items() if variable in environ}

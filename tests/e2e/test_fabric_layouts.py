@@ -49,8 +49,16 @@ def test_a_reload_of_an_unchanged_file_changes_nothing(fabric: RunningFabric) ->
     assert fabric.pids() == before
 
 
-def test_a_shard_is_drained_filled_and_restarted(fabric: RunningFabric) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.long] * (name != "control"))])
+        for name in LAYOUTS
+    ],
+)
+def test_a_shard_is_drained_filled_and_restarted(request: pytest.FixtureRequest, layout: str) -> None:
     """These are the commands of a night shift, which must not depend on what else runs."""
+    fabric: RunningFabric = request.getfixturevalue(f"{layout}_fabric")
     shard = fabric.processes("shard")[0]["name"]
     for command in (("drain", shard), ("undrain", shard), ("restart", shard), ("restart", "edge")):
         done = run_kvloom(*command, env=fabric.env)

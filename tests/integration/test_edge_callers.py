@@ -58,7 +58,6 @@ async def test_tenant_is_the_credential_or_the_address() -> None:
 
 SEVERAL_CREDENTIALS: list[list[tuple[str, str]]] = [
     [("Authorization", "Bearer one"), ("Authorization", "Bearer two")],
-    [("Authorization", "Bearer one"), ("x-api-key", "two")],
     [("x-api-key", "one"), ("x-api-key", "two")],
 ]
 
@@ -74,11 +73,12 @@ async def test_a_request_with_several_credentials_is_refused(
         world.link.script = answer("a")
         several = CIMultiDict(headers)
         async with world.http.post(world.url + CHAT, json=chat_body(), headers=several) as response:
-            assert (response.status, (await response.json())["error"]["param"]) == (400, "authorization")
+            assert (response.status, (await response.json())["error"]["param"]) == (400, headers[0][0].lower())
         assert not world.link.requests
-        same = CIMultiDict([("Authorization", "Bearer one"), ("x-api-key", "one")])
-        async with world.http.post(world.url + CHAT, json=chat_body(), headers=same) as response:
-            assert response.status == 200
+        for key in ("one", "another"):  # clients send what they have, for whichever server
+            both = {"Authorization": "Bearer one", "x-api-key": key}
+            async with world.http.post(world.url + CHAT, json=chat_body(), headers=both) as response:
+                assert response.status == 200
 
 
 async def test_address_behind_a_trusted_proxy() -> None:

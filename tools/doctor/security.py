@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvloom.transport.addresses import join_address
 from kvloom_common.access.exposure import authenticates, authenticates_scrapers, is_loopback
 from kvloom_common.config import KvloomConfig
+from kvloom_common.process.data_dir import open_to_others
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.doctor.strangers import Attempt, attempt_http, attempt_http2, attempt_redis
 from tools.fabric_trust import trust_of
@@ -30,7 +30,8 @@ from tools.supervisor.tenant_tables import not_following
 _TIMEOUT_SECONDS: Final = 5.0
 _LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1", "unix:")
 _SIGNS: Final = {"ok": "✓", "warning": "!", "unknown": "?", "failed": "✗"}
-_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+_MAX_FILES: Final = 20
+"""More are counted, not listed."""
 
 
 Outcome = Literal["ok", "warning", "unknown", "failed"]
@@ -77,11 +78,14 @@ async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, 
 
 
 def _files(folder: RunFolder) -> Iterator[Finding]:
-    for path in (folder.run_dir, folder.log_dir, folder.config_path):
-        open_to_others = path.stat().st_mode & _OTHERS and path.parent.stat().st_mode & _OTHERS
-        outcome = "failed" if open_to_others else "ok"
-        detail = f"other users may read it: chmod -R go= {path}" if open_to_others else "only this user can read it"
-        yield Finding(f"file {path}", outcome, detail)
+    found = open_to_others(folder.data_dir)
+    for path in found[:_MAX_FILES]:
+        yield Finding(f"file {path}", "failed", f"other users have rights to it: chmod go= {path}")
+    if len(found) > _MAX_FILES:
+        more = f"{len(found) - _MAX_FILES} more are open to other users: chmod -R go= {folder.data_dir}"
+        yield Finding("files", "failed", more)
+    if not found:
+        yield Finding(f"files in {folder.data_dir}", "ok", "only this user has rights to them")
 
 
 def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:

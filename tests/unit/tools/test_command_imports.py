@@ -21,7 +21,7 @@ SERVERS: Final = frozenset(
 ASKS_A_FABRIC: Final = frozenset({"grpc", "google", "structlog", "rich", "asyncio", "psutil"})
 MAX_MODULES: Final = 560
 """Of a command that asks a fabric: half of them are those of Python, click, gRPC and rich."""
-COMMANDS: Final = ("status", "restart", "reload", "drain", "logs", "up", "keys", "secret", "rollouts", "tenants.orgs")
+COMMANDS: Final = ("status", "drain", "reload", "up", "keys", "tenants.orgs")
 """The modules of what operators ask for many times a day; that of `up` has `down`, and imports what it starts later."""
 
 
