@@ -67,8 +67,8 @@ COMMON_FIELDS: Final = {
         f"{MAX_REPETITION_PENALTY:g}; the default is 1."
     ),
     "min_p": (
-        "vLLM's extension: tokens less likely than this fraction of the likeliest are not drawn. 0 to 1; the default is "
-        "0."
+        "vLLM's extension: tokens less likely than this fraction of the likeliest one are not drawn: 0 to 1; the "
+        "default is 0."
     ),
     "min_tokens": "The answer does not end before it has so many tokens: 0 to `max_tokens`; the default is 0.",
     "logprobs": (
