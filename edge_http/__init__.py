@@ -5,6 +5,7 @@ server/        the HTTP server: connections, the routing table, start and stop
 endpoints/     one handler per path
 edge.py        what all handlers share: configuration, link, models, admission
 submission.py  one answer from its submission to a router until its end
+side_call.py   limits of calls that compute no answer
 tenant_usage.py   prices and budgets of callers, in a fabric with tenants
 formatting/    what the response formats of all APIs have in common
 openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters

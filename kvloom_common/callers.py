@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvloom.errors import invalid_argument
 from kvloom_common.access.api_keys import ApiKeys, missing_key_error, wrong_key_error
 from kvloom_common.access.auth_provider import CallerVerifier, configured_verifier
+from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.watched_files import Watcher
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
@@ -55,6 +58,11 @@ class Callers:
         """What needs to be followed while callers are served (kvloom_common/process/watched_files.py)."""
         return self.identities or self.api_keys or self.verifier
 
+    def cache_salts(self, key: bytes = b"") -> CacheSalts:
+        """What separates these callers in caches. `key`: see CacheSalts; without one, what it gives is for this process
+        alone."""
+        return CacheSalts(key, None if self.identities is None else self.identities.tenants.cache_scope)
+
     def name_of_id(self, verified_id: str) -> str:
         """The name of a caller to whom the verifier has given this id."""
         return f"id-{verified_id}" if _PLAIN_ID.fullmatch(verified_id) else f"hash-{self._digest(verified_id)}"
@@ -86,6 +94,17 @@ def bare_credential(authorization: str, api_key: str) -> str:
     if authorization[: len(_BEARER)].lower() == _BEARER:
         return authorization[len(_BEARER) :].strip()
     return authorization or api_key
+
+
+def require_one_of_each(headers: Iterable[tuple[str, str]]) -> None:
+    """Raises KvloomError (INVALID_ARGUMENT) if one of these headers (names and values) by which callers are told apart
+    is there more than once, with different values. Which of them counts would depend on who reads them: a proxy, an
+    edge or a router. (`authorization` and `x-api-key` together are fine: `bare_credential` says which counts, and some
+    clients send both.)"""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        if found.setdefault(name, value) != value:
+            raise invalid_argument(f"The request has several different values of {name[:64]!r}: send one.", name[:64])
 
 
 def configured_callers(config: KvloomConfig, trust: FabricTrust = NO_SECRET, own_name: str = "") -> Callers:

@@ -989,6 +989,14 @@ class ControlConfig(Section):
     """Where notices about budgets are sent."""
     webhook_secret_file: str = ""
     """The file with the secret with which notices are signed ("whsec_...", see standardwebhooks.com)."""
+    max_keys: PositiveInt = 10_000
+    max_projects: PositiveInt = 1_000
+    max_users: PositiveInt = 10_000
+    """How many keys, projects and users an organisation may have, unless the operator gives it quotas of its own. Keys
+    that were revoked or have long expired do not count."""
+    max_entry_bytes: PositiveInt = 16 * 2**20
+    """How large an organisation's keys and projects may be together, which each edge and router keeps in memory: the
+    texts that were given, and 256 bytes each."""
     witness: bool = False
     """Whether edges write down what they have delivered, and routers what they have sent to clients outside the fabric,
     for `kvloom usage reconcile`."""
@@ -1016,12 +1024,16 @@ class TlsConfig(Section):
     key_file: str = ""
     client_ca_file: str = ""
     """The authorities of clients' certificates. Empty: clients need none."""
+    client_crl_file: str = ""
+    """Lists of the certificates that these authorities have revoked. Empty: none are."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate_file) != bool(self.key_file):
             raise ValueError("certificate_file and key_file are needed together")
         if self.client_ca_file and not self.certificate_file:
             raise ValueError("client_ca_file needs certificate_file")
+        if self.client_crl_file and not self.client_ca_file:
+            raise ValueError("client_crl_file needs client_ca_file")
 
 
 class RedisConfig(Section):

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from kvloom.transport.local_stream import LocalStream
 from kvloom_common.access.caller_access import NamedModel, check_class, check_models, usable
 from kvloom_common.access.tenants import Tenants
-from kvloom_common.callers import Callers, bare_credential
+from kvloom_common.callers import Callers, bare_credential, require_one_of_each
 from kvloom_common.tenancy.principal import Principal
 from router.core.priority_classes import INTERACTIVE
 
@@ -36,6 +36,11 @@ class CallerScope:
     def request_id(self, given: str) -> str:
         """The id inside the router of a request that the caller calls `given`."""
         return given if self.caller is None else given + _suffix(self.caller)
+
+    def link_id(self, given: str) -> str:
+        """The id inside the router of a link that the caller calls `given`; "": none. Otherwise one caller could end
+        another one's stream by its link's name."""
+        return self.request_id(given) if given else ""
 
     def given_id(self, request_id: str) -> str:
         """The inverse of `request_id`."""
@@ -136,9 +141,16 @@ def credential_of(context: Any) -> str:
 
 
 def credential_in(metadata: Iterable[tuple[str, Any]]) -> str:
-    """What `authorization`, or else `x-api-key`, has; "" if the metadata has neither."""
+    """The value of `authorization`, or else of `x-api-key`; "" if the metadata has neither. RPCs with several
+    credentials are refused (`require_one_credential_in`)."""
     found = {key: value for key, value in metadata if key in ("authorization", "x-api-key") and isinstance(value, str)}
     return bare_credential(found.get("authorization", ""), found.get("x-api-key", ""))
+
+
+def require_one_credential_in(context: Any) -> None:
+    """Raises KvloomError (INVALID_ARGUMENT) if an RPC has several credentials of one kind."""
+    metadata = context.invocation_metadata() or ()
+    require_one_of_each((key, str(value)) for key, value in metadata if key in ("authorization", "x-api-key"))
 
 
 def metadata_value(context: Any, wanted_key: str) -> str:

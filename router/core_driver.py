@@ -33,6 +33,7 @@ from router.core.actions import (
     SendStep,
     SequencesPreempted,
     ShardHealthChanged,
+    SideCallDecided,
     SubmitAttempt,
     WantKvSnapshot,
 )
@@ -107,6 +108,12 @@ class LimitsSink(Protocol):
     def leases_wanted(self, action: LeasesWanted) -> None: ...
 
     def limits_counted(self, action: LimitsCounted) -> None: ...
+
+
+class SideCallSink(Protocol):
+    """Is told which calls without an answer may go on. Its method never blocks and never raises."""
+
+    def side_call_decided(self, action: SideCallDecided) -> None: ...
 
 
 class Observer(Protocol):
@@ -284,6 +291,10 @@ class CoreDriver:
         """Without it, the core must have no limiter."""
         self._carry_out[LeasesWanted] = desk.leases_wanted
         self._carry_out[LimitsCounted] = desk.limits_counted
+
+    def set_side_calls(self, desk: SideCallSink) -> None:
+        """Without it, no SideCallArrived may be dispatched."""
+        self._carry_out[SideCallDecided] = desk.side_call_decided
 
     @property
     def has_safety(self) -> bool:

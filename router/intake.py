@@ -8,6 +8,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -46,6 +47,7 @@ from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
 from router import convert
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
+from router.continuation_tickets import ContinuationTickets, digest_of
 from router.conversation_intake import (
     MESSAGES,
     check_only_for_conversations,
@@ -130,12 +132,14 @@ class Intake:
         gives_receipts: bool = False,
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
         prefers_others: Callable[[str, Tier], bool] | None = None,
+        tickets: ContinuationTickets | None = None,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
         are none. `meters_usage`: requests get what usage records need. `classes`: those that are declared, with the
         built-in ones. `prefers_others`: whether a model is to be passed by requests that may have another; None: none
-        is."""
+        is. `tickets`: of answers of clients outside the fabric; None: there are no such clients."""
+        self._tickets = tickets
         self._classes = classes
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
@@ -223,8 +227,11 @@ class Intake:
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
-        if scope is not TRUSTED and request.has_output:
-            request = self._with_claims(request, model)
+        if scope is not TRUSTED:
+            assert isinstance(submit, Submit)
+            checksum = submit.adapter_checksum or _adapter_checksum(model)
+            digest = digest_of(request, 0, submit.priority_class, checksum)
+            request = self._from_outside(request, submit, model, digest, submit.num_ended_tokens)
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or submit.priority_class or submit.fairness_id or scope.access is not None:
@@ -280,6 +287,7 @@ class Intake:
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         tenant = scope.tenant("")
+        cache_salt = self._cache_salt(tenant)
         tier = _tier(wanted.tier)
         prefers_others = self._prefers_others
         model, chosen = choose_model(
@@ -302,13 +310,15 @@ class Intake:
             if is_embedding:
                 raise invalid_argument("An embedding is one of text or token_ids, not of a conversation.", "pooling")
             plan = self._tool_plan(wanted, model, sampling)
-            token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling, stop)
+            token_ids, text, parser = await self._tokenized_conversation(
+                wanted, model, plan, sampling, stop, cache_salt
+            )
         else:
             check_only_for_conversations(wanted)
-            token_ids, text = await self._tokenized(wanted, model, add_special_tokens=is_embedding)
+            token_ids, text = await self._tokenized(wanted, model, cache_salt, add_special_tokens=is_embedding)
         check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
         if wanted.predicted_text:
-            sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model))
+            sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model, cache_salt))
         given_id = wanted.request_id or new_request_id()
         request = Request(
             request_id=scope.request_id(given_id),
@@ -324,21 +334,22 @@ class Intake:
             tier=tier,
             tenant=tenant,
             key_id=scope.key_id,
-            cache_salt=self._cache_salt(tenant),
+            cache_salt=cache_salt,
             traceparent=traceparent,
             session_key=wanted.session_key,
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
-        if scope is not TRUSTED and request.has_output:
-            request = self._with_claims(request, model)
+        if scope is not TRUSTED:
+            checksum = wanted.adapter_checksum or _adapter_checksum(model)
+            digest = digest_of(request, wanted.n or 1, wanted.priority_class, checksum)
+            request = self._from_outside(request, wanted, model, digest, _num_ended_tokens(wanted))
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
             request = self._with_class(request, wanted, scope.access)
         if self._meters_usage:
-            num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
-            request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)
+            request = _with_reasoning(_metered(request, _num_ended_tokens(wanted), scope), model, 0, scope)
         if self._keeps_answers:
             request = self._kept(request, wanted, model)
         if wanted.HasField("objectives"):
@@ -353,6 +364,33 @@ class Intake:
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
+
+    def _from_outside(
+        self, request: Request, wanted: Submit | GenerateRequest, model: ServedModel | None, digest: str, num_ended: int
+    ) -> Request:
+        """The request of a client outside the fabric, of which no more is believed than its ticket proves. `digest`:
+        see `digest_of`; `num_ended`: how many tokens it says that other choices of its answer have. Raises
+        KvloomError."""
+        tickets = self._tickets
+        answer_id = secrets.token_hex(8) if self._meters_usage else ""
+        if tickets is None:
+            request = self._with_claims(request, model, answer_id) if request.has_output else request
+            return msgspec.structs.replace(request, answer_id=answer_id)
+        if request.has_output or num_ended:
+            ticket = tickets.redeem(wanted.continuation_ticket, digest, request)
+            if ticket is None:
+                return self._with_claims(request, model, answer_id)
+            # What its earlier output is, only the client says: it is screened as a prompt.
+            return msgspec.structs.replace(
+                request,
+                answer_id=ticket.answer_id,
+                num_ended_tokens=num_ended,
+                most_cached_tokens=ticket.num_cached_tokens,
+                prompt_text=self._text_with_claims(request, model),
+            )
+        return msgspec.structs.replace(
+            request, answer_id=answer_id, issue_ticket=partial(tickets.issue, digest, answer_id)
+        )
 
     def _with_class(
         self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, access: CallerAccess | None
@@ -385,7 +423,7 @@ class Intake:
         return msgspec.structs.replace(request, is_cacheable=is_cacheable, wants_receipt=wants_receipt)
 
     async def _tokenized(
-        self, wanted: GenerateRequest, model: ServedModel, *, add_special_tokens: bool
+        self, wanted: GenerateRequest, model: ServedModel, cache_salt: str, *, add_special_tokens: bool
     ) -> tuple[Sequence[int], str]:
         """Returns (token ids, text for the safety service) of a prompt that is no conversation."""
         match wanted.WhichOneof("input"):
@@ -393,7 +431,9 @@ class Intake:
                 if not wanted.text:
                     raise invalid_argument("text must not be empty.", "text")
                 self._check_text_size(wanted.text, "text")
-                token_ids = await model.tokenizer.encode(wanted.text, add_special_tokens=add_special_tokens)
+                token_ids = await model.tokenizer.encode(
+                    wanted.text, scope=cache_salt, add_special_tokens=add_special_tokens
+                )
                 self._check_prompt(token_ids, model, "text")
                 return token_ids, wanted.text
             case "token_ids":
@@ -403,13 +443,13 @@ class Intake:
             case _:
                 raise invalid_argument("One of text, conversation and token_ids is required.", "input")
 
-    async def _predicted_token_ids(self, wanted: GenerateRequest, model: ServedModel) -> Sequence[int]:
+    async def _predicted_token_ids(self, wanted: GenerateRequest, model: ServedModel, cache_salt: str) -> Sequence[int]:
         if wanted.sampling.predicted_token_ids:
             raise invalid_argument(
                 "predicted_text and sampling.predicted_token_ids exclude each other.", "predicted_text"
             )
         self._check_text_size(wanted.predicted_text, "predicted_text")
-        token_ids = await model.tokenizer.encode(wanted.predicted_text)
+        token_ids = await model.tokenizer.encode(wanted.predicted_text, scope=cache_salt)
         return token_ids[:MAX_PREDICTED_TOKENS]
 
     def _tool_plan(self, wanted: GenerateRequest, model: ServedModel, sampling: SamplingParams) -> ToolPlan:
@@ -434,6 +474,7 @@ class Intake:
         plan: ToolPlan,
         sampling: SamplingParams,
         stop: StopConditions,
+        cache_salt: str,
     ) -> tuple[Sequence[int], str, ParserSpec | None]:
         """Returns (token ids, text for the safety service, parser of the answer). `sampling` and `stop` then fit the
         parser."""
@@ -442,7 +483,9 @@ class Intake:
         text = screened_text(messages, plan.tools)
         self._check_text_size(text, MESSAGES)
         try:
-            token_ids, rendered = await conversation_prompt(model.tokenizer, messages, plan.tools, options)
+            token_ids, rendered = await conversation_prompt(
+                model.tokenizer, messages, plan.tools, options, scope=cache_salt
+            )
         except KvloomError as error:
             raise conversation_error(error) from error
         self._check_prompt(token_ids, model, MESSAGES)
@@ -481,14 +524,17 @@ class Intake:
                 field=field,
             )
 
-    def _with_claims(self, request: Request, model: ServedModel | None) -> Request:
+    def _with_claims(self, request: Request, model: ServedModel | None, answer_id: str) -> Request:
         """The request of a client outside the fabric, whose choices have output: it counts, and is screened, as a part
         of the prompt. Raises KvloomError."""
+        num_claimed = sum(len(choice.output_token_ids) for choice in request.choices)
+        text = self._text_with_claims(request, model)
+        return msgspec.structs.replace(request, num_claimed_tokens=num_claimed, prompt_text=text, answer_id=answer_id)
+
+    def _text_with_claims(self, request: Request, model: ServedModel | None) -> str:
         outputs = [choice.output_token_ids for choice in request.choices if choice.output_token_ids]
         texts = [request.prompt_text, *(self._text_for_screening(ids, model, request.model) for ids in outputs)]
-        return msgspec.structs.replace(
-            request, num_claimed_tokens=sum(map(len, outputs)), prompt_text="\n".join(filter(None, texts))
-        )
+        return "\n".join(filter(None, texts))
 
     def _screened(self, text: str, token_ids: Sequence[int], model: ServedModel | None, name: str) -> str:
         """The text for the safety service of a prompt of tokens. Processes of the fabric send the text of which they
@@ -560,6 +606,14 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
         raise invalid_argument(f"{field} is truncated: every id has four bytes.", field) from error
 
 
+def _adapter_checksum(model: ServedModel | None) -> str:
+    return "" if model is None or model.adapter is None else model.adapter.checksum
+
+
+def _num_ended_tokens(wanted: GenerateRequest) -> int:
+    return sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
+
+
 def _check_choices(submit: Submit) -> None:
     if len(submit.choices) == 1 and submit.choices[0].index < MAX_CHOICES:
         return  # as nearly always
@@ -594,10 +648,9 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
 
 
 def _metered(request: Request, num_ended_tokens: int, scope: CallerScope, num_foreign_tokens: int = 0) -> Request:
-    """With what usage records need. What a client outside the fabric says of its answer changes none of it: each of its
-    requests is an answer of its own."""
+    """With what usage records need. What a client outside the fabric says of its answer changes none of it."""
     if scope is not TRUSTED:
-        return msgspec.structs.replace(request, answer_id=secrets.token_hex(8))
+        return request
     if num_ended_tokens:
         request = msgspec.structs.replace(request, num_ended_tokens=num_ended_tokens)
     if num_foreign_tokens:

@@ -20,6 +20,8 @@ from kvloom.v1.router_service_pb2 import (
     CANCEL_OUTCOME_NOT_FOUND,
     CancelRequest,
     CancelResponse,
+    ChargeCallRequest,
+    ChargeCallResponse,
     ClearResultCacheRequest,
     ClearResultCacheResponse,
     ExplainRequest,
@@ -38,6 +40,7 @@ from kvloom.v1.router_service_pb2 import (
 )
 from kvloom_common.callers import Callers
 from kvloom_common.metrics.exposition import exposition_of
+from kvloom_common.models.model_routes import BYTES_PER_TOKEN
 from router import convert
 from router.answers.generate import GenerateCall
 from router.answers.named_calls import NamedCalls, name_of
@@ -48,11 +51,12 @@ from router.core.core import RouterCore
 from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
 from router.decisions.log import DecisionLog
-from router.decisions.responses import explanation_to_proto, not_remembered, plan_to_proto
+from router.decisions.responses import explanation_to_proto, not_remembered, plan_to_proto, without_load
 from router.intake import MAX_NAME_CHARS, Intake
 from router.links.client_link import ClientLink
 from router.links.link_sessions import LinkSessions
 from router.links.moderation import Moderation
+from router.side_call_desk import SideCallDesk
 
 log = structlog.get_logger()
 
@@ -80,6 +84,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         moderation: Moderation | None = None,
         metrics_registry: CollectorRegistry = REGISTRY,
         clear_result_cache: Callable[[str | None], Awaitable[int]] | None = None,
+        side_calls: SideCallDesk | None = None,
     ) -> None:
         """`link_address` is where only this router serves those who use this servicer."""
         self._metrics_registry = metrics_registry
@@ -87,6 +92,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self._link_address = link_address
         self._scopes = scopes or CallerScopes(Callers(), trusts_all=True)
         self._moderation = moderation or Moderation(None)
+        self._side_calls = side_calls or SideCallDesk(driver, has_limits=False)
         self._driver = driver
         self._intake = intake
         self._core = core
@@ -131,13 +137,16 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             self._links.discard(link)
 
     async def Plan(self, request: PlanRequest, context: Context) -> PlanResponse:
+        scope = self._scopes.of(context)
+        expected = request.ByteSize() // BYTES_PER_TOKEN
         try:
-            accepted = await self._intake.accept_generate(
-                request.request, PLAN_CLIENT_ID, scope=self._scopes.of(context)
-            )
+            await self._side_calls.charge(scope, expected)
+            accepted = await self._intake.accept_generate(request.request, PLAN_CLIENT_ID, scope=scope)
+            self._side_calls.settle(scope, len(accepted.request.prompt_token_ids) - expected)
             plan = self._core.plan(accepted.request, self._driver.now())
             brownout = str(self._core.expected_degradation(accepted.request) or "")
-            return plan_to_proto(plan, accepted.model, accepted.chosen, brownout)
+            response = plan_to_proto(plan, accepted.model, accepted.chosen, brownout)
+            return response if scope.access is None else without_load(response)
         except KvloomError as error:
             # The intake names fields of the nested request.
             field = f"request.{error.field}" if error.field else ""
@@ -151,6 +160,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             message = "One of request_id and client_request_id is required, and not both."
             await abort(context, invalid_argument(message, "request_id"))
         scope = self._scopes.of(context)
+        try:
+            await self._side_calls.charge(scope, 0)
+        except KvloomError as error:
+            await abort(context, error)
         others: list[str] = []
         wanted = scope.request_id(request.request_id)
         if request.client_request_id:
@@ -167,10 +180,14 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         except Exception:
             await _abort_internal(context, "Explain")
         explanation.request_id = scope.given_id(remembered.request_id)  # without the caller
+        if scope.access is not None:
+            for decision in explanation.decisions:
+                without_load(decision.plan)
         return explanation
 
     async def Moderate(self, request: ModerateRequest, context: Context) -> ModerateResponse:
         try:
+            await self._side_calls.charge(self._scopes.of(context), request.ByteSize() // BYTES_PER_TOKEN)
             return await self._moderation.moderate(request)
         except KvloomError as error:
             await abort(context, error)
@@ -180,14 +197,15 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
         if not request.request_id:
             await abort(context, invalid_argument("request_id is required.", "request_id"))
-        request_id = self._scopes.of(context).request_id(request.request_id)
+        scope = self._scopes.of(context)
+        request_id = scope.request_id(request.request_id)
         if request.resume_token:
             name = name_of(request.request_id, request.resume_token, owner_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
             found = self._named_calls.settle(name, request_id, num_tokens)
             return CancelResponse(found=found)
         if request.link_id:
-            link_id = request.link_id[:MAX_NAME_CHARS]
+            link_id = scope.link_id(request.link_id[:MAX_NAME_CHARS])
             found = self._link_sessions.settle(link_id, request_id, request.num_received_tokens)
             return CancelResponse(found=found)
         if self._core.has_request(request_id):
@@ -196,6 +214,17 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         remembered = self._decisions.find(request_id)
         outcome = CANCEL_OUTCOME_NOT_FOUND if remembered is None else CANCEL_OUTCOME_ALREADY_ENDED
         return CancelResponse(outcome=outcome)
+
+    async def ChargeCall(self, request: ChargeCallRequest, context: Context) -> ChargeCallResponse:
+        if self._scopes.of(context).caller is not None:
+            message = "Only processes of the fabric may charge calls."
+            await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
+        try:
+            return await self._side_calls.serve(request)
+        except KvloomError as error:
+            await abort(context, error)
+        except Exception:
+            await _abort_internal(context, "ChargeCall")
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
         scope = self._scopes.of(context)

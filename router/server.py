@@ -17,7 +17,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import router_service_pb2
-from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.kv_shares import KvShares
 from kvloom_common.access.listener_tls import listener_tls
@@ -53,6 +52,7 @@ from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
+from router.continuation_tickets import ContinuationTickets
 from router.core.actions import (
     AnswerResampled,
     BrownoutStepChanged,
@@ -92,10 +92,12 @@ from router.result_cache.shared import SharedResultCache
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
+from router.rpc.certificate_check import CertificateCheck
 from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
+from router.side_call_desk import SideCallDesk
 from router.tenancy.lease_desk import LeaseDesk
 from router.usage_records import Credit, UsageRecords
 
@@ -155,7 +157,9 @@ class RouterServer:
         callers = configured_callers(config, trust, router_id)
         if callers.identities is not None:
             observe(callers.identities.tenants, metrics_registry, "router")
-        self._cache_salts = _cache_salts(callers, trust)
+        self._cache_salts = callers.cache_salts(trust.cache_key)
+        self._tickets = ContinuationTickets(trust.sealer) if trust.has_secret else None
+        """None if all clients are trusted."""
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -170,6 +174,7 @@ class RouterServer:
             gives_receipts=config.router.receipts.enabled,
             classes=declared_classes(config.router.classes),
             prefers_others=core.prefers_others if config.router.brownout.enabled else None,
+            tickets=self._tickets,
         )
         self._intake = intake
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices
@@ -217,6 +222,7 @@ class RouterServer:
                 metrics_registry,
             )
             self._driver.set_limits(self._leases)
+        self._side_calls = SideCallDesk(self._driver, has_limits=self._leases is not None)
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
@@ -259,8 +265,10 @@ class RouterServer:
                 self._moderation,
                 metrics_registry,
                 self._clear_result_cache,
+                self._side_calls,
             )
-            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
+            may_call = trust.may_call if trusts_all else None
+            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks], may_call)
 
         checks: list[grpc.aio.ServerInterceptor] = [self._limits]
         if callers.api_keys is not None:
@@ -269,6 +277,9 @@ class RouterServer:
             checks.insert(0, ProviderCheck(callers, callers.verifier))
         if callers.identities is not None:
             checks.insert(0, TenantCheck(callers.identities))
+
+        if self._tls is not None and self._tls.revoked is not None:
+            checks.insert(0, CertificateCheck(self._tls.revoked))
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         for_clients = service.sharing_port(options) if shares_port else options
@@ -320,7 +331,7 @@ class RouterServer:
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
-        link = LocalRouterLink(self._driver, self._intake, name, self._moderation)
+        link = LocalRouterLink(self._driver, self._intake, name, self._moderation, self._side_calls)
         if self._metering is not None:
             self._usage_records.open(link.client_id, link.client_id)
         return link
@@ -517,6 +528,8 @@ class RouterServer:
             record = self._metering.request_ended(ended)
             if ended.usage is not None and ended.usage.answer_id:
                 record = b""  # what a client outside the fabric says of lost tokens is no reason to charge less
+        if self._tickets is not None:
+            self._tickets.request_ended(ended.client_id, ended.tenant, was_computed=ended.num_attempts > 0)
         self._usage_records.request_ended(ended, record)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
@@ -633,12 +646,6 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
-
-
-def _cache_salts(callers: Callers, trust: FabricTrust) -> CacheSalts:
-    if callers.identities is None:
-        return CacheSalts(trust.cache_key)
-    return CacheSalts(trust.cache_key, callers.identities.tenants.cache_scope)
 
 
 def _kv_share_of(config: KvloomConfig, callers: Callers, trust: FabricTrust) -> Callable[[str], KvShare | None] | None:

@@ -173,8 +173,8 @@ def postgres_sockets() -> Iterator[Path]:
         if os.environ.get("CI"):
             raise RuntimeError("PostgreSQL is not installed")
         pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-    with postgres_server(binaries) as folder:
-        yield folder
+    with postgres_server(binaries) as server:
+        yield server.folder
 
 
 @pytest.fixture

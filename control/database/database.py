@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
@@ -22,13 +23,20 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import sqlalchemy as sa
+import sqlalchemy.exc
+import structlog
 from sqlalchemy import event
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-BUSY_SECONDS: Final = 30.0
-"""How long a writer on SQLite waits for another one."""
-CONNECT_SECONDS: Final = 10.0
+from control.database.failures import DatabaseAwayError
+from kvloom_common.private_file import make_private, make_private_folder, open_private_file
+
+log = structlog.get_logger()
+
+LOCK_SECONDS: Final = 1.5
+"""How long a transaction waits for one of another process: on SQLite for the file, on PostgreSQL for each lock."""
+CONNECT_SECONDS: Final = 2.0
 STATEMENT_SECONDS: Final = 60.0
 """How long PostgreSQL may take for a connection, and for a statement."""
 MAX_CONNECTIONS: Final = 8
@@ -47,6 +55,11 @@ class Database:
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
         self._running: set[asyncio.Task[Any]] = set()
+        self._writer = asyncio.Lock()
+        """SQLite has one writer at a time. Those of this process take turns, however long one takes, so that only
+        another process is waited for in vain."""
+        self._locked_at = -math.inf
+        """When a writer last has waited in vain, by the event loop's clock."""
 
     @property
     def is_sqlite(self) -> bool:
@@ -56,8 +69,22 @@ class Database:
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """A transaction, which is committed at the end and rolled back after an exception. On PostgreSQL, rows that
         are read and then updated need `with_for_update`."""
-        async with self.engine.begin() as connection:
-            yield connection
+        if not self.is_sqlite:
+            async with self._connected() as connection, connection.begin():
+                yield connection
+            return
+        clock = asyncio.get_running_loop().time
+        asked_at = clock()
+        async with self._writer:
+            if asked_at <= self._locked_at:
+                raise DatabaseAwayError("database is locked")  # it was while this one waited for its turn
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    connection = await stack.enter_async_context(self.engine.begin())
+                except sqlalchemy.exc.OperationalError:
+                    self._locked_at = clock()
+                    raise
+                yield connection
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -67,18 +94,35 @@ class Database:
             if self.is_sqlite
             else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         )
-        async with self.engine.connect() as connection:
+        async with self._connected() as connection:
             connection = await connection.execution_options(**options)
             async with connection.begin():
                 yield connection
 
-    async def uninterrupted(self, work: Coroutine[Any, Any, T]) -> T:
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AsyncConnection]:
+        """Raises DatabaseAwayError if a server cannot be reached."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                connection = await stack.enter_async_context(self.engine.connect())
+            except Exception as error:
+                # SQLAlchemy passes on what asyncpg raises where there is no connection yet, e.g. while a server starts.
+                if type(error).__module__.startswith("asyncpg"):
+                    raise DatabaseAwayError(f"{type(error).__name__}: {error}") from error
+                raise
+            yield connection
+
+    async def uninterrupted(self, work: Coroutine[Any, Any, T], answer_seconds: float | None = None) -> T:
         """Await work with transactions, to its end even if the caller is cancelled meanwhile: the drivers do not
-        survive a cancellation in the middle of a statement (aiosqlite's thread may never answer again)."""
+        survive a cancellation in the middle of a statement (aiosqlite's thread may never answer again). With
+        `answer_seconds`, raises TimeoutError when it takes longer, and the work continues."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
+            if answer_seconds is not None and not (await asyncio.wait((task,), timeout=answer_seconds))[0]:
+                task.add_done_callback(_forget_failure)
+                raise TimeoutError
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await self.settle(task)
@@ -114,16 +158,26 @@ def make_engine(url: URL) -> AsyncEngine:
         "json_deserializer": msgspec.json.decode,
     }
     if url.get_backend_name() != "sqlite":
-        timeouts = {"timeout": CONNECT_SECONDS, "command_timeout": STATEMENT_SECONDS}
+        timeouts = {
+            "timeout": CONNECT_SECONDS,
+            "command_timeout": STATEMENT_SECONDS,
+            "server_settings": {"lock_timeout": f"{LOCK_SECONDS * 1e3:.0f}"},
+        }
         return create_async_engine(url, pool_pre_ping=True, connect_args=timeouts, **options)
     engine = create_async_engine(
         url,
         **options,
-        connect_args={"isolation_level": None, "timeout": BUSY_SECONDS},  # None: BEGIN is ours
+        connect_args={"isolation_level": None, "timeout": LOCK_SECONDS},  # None: BEGIN is ours
     )
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
+
+
+def _forget_failure(task: asyncio.Task[Any]) -> None:
+    """The caller was told already that there is no answer."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("the database failed after its caller had gone", cause=type(error).__name__)
 
 
 def _json(value: Any) -> str:
@@ -132,8 +186,12 @@ def _json(value: Any) -> str:
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-        cursor.execute(f"PRAGMA {pragma}")
+    try:
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()  # SQLAlchemy only forgets it, with its thread
+        raise
     cursor.close()
 
 
@@ -145,10 +203,13 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 @contextlib.contextmanager
 def _own_file(path: Path) -> Iterator[None]:
     """Make the file, and hold its lock. The lock goes with the process, however that ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    make_private_folder(path.parent)
+    os.close(open_private_file(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its mode to the files beside it
+    for name in ("-wal", "-shm"):  # left by a process that was killed
+        with contextlib.suppress(FileNotFoundError):
+            make_private(path.with_name(path.name + name))
     # A file of its own: closing any descriptor of the database itself would drop SQLite's locks.
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    lock = open_private_file(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

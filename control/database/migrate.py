@@ -13,6 +13,7 @@ from alembic.util import CommandError
 
 from control.database.database import Database
 
+LOCK_SECONDS: Final = 60
 _LOCK: Final = 0x6B766C6F6F6D  # "kvloom"; any number does that all processes agree on
 
 
@@ -34,6 +35,8 @@ async def migrate_back(database: Database, revision: str) -> None:
 async def _run(database: Database, step: Callable[[Config], None]) -> None:
     def run(connection: sa.Connection) -> None:
         if not database.is_sqlite:  # there BEGIN IMMEDIATE has the lock already
+            # Another process may take a while for the steps, after which there is nothing left to do.
+            connection.execute(sa.text(f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'"))
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))

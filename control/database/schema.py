@@ -36,7 +36,8 @@ limit_tiers = sa.Table(
     sa.Column("limits", sa.JSON, nullable=False),
 )
 
-# `limits`, here and below, has those that differ from the tier's.
+# `limits`, here and below, has those that differ from the tier's. `operator_set` has what the operator of the fabric
+# has set of a row that administrators may change, too (control/directory/operator_settings.py).
 organisations = sa.Table(
     "organisations",
     metadata,
@@ -47,6 +48,7 @@ organisations = sa.Table(
     sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("quotas", sa.JSON, nullable=False, server_default="{}"),
 )
 
 # The tenants. The id is ORGANISATION/PROJECT.
@@ -61,6 +63,7 @@ projects = sa.Table(
     sa.Column("models", sa.JSON, nullable=False),
     sa.Column("priority_classes", sa.JSON, nullable=False, server_default="[]"),
     sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
+    sa.Column("operator_set", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
 )
@@ -71,6 +74,7 @@ users = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("disabled", sa.Boolean, nullable=False),
+    sa.Column("operator_set", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("created_at", sa.Double, nullable=False),
 )
 
@@ -83,7 +87,9 @@ memberships = sa.Table(
     sa.Column("role", sa.Text, nullable=False),
 )
 
-# Of a key there are its SHA-256 and its first characters. Identities without a key have neither.
+# Of a key there are its SHA-256 and its first characters. Identities without a key have neither; their ids end in
+# @ORGANISATION/PROJECT. `account`: of keys of which each has replaced the one before it, the id of the first one, whose
+# limits it continues; empty: it is that one.
 keys = sa.Table(
     "keys",
     metadata,
@@ -99,10 +105,22 @@ keys = sa.Table(
     sa.Column("default_priority_class", sa.Text, nullable=False, server_default=""),
     sa.Column("tier", sa.Text, sa.ForeignKey("limit_tiers.name"), index=True),
     sa.Column("limits", sa.JSON, nullable=False),
+    sa.Column("operator_set", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("expires_at", sa.Double),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("last_used_at", sa.Double),
     sa.Column("revoked_at", sa.Double),
+    sa.Column("account", sa.Text, nullable=False, server_default="", index=True),
+)
+
+# What was deleted. Usage, audit and caches know it by its id, so the id is never given to another one. `kind` is
+# "organisation", "tenant" or "user"; `organisation` is the one that has used it, or empty.
+used_ids = sa.Table(
+    "used_ids",
+    metadata,
+    sa.Column("kind", sa.Text, primary_key=True),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("organisation", sa.Text, nullable=False, index=True),
 )
 
 prices = sa.Table(

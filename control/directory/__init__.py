@@ -3,9 +3,12 @@ DirectoryService, inside a transaction that its caller opens.
 
 actor.py           who acts, and what they may see and change
 names.py           which names, times, scopes, models and priority classes are valid. Pure
-account_limits.py  limits as they are stored, and the tier's limits under an account's own. Pure
+account_limits.py  limits as they are stored, and those in force: the tier's, the operator's and an administrator's.
+    Pure
+operator_settings.py  what the operator has set, which administrators can only make stricter. Pure
 kv_shares.py       the guaranteed shares of KV blocks, which have a bound together
 priority_classes.py  the priority classes that organisations, projects and keys may name. Pure
+quotas.py          how much of the directory an organisation may take
 pages.py           lists in pages
 transaction.py     a transaction with its audit entries and the next version of the table
 updates.py         which columns an update mask changes

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, kv_shares, names, priority_classes, users
+from control.directory import account_limits, kv_shares, names, operator_settings, priority_classes, users
 from control.directory import projects as all_projects
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
@@ -23,6 +23,7 @@ from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.api_keys import KEY_PREFIX, draw_key
 from kvloom_common.tenancy.scopes import SCOPES_OF_ROLE
+from kvloom_common.tenancy.table import identity_id
 
 _ID_BYTES: Final = 8
 _SHOWN_CHARS: Final = len(KEY_PREFIX) + 4
@@ -33,9 +34,6 @@ MAX_USES: Final = 10_000
 async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.CreateKeyResponse:
     key = request.key
     project = names.project_id(key.project, "key.project")
-    is_identity = bool(key.id)
-    if is_identity:
-        await _make_room(change, names.identity(key.id, "key.id"))
     if request.create_project and await all_projects.find(change.connection, project) is None:
         await all_projects.insert(change, project, create_organisation=True)
     try:
@@ -45,9 +43,21 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
             raise
         message = f"{error.message} With create_project (--create) it is added, and its organisation."
         raise KvloomError(error.reason, message) from error
+    before = operator_settings.NOTHING
+    if key.id:
+        key.id = identity_id(names.identity(key.id, "key.id"), project)
+        before = await _make_room(change, key.id)
     scopes = names.scopes(key.scopes, "key.scopes")
     await _check_user(change.connection, key.user, project, scopes)
     tiers = await change.tiers()
+    rights = {
+        "scopes": scopes,
+        "models": names.models(key.models, "key.models"),
+        **priority_classes.stored(key, "key"),
+        "tier": known_tier(change.actor, key.tier or before.get("tier") or "", before.get("tier"), tiers),
+        "limits": account_limits.stored(key.limits, "key.limits"),
+        "expires_at": _expiry(key.expires_at, change.now),
+    }
     row = {
         "id": key.id,
         "digest": None,
@@ -55,18 +65,15 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
         "project": project,
         "name": names.display_name(key.name, "key.name"),
         "user": key.user or None,
-        "scopes": scopes,
-        "models": names.models(key.models, "key.models"),
-        **priority_classes.stored(key, "key"),
-        "tier": known_tier(key.tier, tiers),
-        "limits": account_limits.stored(key.limits, "key.limits"),
-        "expires_at": _expiry(key.expires_at, change.now),
+        "operator_set": before[operator_settings.COLUMN],
+        **operator_settings.settled(change.actor, before, rights, rights, "key"),
         "created_at": change.now,
         "last_used_at": None,
         "revoked_at": None,
+        "account": "",
     }
     kv_shares.refuse(row["limits"], "key.limits")
-    secret = "" if is_identity else _give_secret(row)
+    secret = "" if key.id else _give_secret(row)
     await change.connection.execute(sa.insert(keys).values(row))
     change.touch("key", [row["id"]])
     change.record(f"key:{row['id']}", names.organisation_of(project), None, row)
@@ -100,20 +107,25 @@ async def update(change: DirectoryChange, request: pb.UpdateKeyRequest) -> pb.Up
         request.key,
         {
             "name": lambda one: names.display_name(one.name, "key.name"),
-            "scopes": lambda one: names.scopes(one.scopes, "key.scopes"),
-            "models": lambda one: names.models(one.models, "key.models"),
-            "tier": lambda one: known_tier(one.tier, tiers),
+            "scopes": lambda one: names.scopes(one.scopes, "key.scopes", row["scopes"]),
+            "models": lambda one: names.models(one.models, "key.models", row["models"]),
+            "tier": lambda one: known_tier(change.actor, one.tier, row["tier"], tiers),
             "limits": lambda one: account_limits.stored(one.limits, "key.limits"),
             "expires_at": lambda one: _expiry(one.expires_at, change.now),
-            **priority_classes.READERS,
+            **priority_classes.readers("key", row),
         },
         row,
     )
+    values = operator_settings.settled(change.actor, row, values, request.update_mask.paths, "key")
     priority_classes.check({**row, **values}, "key")
     kv_shares.refuse(values.get("limits", {}), "key.limits")
     if "scopes" in values:
         await _check_user(change.connection, row["user"] or "", row["project"], values["scopes"])
-    return pb.UpdateKeyResponse(key=_shown(await _set(change, row, values), tiers))
+    after = await _set(change, row, values)
+    if limits := {name: values[name] for name in ("tier", "limits") if name in values}:
+        for other in await _of_account(change.connection, row):
+            await _set(change, other, {**limits, **operator_settings.with_limits_of(after, other)})
+    return pb.UpdateKeyResponse(key=_shown(after, tiers))
 
 
 async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.RotateKeyResponse:
@@ -123,7 +135,7 @@ async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.Ro
     grace_seconds = names.time(request.grace_seconds, "grace_seconds")
     if grace_seconds > MAX_GRACE_SECONDS:
         raise invalid_argument(f"At most {MAX_GRACE_SECONDS:g} seconds.", "grace_seconds")
-    row = {**old, "created_at": change.now, "last_used_at": None}
+    row = {**old, "created_at": change.now, "last_used_at": None, "account": old["account"] or old["id"]}
     secret = _give_secret(row)
     await change.connection.execute(sa.insert(keys).values(row))
     change.touch("key", [row["id"]])
@@ -134,10 +146,16 @@ async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.Ro
 
 
 async def revoke(change: DirectoryChange, request: pb.RevokeKeyRequest) -> pb.RevokeKeyResponse:
-    """A key that is revoked already stays as it is."""
+    """A key that is revoked already stays as it is. An identity that the operator revokes only the operator adds
+    again."""
     row = await _require(change.connection, change.actor, request.id)
+    ended = {operator_settings.REVOKED: True}
+    by_operator = operator_settings.settled(change.actor, row, ended, ended, "key") if row["digest"] is None else {}
+    values = {name: by_operator[name] for name in by_operator if name == operator_settings.COLUMN}
     if row["revoked_at"] is None:
-        row = await _set(change, row, {"revoked_at": change.now})
+        values["revoked_at"] = change.now
+    if any(row[name] != value for name, value in values.items()):
+        row = await _set(change, row, values)
     return pb.RevokeKeyResponse(key=_shown(row, await change.tiers()))
 
 
@@ -164,14 +182,18 @@ def _give_secret(row: dict[str, Any]) -> str:
     return secret
 
 
-async def _make_room(change: DirectoryChange, identity: str) -> None:
-    """One that was revoked may be added again. Raises KvloomError (ALREADY_EXISTS)."""
+async def _make_room(change: DirectoryChange, identity: str) -> Mapping[Any, Any]:
+    """One that was revoked may be added again, except by an administrator if the operator has revoked it; what the
+    operator has set of it stays. Returns what there was. Raises KvloomError (ALREADY_EXISTS, PERMISSION_DENIED)."""
     row = await _find(change.connection, identity)
     if row is None:
-        return
-    if row["revoked_at"] is None or not change.actor.sees(names.organisation_of(row["project"])):
+        return operator_settings.NOTHING
+    if row["revoked_at"] is None:
         raise already_exists("identity", identity)
+    if row[operator_settings.COLUMN].get(operator_settings.REVOKED):
+        change.actor.require_operator("an identity that the operator has revoked")
     await change.connection.execute(sa.delete(keys).where(keys.c.id == identity))
+    return row if change.actor.organisation is not None else operator_settings.NOTHING
 
 
 async def _set(change: DirectoryChange, row: Mapping[Any, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,6 +203,14 @@ async def _set(change: DirectoryChange, row: Mapping[Any, Any], values: Mapping[
     change.touch("key", [row["id"]])
     change.record(f"key:{row['id']}", names.organisation_of(row["project"]), row, after)
     return after
+
+
+async def _of_account(connection: AsyncConnection, row: Mapping[Any, Any]) -> Sequence[sa.RowMapping]:
+    """The other keys that share the account of limits of a key and are not revoked."""
+    account = row["account"] or row["id"]
+    shares = sa.or_(keys.c.account == account, keys.c.id == account)
+    query = sa.select(keys).where(shares, keys.c.id != row["id"], keys.c.revoked_at.is_(None))
+    return (await connection.execute(query)).mappings().all()
 
 
 async def _find(connection: AsyncConnection, key_id: str) -> sa.RowMapping | None:
@@ -237,5 +267,9 @@ def _shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb
         created_at=row["created_at"],
         last_used_at=row["last_used_at"] or 0.0,
         revoked_at=row["revoked_at"] or 0.0,
-        effective_limits=account_limits.effective(row["tier"], row["limits"], tiers),
+        effective_limits=account_limits.shown(
+            account_limits.effective(row["tier"], row["limits"], tiers, row["operator_set"])
+        ),
+        operator_limits=account_limits.shown(operator_settings.limits_of(row["operator_set"])),
+        account=row["account"],
     )

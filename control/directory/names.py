@@ -18,6 +18,8 @@ _MODEL: Final = re.compile(r"[^\x00-\x20\x7f*]{1,256}\*?|\*")
 MAX_NAME_CHARS: Final = 128
 _CLASS: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODELS: Final = 256
+MAX_MODELS_BYTES: Final = 16 * 2**10
+"""Of the names of one entry together, in UTF-8: every edge and router keeps them."""
 MAX_CLASSES: Final = 18
 """Those that may be declared (docs/scheduling.md), and the built-in ones."""
 MAX_TIME: Final = 253_402_300_800.0
@@ -51,9 +53,19 @@ def organisation_of(project: str) -> str:
 
 
 def user_id(text: str, field: str) -> str:
-    if not _USER.fullmatch(text):
-        raise invalid_argument(f"{text[:64]!r} is no user: 1 to 128 letters, digits and any of '._@+-'.", field)
+    organisation, slash, name = text.rpartition("/")
+    if not _USER.fullmatch(name) or (slash and not _ID.fullmatch(organisation)):
+        raise invalid_argument(
+            f"{text[:64]!r} is no user: NAME or ORGANISATION/NAME, and NAME is 1 to 128 letters, digits and any of "
+            "'._@+-'.",
+            field,
+        )
     return text
+
+
+def organisation_of_user(user: str) -> str:
+    """The organisation whose own user this is (ORGANISATION/NAME); "": the operator has given the name."""
+    return user.rpartition("/")[0]
 
 
 def identity(text: str, field: str) -> str:
@@ -70,7 +82,18 @@ def display_name(text: str, field: str) -> str:
     return text
 
 
-def models(patterns: Sequence[str], field: str) -> list[str]:
+def require_some(given: Sequence[str], before: Sequence[str], field: str) -> None:
+    """For a list of what is allowed, of which an empty one allows everything: who takes away its last name must not get
+    that unasked."""
+    if before and not given:
+        raise invalid_argument("An empty list would allow everything: say '*' for that.", field)
+
+
+def models(patterns: Sequence[str], field: str, before: Sequence[str] = ()) -> list[str]:
+    """`before`: those that a change replaces."""
+    if list(patterns) == ["*"]:
+        return []
+    require_some(patterns, before, field)
     if len(patterns) > MAX_MODELS:
         raise invalid_argument(f"There are at most {MAX_MODELS} models.", field)
     for pattern in patterns:
@@ -78,6 +101,8 @@ def models(patterns: Sequence[str], field: str) -> list[str]:
             raise invalid_argument(
                 f"{pattern[:64]!r} is neither the name of a model nor the beginning of one with '*' at its end.", field
             )
+    if sum(len(pattern.encode()) for pattern in patterns) > MAX_MODELS_BYTES:
+        raise invalid_argument(f"The models have at most {MAX_MODELS_BYTES} bytes together.", field)
     return list(dict.fromkeys(patterns))
 
 
@@ -100,8 +125,10 @@ def default_priority_class(name: str, allowed: Sequence[str], field: str) -> str
     return name
 
 
-def scopes(names: Sequence[str], field: str) -> list[str]:
-    """The default ones for none."""
+def scopes(names: Sequence[str], field: str, before: Sequence[str] = ()) -> list[str]:
+    """The default ones for none. `before`: those that a change replaces; it must name some."""
+    if before and not names:
+        raise invalid_argument("A key has at least one scope. To end it, revoke it.", field)
     for name in names:
         if name not in SCOPES:
             raise invalid_argument(f"{name[:64]!r} is no scope: there are {', '.join(SCOPES)}.", field)

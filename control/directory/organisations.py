@@ -8,8 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.schema import memberships, organisations, projects
-from control.directory import account_limits, kv_shares, names, priority_classes
+from control.database.schema import memberships, organisations, projects, users
+from control.directory import account_limits, kv_shares, names, priority_classes, quotas
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
@@ -23,16 +23,18 @@ async def create(change: DirectoryChange, request: pb.CreateOrganisationRequest)
     names.organisation_id(organisation.id, "organisation.id")
     if await find(change.connection, organisation.id) is not None:
         raise already_exists("organisation", organisation.id)
+    own_quotas = quotas.stored(organisation.quotas)
     tiers = await change.tiers()
     row = await insert(
         change,
         organisation.id,
-        tier=known_tier(organisation.tier, tiers),
+        tier=known_tier(change.actor, organisation.tier, None, tiers),
         limits=account_limits.stored(organisation.limits, "organisation.limits"),
         disabled=organisation.disabled,
         classes=priority_classes.stored(organisation, "organisation"),
+        own_quotas=own_quotas,
     )
-    await kv_shares.check(change, row["tier"], row["limits"], "organisation.limits")
+    await kv_shares.check(change, None, row, "organisation.limits")
     return pb.CreateOrganisationResponse(organisation=shown(row, tiers))
 
 
@@ -44,8 +46,11 @@ async def insert(
     limits: Mapping[str, Any] | None = None,
     disabled: bool = False,
     classes: Mapping[str, Any] = priority_classes.NONE_GIVEN,
+    own_quotas: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Add an organisation that does not exist. Returns its row."""
+    """Add an organisation that does not exist. Returns its row. Raises KvloomError (FAILED_PRECONDITION) if there was
+    one."""
+    await change.require_unused("organisation", organisation_id)
     row = {
         "id": organisation_id,
         "tier": tier,
@@ -53,6 +58,7 @@ async def insert(
         **classes,
         "disabled": disabled,
         "created_at": change.now,
+        "quotas": dict(own_quotas or {}),
     }
     await change.connection.execute(sa.insert(organisations).values(row))
     change.touch("organisation", [organisation_id])
@@ -82,10 +88,11 @@ async def update(change: DirectoryChange, request: pb.UpdateOrganisationRequest)
         request.update_mask,
         request.organisation,
         {
-            "tier": lambda one: known_tier(one.tier, tiers),
+            "tier": lambda one: known_tier(change.actor, one.tier, row["tier"], tiers),
             "limits": lambda one: account_limits.stored(one.limits, "organisation.limits"),
             "disabled": lambda one: one.disabled,
-            **priority_classes.READERS,
+            "quotas": lambda one: quotas.stored(one.quotas),
+            **priority_classes.readers("organisation", row),
         },
         row,
     )
@@ -93,7 +100,7 @@ async def update(change: DirectoryChange, request: pb.UpdateOrganisationRequest)
     priority_classes.check(after, "organisation")
     await change.connection.execute(sa.update(organisations).where(organisations.c.id == row["id"]).values(values))
     if "limits" in values or "tier" in values:
-        await kv_shares.check(change, after["tier"], after["limits"], "organisation.limits")
+        await kv_shares.check(change, row, after, "organisation.limits")
     change.touch("organisation", [row["id"]])
     change.record(f"org:{row['id']}", row["id"], row, after)
     return pb.UpdateOrganisationResponse(organisation=shown(after, tiers))
@@ -106,7 +113,9 @@ async def delete(change: DirectoryChange, request: pb.DeleteOrganisationRequest)
     if (first := await change.connection.scalar(has_projects)) is not None:
         raise failed_precondition(f"The organisation {request.id!r} has projects, e.g. {first!r}: delete them first.")
     await change.connection.execute(sa.delete(memberships).where(memberships.c.organisation == request.id))
+    await change.connection.execute(sa.delete(users).where(users.c.id.startswith(f"{request.id}/", autoescape=True)))
     await change.connection.execute(sa.delete(organisations).where(organisations.c.id == request.id))
+    await change.retire("organisation", request.id, request.id)
     change.touch("organisation", [request.id])
     change.record(f"org:{request.id}", request.id, row, None)
     return pb.DeleteOrganisationResponse()
@@ -134,5 +143,6 @@ def shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb.
         default_priority_class=row["default_priority_class"],
         disabled=row["disabled"],
         created_at=row["created_at"],
-        effective_limits=account_limits.effective(row["tier"], row["limits"], tiers),
+        effective_limits=account_limits.shown(account_limits.effective(row["tier"], row["limits"], tiers)),
+        quotas=quotas.shown(row["quotas"]),
     )

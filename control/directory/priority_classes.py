@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from control.directory import names
@@ -10,18 +10,31 @@ from kvloom.v1 import directory_service_pb2 as pb
 
 NONE_GIVEN: Final[Mapping[str, Any]] = {"priority_classes": [], "default_priority_class": ""}
 """The columns of what may name all of them."""
-READERS: Final[Mapping[str, Any]] = {
-    "priority_classes": lambda one: list(dict.fromkeys(one.priority_classes)),
-    "default_priority_class": lambda one: one.default_priority_class,
-}
-"""The columns of the fields that an update may name, to be checked afterwards: one must fit the other."""
+ALL: Final = "*"
+"""In place of names: all of them."""
 
 
 def stored(given: pb.Organisation | pb.Project | pb.ApiKey, field: str) -> dict[str, Any]:
     """The columns. Raises KvloomError (INVALID_ARGUMENT)."""
-    columns = {name: read(given) for name, read in READERS.items()}
+    columns = {name: read(given) for name, read in readers(field, NONE_GIVEN).items()}
     check(columns, field)
     return columns
+
+
+def readers(field: str, before: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The columns of the fields that an update may name, to be checked afterwards: one must fit the other. `before`:
+    the row. Raise KvloomError (INVALID_ARGUMENT)."""
+    return {
+        "priority_classes": lambda one: _allowed(one.priority_classes, before, f"{field}.priority_classes"),
+        "default_priority_class": lambda one: one.default_priority_class,
+    }
+
+
+def _allowed(given: Sequence[str], before: Mapping[Any, Any], field: str) -> list[str]:
+    if list(given) == [ALL]:
+        return []
+    names.require_some(given, before["priority_classes"], field)
+    return list(dict.fromkeys(given))
 
 
 def check(row: Mapping[Any, Any], field: str) -> None:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, kv_shares, names, organisations, priority_classes
+from control.directory import account_limits, kv_shares, names, operator_settings, organisations, priority_classes
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange, read_tiers
@@ -24,23 +24,23 @@ async def create(change: DirectoryChange, request: pb.CreateProjectRequest) -> p
     if change.actor.sees(names.organisation_of(project.id)) and await find(change.connection, project.id) is not None:
         raise already_exists("project", project.id)
     tiers = await change.tiers()
-    row = await insert(
-        change,
-        project.id,
-        create_organisation=request.create_organisation,
-        tier=known_tier(project.tier, tiers),
-        limits=account_limits.stored(project.limits, "project.limits"),
-        cache_scope=_cache_scope(change.actor, project.cache_scope),
-        models=names.models(project.models, "project.models"),
+    columns = {
+        "tier": known_tier(change.actor, project.tier, None, tiers),
+        "limits": account_limits.stored(project.limits, "project.limits"),
+        "cache_scope": _cache_scope(change.actor, project.cache_scope),
+        "models": names.models(project.models, "project.models"),
         **priority_classes.stored(project, "project"),
-        disabled=project.disabled,
-    )
-    await kv_shares.check(change, row["tier"], row["limits"], "project.limits")
+        "disabled": project.disabled,
+    }
+    columns = operator_settings.settled(change.actor, operator_settings.NOTHING, columns, columns, "project")
+    row = await insert(change, project.id, create_organisation=request.create_organisation, **columns)
+    await _check_share(change, None, row)
     return pb.CreateProjectResponse(project=shown(row, tiers))
 
 
 async def insert(change: DirectoryChange, project_id: str, *, create_organisation: bool, **columns: Any) -> Any:
-    """Add a project that does not exist, with these columns. Returns its row. Raises KvloomError (NOT_FOUND)."""
+    """Add a project that does not exist, with these columns. Returns its row. Raises KvloomError (NOT_FOUND, or
+    FAILED_PRECONDITION if there was such a project)."""
     organisation = names.organisation_of(project_id)
     change.actor.require(organisation, "organisation", organisation)
     if await organisations.find(change.connection, organisation) is None:
@@ -48,7 +48,8 @@ async def insert(change: DirectoryChange, project_id: str, *, create_organisatio
             raise not_found("organisation", organisation)
         change.actor.require_operator("organisations")
         await organisations.insert(change, organisation)
-    defaults = {"tier": None, "limits": {}, "cache_scope": "", "models": [], "disabled": False}
+    await change.require_unused("tenant", project_id)
+    defaults = {"tier": None, "limits": {}, "cache_scope": "", "models": [], "disabled": False, "operator_set": {}}
     defaults |= priority_classes.NONE_GIVEN
     row = {"id": project_id, "organisation": organisation, "created_at": change.now, **defaults, **columns}
     await change.connection.execute(sa.insert(projects).values(row))
@@ -78,20 +79,21 @@ async def update(change: DirectoryChange, request: pb.UpdateProjectRequest) -> p
         request.update_mask,
         request.project,
         {
-            "tier": lambda one: known_tier(one.tier, tiers),
+            "tier": lambda one: known_tier(change.actor, one.tier, row["tier"], tiers),
             "limits": lambda one: account_limits.stored(one.limits, "project.limits"),
             "cache_scope": lambda one: _cache_scope(change.actor, one.cache_scope),
-            "models": lambda one: names.models(one.models, "project.models"),
+            "models": lambda one: names.models(one.models, "project.models", row["models"]),
             "disabled": lambda one: one.disabled,
-            **priority_classes.READERS,
+            **priority_classes.readers("project", row),
         },
         row,
     )
+    values = operator_settings.settled(change.actor, row, values, request.update_mask.paths, "project")
     after = {**row, **values}
     priority_classes.check(after, "project")
     await change.connection.execute(sa.update(projects).where(projects.c.id == row["id"]).values(values))
     if "limits" in values or "tier" in values:
-        await kv_shares.check(change, after["tier"], after["limits"], "project.limits")
+        await _check_share(change, row, after)
     change.touch("tenant", [row["id"]])
     change.record(f"tenant:{row['id']}", row["organisation"], row, after)
     return pb.UpdateProjectResponse(project=shown(after, tiers))
@@ -103,8 +105,10 @@ async def delete(change: DirectoryChange, request: pb.DeleteProjectRequest) -> p
     removed = list(await change.connection.scalars(sa.select(keys.c.id).where(of_project)))
     await change.connection.execute(sa.delete(keys).where(of_project))
     await change.connection.execute(sa.delete(projects).where(projects.c.id == request.id))
+    await change.retire("tenant", request.id, row["organisation"])
     change.touch("key", removed)
     change.touch("tenant", [request.id])
+    change.touch("organisation", [row["organisation"]])  # which has what the project had of its KV share
     change.record(f"tenant:{request.id}", row["organisation"], {**row, "num_keys": len(removed)}, None)
     return pb.DeleteProjectResponse()
 
@@ -121,6 +125,14 @@ async def require(connection: AsyncConnection, actor: Actor, project_id: str) ->
     if row is None:
         raise not_found("project", project_id)
     return row
+
+
+async def _check_share(change: DirectoryChange, before: Mapping[Any, Any] | None, after: Mapping[Any, Any]) -> None:
+    """Raises KvloomError."""
+    if change.actor.organisation is None:
+        await kv_shares.check(change, before, after, "project.limits")
+    else:
+        await kv_shares.check_division(change, before, after)
 
 
 def _cache_scope(actor: Actor, cache_scope: str) -> str:
@@ -148,5 +160,8 @@ def shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb.
         default_priority_class=row["default_priority_class"],
         disabled=row["disabled"],
         created_at=row["created_at"],
-        effective_limits=account_limits.effective(row["tier"], row["limits"], tiers),
+        effective_limits=account_limits.shown(
+            account_limits.effective(row["tier"], row["limits"], tiers, row["operator_set"])
+        ),
+        operator_limits=account_limits.shown(operator_settings.limits_of(row["operator_set"])),
     )

@@ -43,8 +43,8 @@ async def set_(change: DirectoryChange, request: pb.SetLimitTierRequest) -> pb.S
         raise failed_precondition(f"There are {MAX_TIERS} tiers already.")
     else:
         await change.connection.execute(sa.insert(limit_tiers).values(row))
-    await kv_shares.check(change, None, row["limits"], "tier.limits")
     before = {"name": name, "limits": tiers[name]} if name in tiers else None
+    await kv_shares.check(change, before, row, "tier.limits")
     change.record(f"tier:{name}", "", before, row)
     return pb.SetLimitTierResponse(tier=pb.LimitTier(name=name, limits=account_limits.shown(row["limits"])))
 

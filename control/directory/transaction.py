@@ -11,10 +11,12 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.database import Database
-from control.database.schema import audit, changes, limit_tiers, table_state
-from control.directory.actor import Actor
+from control.database.schema import audit, changes, limit_tiers, table_state, used_ids
+from control.directory import quotas
+from control.directory.actor import Actor, failed_precondition
 
 Kind = Literal["organisation", "tenant", "key", "prices"]
+IdKind = Literal["organisation", "tenant", "user"]
 
 MAX_CHANGES: Final = 10_000
 """In one version. Beyond that nothing is logged, and all followers get the whole table."""
@@ -27,12 +29,15 @@ _SECRET_COLUMNS: Final = ("digest",)
 class DirectoryChange:
     """A transaction of one actor. Directory changes take turns, also those of several processes."""
 
-    def __init__(self, connection: AsyncConnection, actor: Actor, action: str, now: float) -> None:
+    def __init__(
+        self, connection: AsyncConnection, actor: Actor, action: str, now: float, defaults: quotas.Quotas
+    ) -> None:
         self.connection = connection
         self.actor = actor
         self.now = now
         """Seconds since 1970."""
         self._action = action
+        self._quotas = defaults
         self._touched: set[tuple[Kind, str]] = set()
         self._audited: list[dict[str, Any]] = []
 
@@ -65,8 +70,22 @@ class DirectoryChange:
     async def tiers(self) -> dict[str, dict[str, Any]]:
         return await read_tiers(self.connection)
 
+    async def require_unused(self, kind: IdKind, name: str) -> None:
+        """Raises KvloomError (FAILED_PRECONDITION) for the id of something that was deleted: usage, audit and caches
+        would take what has it for the old one."""
+        found = sa.select(used_ids.c.id).where(used_ids.c.kind == kind, used_ids.c.id == name)
+        if await self.connection.scalar(found) is not None:
+            what = "project" if kind == "tenant" else kind
+            raise failed_precondition(f"The {what} {name!r} was deleted. Ids are never used again: take another one.")
+
+    async def retire(self, kind: IdKind, name: str, organisation: str) -> None:
+        """Note that this id was used: what had it is deleted. `organisation`: whose it was; "": no single one's."""
+        row = {"kind": kind, "id": name, "organisation": organisation}
+        await self.connection.execute(sa.insert(used_ids).values(row))
+
     async def finish(self) -> None:
-        """Write what was noted. Part of the transaction."""
+        """Write what was noted. Part of the transaction. Raises KvloomError for what is above a quota."""
+        await quotas.check(self.connection, self._quotas, self._audited, self.now)
         if self._audited:
             await self.connection.execute(sa.insert(audit), self._audited)
         if self._touched:
@@ -91,11 +110,14 @@ class DirectoryChange:
 
 
 @contextlib.asynccontextmanager
-async def changing(database: Database, actor: Actor, action: str, now: float) -> AsyncIterator[DirectoryChange]:
-    """Nothing is changed if the context ends with an exception."""
+async def changing(
+    database: Database, actor: Actor, action: str, now: float, defaults: quotas.Quotas
+) -> AsyncIterator[DirectoryChange]:
+    """Nothing is changed if the context ends with an exception. `defaults`: the quotas of an organisation that has none
+    of its own."""
     async with database.writing() as connection:
         await connection.execute(sa.select(table_state.c.id).with_for_update())
-        change = DirectoryChange(connection, actor, action, now)
+        change = DirectoryChange(connection, actor, action, now, defaults)
         yield change
         await change.finish()
 

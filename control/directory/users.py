@@ -1,8 +1,10 @@
 """Users and their roles in organisations. A user's keys may do no more than the role in the organisation of their
 project, and end with it.
 
-A user may be in several organisations. An administrator of one may change what concerns this one only, so also the user
-as such, as long as they are in no other one.
+The operator of the fabric gives users their names, and may give one roles in several organisations. An administrator
+adds users that are the own organisation's, ORGANISATION/NAME, and gives roles to these and to those who have one there
+already, so that no organisation can take another one's users or their names. An administrator may change what concerns
+the own organisation only, so also a user as such, as long as they are in no other one.
 """
 
 from __future__ import annotations
@@ -14,35 +16,47 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, memberships, projects, users
-from control.directory import names, organisations
+from control.directory import names, operator_settings, organisations
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange
 from control.directory.updates import masked_values
+from kvloom.errors import invalid_argument
 from kvloom.v1 import directory_service_pb2 as pb
 
 
 async def create(change: DirectoryChange, request: pb.CreateUserRequest) -> pb.CreateUserResponse:
     user = request.user
-    names.user_id(user.id, "user.id")
+    organisation = names.organisation_of_user(names.user_id(user.id, "user.id"))
+    if change.actor.organisation is not None and organisation != change.actor.organisation:
+        raise invalid_argument(
+            f"The users of this organisation are called '{change.actor.organisation}/...'.", "user.id"
+        )
+    if organisation:
+        await _require_organisation(change, organisation)
     if await _find(change.connection, user.id) is not None:
         raise already_exists("user", user.id)
+    await change.require_unused("user", user.id)
     if change.actor.organisation is not None and not user.memberships:
         raise failed_precondition("A user that an administrator of an organisation adds needs a role in it.")
     row = {
         "id": user.id,
         "name": names.display_name(user.name, "user.name"),
-        "disabled": user.disabled,
+        **operator_settings.settled(
+            change.actor, operator_settings.NOTHING, {"disabled": user.disabled}, ["disabled"], "user"
+        ),
         "created_at": change.now,
     }
     await change.connection.execute(sa.insert(users).values(row))
     roles = {one.organisation: names.role(one.role, "user.memberships") for one in user.memberships}
-    for organisation in roles:
-        await _require_organisation(change, organisation)
+    for one in roles:
+        await _require_organisation(change, one)
+        _require_home(user.id, one)
     if roles:
         rows = [{"organisation": one, "user": user.id, "role": role} for one, role in roles.items()]
         await change.connection.execute(sa.insert(memberships), rows)
-    organisation = next(iter(roles)) if len(roles) == 1 else ""
+    if len(roles) == 1:
+        (organisation,) = roles
     change.record(f"user:{user.id}", organisation, None, {**row, "memberships": roles})
     return pb.CreateUserResponse(user=_shown(row, roles, change.actor))
 
@@ -71,6 +85,7 @@ async def update(change: DirectoryChange, request: pb.UpdateUserRequest) -> pb.U
         {"name": lambda one: names.display_name(one.name, "user.name"), "disabled": lambda one: one.disabled},
         row,
     )
+    values = operator_settings.settled(change.actor, row, values, request.update_mask.paths, "user")
     await change.connection.execute(sa.update(users).where(users.c.id == row["id"]).values(values))
     change.touch("key", await _key_ids(change.connection, row["id"]))
     change.record(f"user:{row['id']}", change.actor.organisation or "", row, {**row, **values})
@@ -79,8 +94,11 @@ async def update(change: DirectoryChange, request: pb.UpdateUserRequest) -> pb.U
 
 async def delete(change: DirectoryChange, request: pb.DeleteUserRequest) -> pb.DeleteUserResponse:
     row = await _require_own(change, request.id)
+    if row[operator_settings.COLUMN]:
+        change.actor.require_operator("a user whom the operator has disabled")
     revoked = await _revoke(change, await _key_ids(change.connection, request.id))
     await change.connection.execute(sa.delete(users).where(users.c.id == request.id))
+    await change.retire("user", request.id, names.organisation_of_user(request.id))
     change.record(f"user:{request.id}", change.actor.organisation or "", {**row, "revoked_keys": revoked}, None)
     return pb.DeleteUserResponse()
 
@@ -89,9 +107,11 @@ async def set_membership(change: DirectoryChange, request: pb.SetMembershipReque
     organisation = request.membership.organisation
     role = names.role(request.membership.role, "membership.role")
     await _require_organisation(change, organisation)
-    if await _find(change.connection, request.user) is None:
-        raise not_found("user", request.user)
     before = (await _roles(change.connection, [request.user])).get(request.user, {}).get(organisation)
+    is_own = change.actor.organisation in (None, names.organisation_of_user(request.user))
+    if await _find(change.connection, request.user) is None or not (is_own or before is not None):
+        raise not_found("user", request.user)
+    _require_home(request.user, organisation)
     row = {"organisation": organisation, "user": request.user, "role": role}
     if before is None:
         await change.connection.execute(sa.insert(memberships).values(row))
@@ -175,6 +195,13 @@ async def _require_own(change: DirectoryChange, user_id: str) -> sa.RowMapping:
     row = await _find(change.connection, user_id)
     assert row is not None
     return row
+
+
+def _require_home(user_id: str, organisation: str) -> None:
+    """Raises KvloomError (FAILED_PRECONDITION) for a role of an organisation's own user in another one."""
+    home = names.organisation_of_user(user_id)
+    if home and home != organisation:
+        raise failed_precondition(f"{user_id!r} can only have a role in {home!r}.")
 
 
 async def _require_organisation(change: DirectoryChange, organisation: str) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-import sqlalchemy.exc
 import structlog
 
 from control.database.database import Database
+from control.database.failures import DATABASE_ERRORS
 from control.replication.changelog import read_state
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ class Versions:
                 continue
             try:
                 version = await self._database.uninterrupted(self._version())
-            except (sqlalchemy.exc.SQLAlchemyError, OSError) as error:
+            except DATABASE_ERRORS as error:
                 log.warning("the database cannot be read", cause=type(error).__name__)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from control.database.database import Database
+from control.database.failures import DATABASE_ERRORS, database_error
 from control.directory import keys
 from control.replication.follower import Follower
 from control.replication.versions import Versions
@@ -52,7 +52,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await context.send_initial_metadata(())
             with FOLLOWERS.track_inprogress():
                 await self._send(Follower(self._database, self._versions, request.table_id, request.version), context)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             await abort(context, database_error("Follow", error))
         finally:
             self._num_followers -= 1
@@ -68,7 +68,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def LeaseBudgets(self, request_iterator: AsyncIterator[LeaseBudgetsRequest], context: Any) -> None:
         try:
             await lease_budgets(self._database, self._until_closed(request_iterator), context)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             await abort(context, database_error("LeaseBudgets", error))
         if self._versions.is_closed:
             await abort(context, stopping())
@@ -97,7 +97,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
             await self._database.uninterrupted(self._note_uses(request.uses))
         except KvloomError as error:
             await abort(context, error)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             await abort(context, database_error("ReportKeyUses", error))
         return ReportKeyUsesResponse()
 
@@ -108,13 +108,3 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
 
 def stopping() -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_DRAINING, "The control service is stopping.")
-
-
-def database_error(method: str, error: Exception) -> KvloomError:
-    """What a caller is told when the database fails. The log has the cause, which may contain names of tenants."""
-    log.error("the database failed", method=method, cause=type(error).__name__, exc_info=error)
-    return KvloomError(
-        ErrorReason.ERROR_REASON_CONTROL_UNAVAILABLE,
-        "The database of tenants fails at the moment.",
-        retry_after_seconds=1.0,
-    )

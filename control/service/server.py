@@ -9,11 +9,12 @@ from typing import Final
 
 import grpc
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from control.database.database import Database, DatabaseInUseError, open_database
+from control.database.failures import DATABASE_ERRORS
 from control.database.migrate import MigrationError, migrate
 from control.database.url import database_url
+from control.directory.quotas import configured
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
@@ -113,9 +114,11 @@ async def _serve(
     versions: Versions,
     stopping: asyncio.Event,
 ) -> None:
-    checked = CheckedServer(server)
+    checked = CheckedServer(server, trust.may_call)
     control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
-    directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(DirectoryServicer(database, versions), checked)
+    directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(
+        DirectoryServicer(database, versions, quotas=configured(config.control)), checked
+    )
     usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
     health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
     await server.start()
@@ -154,13 +157,15 @@ async def _opened(config: KvloomConfig) -> AsyncIterator[Database]:
 
 async def _migrate(database: Database, shown: str) -> None:
     """Raises StartError and MigrationError. A PostgreSQL server that is only just starting is waited for."""
-    deadline = asyncio.get_running_loop().time() + (0.0 if database.is_sqlite else DATABASE_PATIENCE_SECONDS)
+    deadline = asyncio.get_running_loop().time() + DATABASE_PATIENCE_SECONDS
     while True:
         try:
             return await migrate(database)
-        except (SQLAlchemyError, OSError) as error:
+        except DATABASE_ERRORS as error:
             cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
-            if asyncio.get_running_loop().time() >= deadline:
+            # A file that is locked may be waited for, and nothing else that is wrong with one.
+            is_lasting = database.is_sqlite and "locked" not in cause
+            if is_lasting or asyncio.get_running_loop().time() >= deadline:
                 raise StartError(f"the database {shown} cannot be used: {cause}") from error
             log.warning("the database does not answer yet", database=shown, cause=cause)
             await asyncio.sleep(DATABASE_RETRY_SECONDS)

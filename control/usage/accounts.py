@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
@@ -47,19 +47,20 @@ def day_of(seconds_since_1970: float) -> str:
 
 
 def accounts_of(tenant: str, key_id: str) -> list[str]:
-    """All accounts of a request, by their names."""
+    """All accounts of a request, by their names. `key_id`: the key that the account is called after (key_accounts)."""
     found = [f"tenant:{tenant}", f"org:{tenant.partition('/')[0]}"] if tenant else []
     return [f"key:{key_id}", *found] if key_id else found
 
 
-def spending_of(record: UsageRecord) -> Iterator[tuple[Budget, int]]:
-    """What an answer adds to each of its accounts: what the router has charged, where there is a hard budget."""
+def spending_of(record: UsageRecord, key_accounts: Mapping[str, str]) -> Iterator[tuple[Budget, int]]:
+    """What an answer adds to each of its accounts: what the router has charged, where there is a hard budget.
+    `key_accounts`: the keys whose accounts are called after another key, with that key."""
     if not record.is_billed:
         return
     charged = {(charge.account, charge.unit): charge for charge in record.charges}
     day = day_of(record.ended_at)
     tokens = record.num_prompt_tokens + record.num_output_tokens
-    for account in accounts_of(record.tenant, record.key_id):
+    for account in accounts_of(record.tenant, key_accounts.get(record.key_id, record.key_id)):
         for unit, period, amount in (
             (BUDGET_UNIT_NANOS, day[:7], record.cost_nanos),
             (BUDGET_UNIT_TOKENS, day, tokens),
@@ -92,7 +93,9 @@ def sums_of(record: UsageRecord) -> tuple[int, ...]:
 class Deltas:
     """What a batch of records changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_accounts: Mapping[str, str] | None = None) -> None:
+        """`key_accounts`: see spending_of."""
+        self._key_accounts = key_accounts or {}
         self.days: dict[DayKey, list[int]] = {}
         self.spending: Counter[Budget] = Counter()
         self.settled: Counter[tuple[Budget, str]] = Counter()
@@ -114,5 +117,5 @@ class Deltas:
         sums = self.days.setdefault(day_key_of(record), [0] * len(SUMS))
         for position, value in enumerate(sums_of(record)):
             sums[position] += sign * value
-        for budget, amount in spending_of(record):
+        for budget, amount in spending_of(record, self._key_accounts):
             self.spending[budget] += sign * amount

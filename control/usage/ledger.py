@@ -16,9 +16,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.database import Database
 from control.database.usage_tables import budget_leases, budget_spending, usage_daily, usage_producers, usage_records
+from control.usage.account_limits import key_accounts
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
-from kvloom_common.tenancy.usage_record import UsageRecord, merged
+from kvloom_common.tenancy.usage_record import UsageRecord, counting
 from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 
 _LOCK: Final = 0x7573616765  # "usage"
@@ -88,19 +89,22 @@ async def _insert_new(connection: AsyncConnection, records: dict[tuple[str, int]
     return new
 
 
-async def _deltas(connection: AsyncConnection, arrived: Iterable[UsageRecord]) -> Deltas:
-    deltas = Deltas()
+async def _deltas(connection: AsyncConnection, records: Iterable[UsageRecord]) -> Deltas:
+    arrived = list(records)
     added: dict[Answer, list[UsageRecord]] = {}
     for record in arrived:
-        deltas.settle(record)
         if record.request_id:  # otherwise only the number is known
             added.setdefault(record.answer, []).append(record)
     all_records = await _records_of(connection, added)
-    for answer, records in added.items():
-        numbers = {(record.producer, record.number) for record in records}
+    key_ids = {record.key_id for records in all_records.values() for record in records}
+    deltas = Deltas(await key_accounts(connection, key_ids))
+    for record in arrived:
+        deltas.settle(record)
+    for answer, of_answer in added.items():
+        numbers = {(record.producer, record.number) for record in of_answer}
         whole = all_records[answer]
         earlier = [record for record in whole if (record.producer, record.number) not in numbers]
-        old, new = [merged(earlier)] if earlier else [], [merged(whole)]
+        old, new = counting(earlier), counting(whole)
         if new != old:
             deltas.replace(old, new)
     return deltas

@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 
 from control.database.database import Database
+from control.database.failures import DATABASE_ERRORS, database_error
 from control.usage.leases import ProducerClosedError, change_leases
 from control.usage.report import answers_of, budgets_of, usage_of
 from kvloom.errors import KvloomError, invalid_argument
@@ -34,16 +35,24 @@ class UsageServicer(usage_service_pb2_grpc.UsageServiceServicer):
             return await usage_of(self._database, request)
         except ValueError as error:
             await abort(context, invalid_argument(str(error), "group_by"))
+        except DATABASE_ERRORS as error:
+            await abort(context, database_error("GetUsage", error))
 
     async def GetBudgets(self, request: pb.GetBudgetsRequest, context: Context) -> pb.GetBudgetsResponse:
         if not request.tenant:
             await abort(context, invalid_argument("tenant is required.", "tenant"))
-        budgets = await budgets_of(self._database, request.tenant, request.key_id, time.time())
+        try:
+            budgets = await budgets_of(self._database, request.tenant, request.key_id, time.time())
+        except DATABASE_ERRORS as error:
+            await abort(context, database_error("GetBudgets", error))
         return pb.GetBudgetsResponse(budgets=budgets)
 
     async def ListAnswers(self, request: pb.ListAnswersRequest, context: Context) -> None:
-        async for answers in answers_of(self._database, request):
-            await context.write(pb.ListAnswersResponse(answers=answers))
+        try:
+            async for answers in answers_of(self._database, request):
+                await context.write(pb.ListAnswersResponse(answers=answers))
+        except DATABASE_ERRORS as error:
+            await abort(context, database_error("ListAnswers", error))
 
 
 async def lease_budgets(database: Database, requests: AsyncIterator[LeaseBudgetsRequest], context: Context) -> None:

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import msgspec
 import sqlalchemy as sa
-import sqlalchemy.exc
 import structlog
 from standardwebhooks import Webhook
 
 from control.database.database import Database
+from control.database.failures import DATABASE_ERRORS
 from control.database.usage_tables import budget_alerts
 from control.usage.metrics import UsageMetrics
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
@@ -56,7 +56,7 @@ class AlertSender:
         while True:
             try:
                 await self.send_due(time.time())
-            except sqlalchemy.exc.SQLAlchemyError as error:
+            except DATABASE_ERRORS as error:
                 log.warning("notices about budgets cannot be read now", cause=type(error).__name__)
             await asyncio.sleep(POLL_SECONDS)
 

@@ -100,7 +100,9 @@ class ContinuedRun:
         await edge.fair_yield.take(len(carried.text))
         async for job in self.successors:
             try:
-                token_ids = await job.model.tokenizer.encode(carried.text)
+                token_ids = await job.model.tokenizer.encode(
+                    carried.text, scope=edge.callers.cache_scope_of(self.request)
+                )
             except KvloomError:  # too much is being tokenized
                 continue
             progress = progress_in_tokens(carried, token_ids, job.model.tokenizer, job.stop)

@@ -42,7 +42,7 @@ class EmbeddingApi(Generic[Body]):
     """The capability that a model needs besides that to embed: "rerank" or "score". "": none, because its vectors are
     compared by the client, also with those of other requests."""
     decode: Callable[[bytes, FieldRules, Mapping[str, str]], Body]
-    make_job: Callable[[Edge, Body, ServedModel], Awaitable[EmbeddingJob]]
+    make_job: Callable[[Edge, web.BaseRequest, Body, ServedModel], Awaitable[EmbeddingJob]]
     """Validates the body and tokenizes it for a model."""
     user_text: Callable[[Body], str]
     """What routes take for the last message of the user."""
@@ -58,7 +58,7 @@ async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingAp
             edge.check_requested_models(request, body.model, body.models)
             job = None
             if not edge.routes.is_needed(body.model, body.models, edge.models, is_answer=False):
-                job = await api.make_job(edge, body, edge.find_embedding_model(body.model, api.use))
+                job = await api.make_job(edge, request, body, edge.find_embedding_model(body.model, api.use))
         response_id = new_response_id(api.id_prefix, edge.tag)
         key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
         name = None
@@ -139,7 +139,7 @@ async def _routed_body(
         try:
             model = edge.find_embedding_model(name, api.use)
             edge.model_able_to(name, ())
-            job = await api.make_job(edge, body, model)
+            job = await api.make_job(edge, request, body, model)
             headers = route_headers(chosen, model.name, passed)
             job = msgspec.structs.replace(job, headers=headers, deadline=deadline)
             # The name of a request that has just been cancelled may be in use still.

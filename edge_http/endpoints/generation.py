@@ -64,15 +64,17 @@ async def _chat_job(
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
     window = edge.generation_window(model.name)
+    scope, options = edge.callers.cache_scope_of(request), template_options(body)
     prompt, rendered = await chat_prompt(
-        messages, plan.tools, template_options(body), model.tokenizer, window, is_continued=is_continued(body)
+        messages, plan.tools, options, model.tokenizer, window, scope=scope, is_continued=is_continued(body)
     )
     if body.truncate_prompt_tokens is not None:
         prompt = truncated(prompt, body.truncate_prompt_tokens, window, max_tokens)
     if body.skip_special_tokens is False:
         show_special_tokens(sampling, model.tokenizer)
     if body.prediction is not None:
-        sampling.predicted_token_ids.extend(await predicted_tokens(body.prediction, model.tokenizer, window))
+        predicted = await predicted_tokens(body.prediction, model.tokenizer, window, scope=scope)
+        sampling.predicted_token_ids.extend(predicted)
     parser = prompted(plan.parser, rendered)
     # Python calls with more than 15 keywords are slow.
     return GenerationJob(
@@ -104,8 +106,8 @@ async def _completion_job(
     n = num_choices(body)
     guide = guide_of(body)
     sampling, stop = completion_sampling(body, guide), stop_conditions(body, completion_max_tokens(body))
-    window = edge.generation_window(model.name)
-    prompts = await completion_prompts(body, n, model.tokenizer, window)
+    window, scope = edge.generation_window(model.name), edge.callers.cache_scope_of(request)
+    prompts = await completion_prompts(body, n, model.tokenizer, window, scope=scope)
     if body.truncate_prompt_tokens is not None:
         prompts = [truncated(prompt, body.truncate_prompt_tokens, window, stop.max_tokens) for prompt in prompts]
     if body.skip_special_tokens is False:

@@ -28,6 +28,7 @@ from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.openai.prompt import Prompt, chat_prompt
+from edge_http.side_call import side_call
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
 from edge_http.wire.json_response import json_response
@@ -68,7 +69,10 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
         body = decode_count_tokens(raw, edge.config.max_messages, edge.fields, request.headers)
-        prepared = await _prepared(edge, body, edge.usable_model(request, body.model))
+        model = edge.usable_model(request, body.model)
+        async with side_call(edge, request, len(raw)) as call:
+            prepared = await _prepared(edge, edge.callers.cache_scope_of(request), body, model)
+            call.num_tokens = len(prepared.prompt.token_ids)
         response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
         response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
         return response
@@ -80,7 +84,7 @@ async def _job(
     """Validate and tokenize a body. Raises KvloomError."""
     max_tokens = max_tokens_of(body)
     stop_conditions(body, max_tokens)  # refuses before anything is tokenized
-    prepared = await _prepared(edge, body, model)
+    prepared = await _prepared(edge, edge.callers.cache_scope_of(request), body, model)
     num_prompt_tokens = len(prepared.prompt.token_ids)
     room = _room(edge.window(prepared.model.name), num_prompt_tokens)
     options = MessageOptions(
@@ -110,7 +114,7 @@ async def _job(
     )
 
 
-async def _prepared(edge: Edge, body: PromptBody, model: ServedModel) -> _Prepared:
+async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel) -> _Prepared:
     """Raises KvloomError."""
     tools = tools_of(body)
     plan = plan_tools(tools.tools, tools.choice, model=model.output, at="")
@@ -127,6 +131,7 @@ async def _prepared(edge: Edge, body: PromptBody, model: ServedModel) -> _Prepar
         template_options(body),
         model.tokenizer,
         edge.generation_window(model.name),
+        scope=scope,
         is_continued=continues,
     )
     parser = None if guide is not None else prompted(plan.parser, rendered)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.openai.requests import decode_moderation, moderation_texts
+from edge_http.side_call import side_call
 from edge_http.wire.body import read_json_body
 from edge_http.wire.json_response import json_response
 from kvloom.v1.router_service_pb2 import ModerateRequest, ModerateResponse
@@ -24,7 +25,8 @@ async def moderations(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_json_body(request, edge.config, lease)
         texts = moderation_texts(decode_moderation(raw, edge.fields, request.headers), MAX_TEXTS, MAX_CHARS)
-        answer = await edge.link.moderate(ModerateRequest(texts=texts))
+        async with side_call(edge, request, sum(map(len, texts))):
+            answer = await edge.link.moderate(ModerateRequest(texts=texts))
     return json_response(_body(answer))
 
 

@@ -45,10 +45,11 @@ async def score(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     return await serve_embedding(edge, request, _SCORE)
 
 
-async def _rerank_job(edge: Edge, body: RerankBody, model: ServedModel) -> EmbeddingJob:
+async def _rerank_job(edge: Edge, request: web.BaseRequest, body: RerankBody, model: ServedModel) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
     texts, fields = [body.query, *document_texts(body)], ["query", *document_fields(body)]
-    prompts = await text_prompts(texts, fields, model.tokenizer, edge.window(model.name))
+    scope = edge.callers.cache_scope_of(request)
+    prompts = await text_prompts(texts, fields, model.tokenizer, edge.window(model.name), scope=scope)
 
     async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
         query = unit_vector(inputs.vectors[0])
@@ -63,11 +64,12 @@ async def _rerank_job(edge: Edge, body: RerankBody, model: ServedModel) -> Embed
     return EmbeddingJob(model, prompts, Pooling(), pieces)
 
 
-async def _score_job(edge: Edge, body: ScoreBody, model: ServedModel) -> EmbeddingJob:
+async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, model: ServedModel) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
     first, second = as_list(body.text_1), as_list(body.text_2)
     fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]
-    prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.window(model.name))
+    scope = edge.callers.cache_scope_of(request)
+    prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.window(model.name), scope=scope)
 
     async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
         lefts, rights = inputs.vectors[: len(first)], inputs.vectors[len(first) :]

@@ -55,7 +55,8 @@ async def _job(
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))
     messages = conversation(body.input, body.instructions)
     options, window = template_options(body), edge.generation_window(model.name)
-    prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, "input")
+    scope = edge.callers.cache_scope_of(request)
+    prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, "input", scope=scope)
     parser = prompted(plan.parser, rendered)
     return GenerationJob(
         operation="chat",

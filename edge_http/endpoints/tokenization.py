@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from aiohttp import web
 
@@ -15,9 +15,15 @@ from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
 from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
 from edge_http.openai.tools import tools_of
+from edge_http.side_call import side_call
+from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.json_response import json_response
 from kvloom_common.conversation.tool_plan import plan_tools
+from kvloom_common.models.model_routes import BYTES_PER_TOKEN
 from kvloom_common.models.served_model import ServedModel
+
+NAMES_IN_A_ROW: Final = 1024
+"""How many tokens are named before other requests have their turn: about half a millisecond."""
 
 
 async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -28,8 +34,10 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
         body = decode_tokenize(raw, edge.config.max_messages, edge.fields, request.headers)
         model = edge.usable_model(request, body.model)
         window = edge.window(model.name)
-        token_ids = await _token_ids(body, model, window)
-        names = [shown_token(model.tokenizer, each) for each in token_ids] if body.return_token_strs else None
+        async with side_call(edge, request, len(raw)) as call:
+            token_ids = await _token_ids(body, model, window, edge.callers.cache_scope_of(request))
+            call.num_tokens = len(token_ids)
+        names = await _names(edge, model, token_ids) if body.return_token_strs else None
     return json_response(
         {
             "count": len(token_ids),
@@ -47,15 +55,26 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
         body = decode_detokenize(await read_prompt_body(edge, request, lease), edge.fields, request.headers)
         tokenizer = edge.usable_model(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        async with side_call(edge, request, BYTES_PER_TOKEN * len(body.tokens)):
+            scope = edge.callers.cache_scope_of(request)
+            text = await tokenizer.decode_fairly(body.tokens, scope=scope, skip_special_tokens=False)
     return json_response({"prompt": text})
 
 
-async def _token_ids(body: TokenizeBody, model: ServedModel, window: int) -> Sequence[int]:
+async def _names(edge: Edge, model: ServedModel, token_ids: Sequence[int]) -> list[str]:
+    names: list[str] = []
+    for begin in range(0, len(token_ids), NAMES_IN_A_ROW):
+        names += [shown_token(model.tokenizer, each) for each in token_ids[begin : begin + NAMES_IN_A_ROW]]
+        await edge.fair_yield.take(LONG_BODY_BYTES)
+    return names
+
+
+async def _token_ids(body: TokenizeBody, model: ServedModel, window: int, scope: str) -> Sequence[int]:
     """Raises KvloomError."""
     if body.prompt is not None:
         adds = body.add_special_tokens is not False
-        return (await text_prompt(body.prompt, "prompt", model.tokenizer, window, add_special_tokens=adds)).token_ids
+        prompt = await text_prompt(body.prompt, "prompt", model.tokenizer, window, scope=scope, add_special_tokens=adds)
+        return prompt.token_ids
     chat = conversation_of(body)
     given = tools_of(chat)
     plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
@@ -65,6 +84,7 @@ async def _token_ids(body: TokenizeBody, model: ServedModel, window: int) -> Seq
         template_options(chat),
         model.tokenizer,
         window,
+        scope=scope,
         is_continued=bool(body.continue_final_message),
     )
     return prompt.token_ids

@@ -72,12 +72,12 @@ def check_dimensions(dimensions: int | None, embedding_size: int) -> None:
 
 
 async def input_prompts(
-    given: str | Sequence[str | int | Sequence[int]], tokenizer: ModelTokenizer, max_model_len: int
+    given: str | Sequence[str | int | Sequence[int]], tokenizer: ModelTokenizer, max_model_len: int, *, scope: str
 ) -> list[Prompt]:
     """One prompt for a string or a list of ids, and several for a list of strings or of lists. `max_model_len` is the
     model's window in tokens, or 0 if it is not known. Raises KvloomError."""
     if isinstance(given, str):
-        return await text_prompts([given], ["input"], tokenizer, max_model_len)
+        return await text_prompts([given], ["input"], tokenizer, max_model_len, scope=scope)
     if not given:
         raise invalid_argument("input must not be empty.", "input")
     texts = [text for text in given if isinstance(text, str)]
@@ -92,22 +92,22 @@ async def input_prompts(
     fields = [f"input[{i}]" for i in range(len(given))]
     check_num_inputs(len(given), "input")
     if texts:
-        return await text_prompts(texts, fields, tokenizer, max_model_len)
+        return await text_prompts(texts, fields, tokenizer, max_model_len, scope=scope)
     prompts = [token_prompt(token_ids, field, tokenizer) for token_ids, field in zip(lists, fields, strict=True)]
     check_sizes(prompts, max_model_len)
     return prompts
 
 
 async def text_prompts(
-    texts: Sequence[str], fields: Sequence[str], tokenizer: ModelTokenizer, max_model_len: int
+    texts: Sequence[str], fields: Sequence[str], tokenizer: ModelTokenizer, max_model_len: int, *, scope: str
 ) -> list[Prompt]:
-    """The prompts of texts; `fields` are their places in the body. Raises KvloomError."""
+    """The prompts of texts; `fields` are their places in the body, `scope` is the caller's. Raises KvloomError."""
     prompts: list[Prompt] = []
     num_tokens = 0
     for text, field in zip(texts, fields, strict=True):
         if not text:
             raise invalid_argument(f"{field} must not be empty.", field)
-        prompts.append(await text_prompt(text, field, tokenizer, max_model_len))
+        prompts.append(await text_prompt(text, field, tokenizer, max_model_len, scope=scope))
         num_tokens += len(prompts[-1].token_ids)
         if num_tokens > MAX_TOKENS:
             break  # `check_sizes` refuses it; the rest need not be tokenized

@@ -34,14 +34,17 @@ async def chat_prompt(
     max_model_len: int = 0,
     field: str = "messages",
     *,
+    scope: str,
     is_continued: bool = False,
 ) -> tuple[Prompt, str]:
     """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known;
-    `is_continued`: the last message is the beginning of the answer. Returns the prompt and its rendered
-    text. Raises KvloomError."""
+    `scope` is the caller's (see RequestCallers.cache_scope_of); `is_continued`: the last message is the beginning of
+    the answer. Returns the prompt and its rendered text. Raises KvloomError."""
     text = screened_text(messages, tools)
     check_text_size(len(text), max_model_len, field)
-    token_ids, rendered = await conversation_prompt(tokenizer, messages, tools, template_options, is_continued)
+    token_ids, rendered = await conversation_prompt(
+        tokenizer, messages, tools, template_options, is_continued, scope=scope
+    )
     return Prompt(token_ids, text, field), rendered
 
 
@@ -55,22 +58,24 @@ def truncated(prompt: Prompt, most: int, window: int, max_tokens: int | None) ->
     return prompt if len(prompt.token_ids) <= most else prompt._replace(token_ids=prompt.token_ids[-most:], text="")
 
 
-async def predicted_tokens(prediction: Prediction, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Sequence[int]:
+async def predicted_tokens(
+    prediction: Prediction, tokenizer: ModelTokenizer, max_model_len: int = 0, *, scope: str
+) -> Sequence[int]:
     """The tokens of the answer that the client expects. Raises KvloomError."""
     content = prediction.content
     text = content if isinstance(content, str) else parts_text(content, "prediction.content")
     check_text_size(len(text), max_model_len, "prediction.content")
-    return (await tokenizer.encode(text))[:MAX_PREDICTED_TOKENS]
+    return (await tokenizer.encode(text, scope=scope))[:MAX_PREDICTED_TOKENS]
 
 
 async def completion_prompts(
-    body: CompletionBody, n: int, tokenizer: ModelTokenizer, max_model_len: int = 0
+    body: CompletionBody, n: int, tokenizer: ModelTokenizer, max_model_len: int = 0, *, scope: str
 ) -> list[Prompt]:
     """Return one prompt for a string or a list of ids, and several for a list of strings or of lists. `max_model_len`
     is the model's window in tokens, or 0 if it is not known. Raises KvloomError."""
     given, adds = body.prompt, body.add_special_tokens is not False
     if isinstance(given, str):
-        return [await text_prompt(given, "prompt", tokenizer, max_model_len, add_special_tokens=adds)]
+        return [await text_prompt(given, "prompt", tokenizer, max_model_len, scope=scope, add_special_tokens=adds)]
     if not given:
         raise invalid_argument("prompt must not be empty.", "prompt")
     texts = [text for text in given if isinstance(text, str)]
@@ -89,18 +94,18 @@ async def completion_prompts(
     if lists:
         return [token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
     return [
-        await text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len, add_special_tokens=adds)
+        await text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len, scope=scope, add_special_tokens=adds)
         for i, text in enumerate(texts)
     ]
 
 
 async def text_prompt(
-    text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int, *, add_special_tokens: bool = True
+    text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int, *, scope: str, add_special_tokens: bool = True
 ) -> Prompt:
-    """Tokenize a text. Raises KvloomError."""
+    """Tokenize a text of a caller with this scope (`RequestCallers.cache_scope_of`). Raises KvloomError."""
     check_text_size(len(text), max_model_len, field)
     try:
-        token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = await tokenizer.encode(text, scope=scope, add_special_tokens=add_special_tokens)
     except KvloomError as error:
         error.field = error.field or field
         raise

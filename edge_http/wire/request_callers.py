@@ -16,7 +16,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.auth_provider import STANDARD_HEADERS, CallerVerifier, Credentials
 from kvloom_common.access.caller_access import check_scope
-from kvloom_common.callers import Callers, bare_credential
+from kvloom_common.callers import Callers, bare_credential, require_one_of_each
 from kvloom_common.limits.client_address import client_address, networks_of
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.scopes import Scope
@@ -25,6 +25,7 @@ from kvloom_common.trust.seal import SealError
 
 if TYPE_CHECKING:
     from kvloom_common.access.identities import Identities
+    from kvloom_common.access.revoked_certificates import RevokedCertificates
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
@@ -41,7 +42,12 @@ class RequestCallers:
         self._callers = callers
         self.have_tenants = callers.identities is not None
         """Whether every request has a principal."""
+        self._cache_scope = callers.cache_salts().of
+        self.cache_scope_of = self._scope_of_tenant if self.have_tenants else self.caller_of
+        """Of a request: only those with the same one may be served sooner because of each other's texts."""
         self._trusted_proxies = networks_of(trusted_proxies)
+        self.revoked: RevokedCertificates | None = None
+        """Certificates that no request may come with."""
 
     def caller_of(self, request: web.BaseRequest) -> str:
         """Return the caller's name (kvloom_common/callers.py)."""
@@ -54,6 +60,9 @@ class RequestCallers:
         request[_CALLER_KEY] = name
         return name
 
+    def _scope_of_tenant(self, request: web.BaseRequest) -> str:
+        return self._cache_scope(self.caller_of(request))
+
     @property
     def needs_key(self) -> bool:
         """Whether requests without credentials are refused."""
@@ -65,9 +74,15 @@ class RequestCallers:
         return STANDARD_HEADERS if self._callers.verifier is None else self._callers.verifier.headers
 
     def check(self, request: web.BaseRequest) -> Awaitable[None] | None:
-        """Raises KvloomError (UNAUTHENTICATED) if the request needs an API key and has none that is valid. Where an
-        auth provider decides, or where a token is new, what is returned must be awaited, and raises KvloomError; other
-        requests do not wait."""
+        """Raises KvloomError: UNAUTHENTICATED if the request needs an API key and has none that is valid, and
+        INVALID_ARGUMENT if it has several credentials. Where an auth provider decides, or where a token is new, what is
+        returned must be awaited, and raises KvloomError; other requests do not wait."""
+        headers = request.headers
+        if API_KEY in headers or len(headers.getall("Authorization", ())) > 1:
+            names = ("authorization", API_KEY)
+            require_one_of_each((name, value) for name in names for value in headers.getall(name, ()))
+        if self.revoked is not None:
+            self.revoked.check(_own_certificate(request))
         identities = self._callers.identities
         if identities is not None:
             credential = credential_of(request)
@@ -111,6 +126,10 @@ class RequestCallers:
             message = "This concerns all tenants: only keys of control.operator_organisation may use it."
             raise KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message)
 
+    def have_limits(self, principal: Principal) -> bool:
+        """Whether a key, its tenant or its organisation has limits."""
+        return self._callers.identities is not None and self._callers.identities.tenants.have_limits(principal)
+
     def key_id_of(self, request: web.BaseRequest) -> str:
         """The tenant's key with which a request was made; "" in a fabric without tenants."""
         return request[_PRINCIPAL_KEY].key_id if self.have_tenants else ""
@@ -124,15 +143,23 @@ class RequestCallers:
 
 
 def _credentials(request: web.BaseRequest, names: Sequence[str]) -> Credentials:
-    """The certificate is one that TLS has verified. That of a relayed request is the other edge's, not the caller's."""
-    found = {name: request.headers[name] for name in names if name in request.headers}
+    """The certificate is one that TLS has verified. That of a relayed request is the other edge's, not the caller's.
+    Raises KvloomError (INVALID_ARGUMENT)."""
+    values = request.headers
+    require_one_of_each((name, value) for name in names for value in values.getall(name, ()))
+    found = {name: values[name] for name in names if name in values}
     certificate = _certificate(request)
     return Credentials(found, ssl.DER_cert_to_PEM_cert(certificate) if certificate else "")
 
 
 def _certificate(request: web.BaseRequest) -> bytes:
     """In DER; b"" without one."""
-    tls = request.get_extra_info("ssl_object") if RELAYED not in request.headers else None
+    return _own_certificate(request) if RELAYED not in request.headers else b""
+
+
+def _own_certificate(request: web.BaseRequest) -> bytes:
+    """That of the connection, whatever the request says; in DER, b"" without one."""
+    tls = request.get_extra_info("ssl_object")
     return (tls.getpeercert(binary_form=True) or b"") if tls is not None else b""
 
 

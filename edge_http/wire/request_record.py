@@ -14,7 +14,7 @@ from edge_http.wire.cors import Cors
 from edge_http.wire.headers import LIMITED_BY, PROCESSING_MS, REQUEST_ID, is_anthropic, request_id, traceparent
 from edge_http.wire.request_callers import RequestCallers
 from kvloom.errors import KvloomError
-from kvloom.limits_state import limits_state_from_proto
+from kvloom.limits_state import LimitsState, limits_state_from_proto
 from kvloom.v1 import error_reason_pb2 as pb
 from kvloom_common.process.access_log import AccessLog
 from kvloom_common.process.request_context import RequestContext, current_request, request_fields
@@ -48,7 +48,17 @@ class AnswerFigures(Protocol):
 class RequestRecord:
     """The record of one request. Nothing is computed before a line is written."""
 
-    __slots__ = ("_callers", "_cors", "_request", "_started_at", "answer", "error_type", "model", "response_id")
+    __slots__ = (
+        "_callers",
+        "_cors",
+        "_request",
+        "_started_at",
+        "answer",
+        "error_type",
+        "limits",
+        "model",
+        "response_id",
+    )
 
     def __init__(self, request: web.BaseRequest, callers: RequestCallers, cors: Cors | None = None) -> None:
         self._request = request
@@ -59,6 +69,8 @@ class RequestRecord:
         self.model = ""
         self.answer: AnswerFigures | None = None
         """These three are set when a model answers the request."""
+        self.limits: pb.LimitsState | None = None
+        """Those of a call that no model answers."""
         self.error_type = ""
         """The reason of the error that the client was sent; "" if there was none."""
 
@@ -80,6 +92,8 @@ class RequestRecord:
         }
         if self._callers.have_tenants and self.answer is not None:
             self._add_limits(headers, self.answer)
+        elif self.limits is not None:
+            headers.update(self._limit_headers(limits_state_from_proto(self.limits)))
         if self._cors is not None:
             headers.update(self._cors.response_headers(self._request))
         return headers
@@ -94,10 +108,12 @@ class RequestRecord:
             if message is None:
                 return
             state = limits_state_from_proto(message)
+        headers.update(self._limit_headers(state))
+
+    def _limit_headers(self, state: LimitsState) -> dict[str, str]:
         if is_anthropic(self._request):
-            headers.update(anthropic_limit_headers(state, time.time()))
-        else:
-            headers.update(openai_limit_headers(state))
+            return anthropic_limit_headers(state, time.time())
+        return openai_limit_headers(state)
 
     def log_end(self, access_log: AccessLog, route: str, status: int, num_body_bytes: int | None) -> None:
         """Write the line of the access log, if it is wanted. `num_body_bytes` is None for a stream, of which the events
@@ -135,6 +151,13 @@ def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:
     if isinstance(record, RequestRecord):
         record.response_id, record.model, record.answer = response_id, model, answer
         answer.request_context = record
+
+
+def note_limits(limits: pb.LimitsState) -> None:
+    """Note what is left of the caller's limits, of this task's call that no model answers."""
+    record = current_request()
+    if isinstance(record, RequestRecord):
+        record.limits = limits
 
 
 def seconds_since_arrival() -> float:

@@ -28,7 +28,14 @@ from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
-from kvloom.v1.router_service_pb2 import CancelRequest, FleetState, ModerateRequest, ModerateResponse
+from kvloom.v1.router_service_pb2 import (
+    CancelRequest,
+    ChargeCallRequest,
+    ChargeCallResponse,
+    FleetState,
+    ModerateRequest,
+    ModerateResponse,
+)
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +160,12 @@ class RouterGroup:
         if not self._members.available:
             raise self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.moderate(request)
+
+    async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
+        """As in RouterLink: any router can answer, because all share the limits."""
+        if not self._members.available:
+            raise self._members.unavailable_error()
+        return await self._random.choice(self._members.available).link.charge_call(request)
 
     def channel_to(self, model: str) -> grpc.aio.Channel:
         """A channel for calls to a router that has shards of this model, if one has. Raises KvloomError."""

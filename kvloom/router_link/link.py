@@ -84,6 +84,11 @@ class RouterLink(Protocol):
         SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE)."""
         ...
 
+    async def charge_call(self, request: router_service_pb2.ChargeCallRequest) -> router_service_pb2.ChargeCallResponse:
+        """Charge a call that computes no answer to a tenant's limits. Raises KvloomError (ROUTER_LOST, RATE_LIMITED,
+        REQUEST_TOO_LARGE, OVERLOADED)."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -173,11 +178,11 @@ class GrpcRouterLink:
             submit.key_id = request.key_id
         if request.adapter_checksum:
             submit.adapter_checksum = request.adapter_checksum
-        if request.num_ended_tokens:
+        if request.partial_choices:
             submit.num_ended_tokens = request.num_ended_tokens
             submit.num_ended_reasoning_tokens = request.num_ended_reasoning_tokens
-        if request.num_foreign_tokens:
             submit.num_foreign_tokens = request.num_foreign_tokens
+            submit.continuation_ticket = request.continuation_ticket
         if request.no_result_cache:
             submit.no_result_cache = True
         if request.receipt:
@@ -209,6 +214,13 @@ class GrpcRouterLink:
         try:
             stub = router_service_pb2_grpc.RouterServiceStub(self.channel_for_calls())
             return await stub.Moderate(request, timeout=MODERATE_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def charge_call(self, request: router_service_pb2.ChargeCallRequest) -> router_service_pb2.ChargeCallResponse:
+        try:
+            stub = router_service_pb2_grpc.RouterServiceStub(self.channel_for_calls())
+            return await stub.ChargeCall(request, timeout=MODERATE_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 

@@ -1,4 +1,5 @@
-"""Clients' certificates that are accepted like API keys. TLS has verified them before (`tls.client_ca_file`)."""
+"""Clients' certificates that are accepted like API keys. TLS has verified them before (`tls.client_ca_file`), when
+their connection began, which may last longer than they do."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MAX_KEPT: Final = 4096
 class ClientCertificates:
     def __init__(self, configured: Sequence[CertificateConfig]) -> None:
         self._configured = configured
-        self._kept: dict[bytes, tuple[CertificateConfig, str] | None] = {}
+        self._kept: dict[bytes, tuple[CertificateConfig, str, float] | None] = {}
 
     def principal(self, certificate: bytes, tenants: Tenants) -> Principal:
         """Whose certificate (PEM or DER) this is. Raises KvloomError."""
@@ -32,18 +33,20 @@ class ClientCertificates:
         found = self._kept[certificate]
         if found is None:
             raise wrong_identity_error()
-        config, name = found
-        return tenants.of_identity(f"cert:{name}", config.tenant, tuple(sorted(SCOPES_OF_ROLE[config.role])), 0.0, name)
+        config, name, expires_at = found
+        scopes = tuple(sorted(SCOPES_OF_ROLE[config.role]))
+        return tenants.of_identity(f"cert:{name}", config.tenant, scopes, expires_at, name)
 
-    def _found(self, certificate: bytes) -> tuple[CertificateConfig, str] | None:
-        """The first entry that fits, and the name that it fits by."""
-        uris, common_name = names_of(certificate)
+    def _found(self, certificate: bytes) -> tuple[CertificateConfig, str, float] | None:
+        """The first entry that fits, the name that it fits by, and when the certificate expires (seconds since
+        1970)."""
+        uris, common_name, expires_at = contents_of(certificate)
         for config in self._configured:
             if config.common_name and config.common_name == common_name:
-                return config, common_name
+                return config, common_name, expires_at
             for uri in uris:
                 if config.uri and (uri == config.uri or _begins(config.uri, uri)):
-                    return config, uri
+                    return config, uri, expires_at
         return None
 
 
@@ -51,8 +54,9 @@ def _begins(pattern: str, uri: str) -> bool:
     return pattern.endswith("*") and uri.startswith(pattern[:-1])
 
 
-def names_of(certificate: bytes) -> tuple[Sequence[str], str]:
-    """The URIs of a certificate, and the common name of its subject; none if it cannot be read."""
+def contents_of(certificate: bytes) -> tuple[Sequence[str], str, float]:
+    """The URIs of a certificate, the common name of its subject, and when it expires (seconds since 1970); no names if
+    it cannot be read."""
     from cryptography import x509  # only where certificates are mapped
 
     try:
@@ -60,11 +64,12 @@ def names_of(certificate: bytes) -> tuple[Sequence[str], str]:
         found = x509.load_pem_x509_certificate(certificate) if is_pem else x509.load_der_x509_certificate(certificate)
         names = found.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
         common_name = str(names[0].value) if len(names) == 1 else ""
+        expires_at = found.not_valid_after_utc.timestamp()
         try:
             extension = found.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         except x509.ExtensionNotFound:
-            return [], common_name
-        return extension.value.get_values_for_type(x509.UniformResourceIdentifier), common_name
+            return [], common_name, expires_at
+        return extension.value.get_values_for_type(x509.UniformResourceIdentifier), common_name, expires_at
     except ValueError:
         log.warning("a client's certificate cannot be read")
-        return [], ""
+        return [], "", 0.0

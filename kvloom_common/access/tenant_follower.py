@@ -24,7 +24,8 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
 from kvloom_common.access.exposure import is_loopback
-from kvloom_common.access.tenant_file import TenantFile
+from kvloom_common.access.steady_clock import SteadyClock
+from kvloom_common.access.tenant_file import TenantFile, copy_path
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
@@ -38,6 +39,10 @@ log = structlog.get_logger()
 ROLE: Final = "control"
 CONNECT_SECONDS: Final = 5.0
 """How long a service may take for the first response."""
+TRY_SECONDS: Final = 1.0
+"""How long a process that has a copy waits at its start for a service that hangs."""
+LONGEST_PAUSE_SECONDS: Final = 0.5
+"""Between two tries to reach the service: a key that is revoked as soon as it is back must not be accepted for long."""
 TOUCH_SECONDS: Final = 10.0
 """How often the copy on disk is marked as current."""
 REPORT_SECONDS: Final = 30.0
@@ -67,11 +72,12 @@ class TenantFollower:
         """`own_name`: the process's; its copy is called after it."""
         self.tenants = Tenants(config.control.max_stale_seconds)
         self.tried = asyncio.Event()
-        """Set once there is a table, or `control` could not be reached."""
+        """Set once the table is that of `control`, or that could not be reached. Nothing should be served before: keys
+        may have been revoked while this process was away."""
         self._trust = trust
         self._finder = control_finder(config, own_name, trust)
         folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
-        self._file = TenantFile(folder / "tenants" / f"{own_name}.table")
+        self._file = TenantFile(copy_path(folder, own_name))
         self.channel: grpc.aio.Channel | None = None
         """To `control`, while it is followed."""
         self._stub: control_service_pb2_grpc.ControlServiceStub | None = None
@@ -82,11 +88,10 @@ class TenantFollower:
         """Changes are missing."""
         self._arriving: TenantTable | None = None
         """A snapshot that is not complete."""
-        self._backoff = Backoff(0.1, 5.0, stable_seconds=10.0, jitter=lambda: random.uniform(0.5, 1.0))
+        self._backoff = Backoff(0.1, LONGEST_PAUSE_SECONDS, jitter=lambda: random.uniform(0.5, 1.0))
         table, current_at = self._file.load()
         if not table.is_empty:
             self.tenants.use(table, current_at)
-            self.tried.set()
 
     def control_addresses(self) -> list[str]:
         """Where the control service may be reached, best first."""
@@ -100,11 +105,17 @@ class TenantFollower:
                 tasks.create_task(self._touch(), name="tenants' copy")
                 tasks.create_task(self._report_uses(), name="uses of keys")
                 tasks.create_task(self._drop_expired(), name="expired keys")
+                tasks.create_task(self._try(), name="first try")
                 await self._finder.found.wait()
                 await self._follow_all()
         finally:
             self.tenants.set_connected(False)
             self._file.close()
+
+    async def _try(self) -> None:
+        await asyncio.sleep(TRY_SECONDS)
+        if not self.tenants.table.is_empty:
+            self.tried.set()
 
     async def _follow_all(self) -> None:
         turn = 0
@@ -148,9 +159,7 @@ class TenantFollower:
         self._stub = control_service_pb2_grpc.ControlServiceStub(channel)
         call = self._stub.Follow(wanted)
         async with asyncio.timeout(CONNECT_SECONDS):
-            await call.initial_metadata()  # `control` sends it at once, also if nothing has changed
-        if wanted.table_id:
-            self._connected()
+            await call.initial_metadata()
         async for response in call:
             await self._apply(response)
         log.info("control has ended the stream of tenants")
@@ -171,6 +180,8 @@ class TenantFollower:
         if self._arriving is not None:
             self._arriving.apply(response)
             self._file.add_to_snapshot(response)
+            if response.holds_at_once and response.table_id == self.tenants.table.table_id:
+                self._amend(response)
             if response.is_complete:
                 table, self._arriving = self._arriving, None
                 replaced, replaced_file = self.tenants.table, self._file.complete_snapshot()
@@ -180,12 +191,17 @@ class TenantFollower:
                     await asyncio.to_thread(replaced_file.close)
                 await _free(replaced)
             return
-        if response.table_id != self.tenants.table.table_id or len(self._pending) >= MAX_PENDING_PARTS:
+        table = self.tenants.table
+        if response == FollowResponse(table_id=table.table_id, version=table.version, is_complete=True):
+            self._connected()  # nothing has changed
+            return
+        if response.table_id != table.table_id or len(self._pending) >= MAX_PENDING_PARTS:
             self._starts_again = True
             raise _StartAgainError
         self._pending.append(response)
         if response.is_complete:
             parts, self._pending = self._pending, []
+            is_next = response.version != table.version
             # Until the last part the table has its old version, and each entry is as it was or as it is now.
             for part in parts:
                 self.tenants.table.apply(part)
@@ -193,8 +209,18 @@ class TenantFollower:
                 if part is not response:
                     await asyncio.sleep(0)
             self.tenants.changed()
+            if is_next:  # only the last part of a set of changes has another version
+                self._connected()
             if self._file.is_bloated:
                 raise _StartAgainError
+
+    def _amend(self, response: FollowResponse) -> None:
+        """The table that a snapshot will replace gets a change already. It keeps its version."""
+        table = self.tenants.table
+        version = table.version
+        table.apply(response)
+        table.version = version
+        self.tenants.changed()
 
     async def _report_uses(self) -> None:
         """What cannot be reported is forgotten: the keys that are used still are reported the next time."""
@@ -208,10 +234,14 @@ class TenantFollower:
                 await self._stub.ReportKeyUses(report, timeout=CONNECT_SECONDS)
 
     async def _drop_expired(self) -> None:
-        """Go through the keys once in EXPIRED_SECONDS, a slice at a time."""
+        """Go through the keys once in EXPIRED_SECONDS, a slice at a time. `control` does not send again what is dropped
+        here, so a clock that was set has to prove itself first."""
+        clock = SteadyClock(time.time(), time.monotonic())
         while True:
             for number in range(NUM_SLICES):
                 await asyncio.sleep(EXPIRED_SECONDS / NUM_SLICES)
+                if clock.steady_seconds(time.time(), time.monotonic()) < EXPIRED_SECONDS:
+                    continue
                 self.tenants.table.drop_expired(number, time.time() - EXPIRED_SECONDS)
 
     async def _touch(self) -> None:

@@ -15,7 +15,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.api_keys import MAX_KEY_CHARS, missing_key_error, wrong_key_error
 from kvloom_common.access.auth_provider import auth_unavailable
 from kvloom_common.tenancy.principal import Principal, principal_of_identity, principal_of_key
-from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.tenancy.table import TenantTable, identity_id
 
 log = structlog.get_logger()
 
@@ -30,15 +30,23 @@ IDENTITY_PREFIXES: Final = ("oidc:", "cert:")
 class Tenants:
     """The table in use. It changes only through `use` and `changed`, on the event loop."""
 
-    def __init__(self, max_stale_seconds: float, now: Callable[[], float] = time.time) -> None:
-        """`now`: seconds since 1970."""
+    def __init__(
+        self,
+        max_stale_seconds: float,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now`: seconds since 1970. `monotonic`: those of a clock that nothing sets."""
         self.table = TenantTable()
         self.connected = False
         """Whether the table follows that of `control` at this moment."""
         self._now = now
+        self._monotonic = monotonic
         self._max_stale_seconds = max_stale_seconds
         self._current_at = 0.0
         """When the table was last known to be that of `control`."""
+        self._seen_at = monotonic()
+        """The same by the other clock, or when this process began."""
         self._on_change: list[Callable[[], None]] = []
         self._used: dict[str, float] = {}
         self._kept: dict[bytes, Principal] = {}
@@ -65,13 +73,14 @@ class Tenants:
 
     def set_connected(self, connected: bool) -> None:
         if self.connected or connected:
-            self._current_at = self._now()
+            self._current_at, self._seen_at = self._now(), self._monotonic()
         self.connected = connected
 
     @property
     def age_seconds(self) -> float:
-        """How long the table has not followed that of `control`; 0 while it does."""
-        return 0.0 if self.connected else max(0.0, self._now() - self._current_at)
+        """How long the table has not followed that of `control`; 0 while it does. By the clock that says more: one that
+        was set back would make an old table new."""
+        return 0.0 if self.connected else max(self._now() - self._current_at, self._monotonic() - self._seen_at)
 
     def check_fresh(self) -> None:
         """Raises KvloomError (AUTH_UNAVAILABLE) while there is no table, or only one that is too old."""
@@ -114,11 +123,13 @@ class Tenants:
         return principal
 
     def of_identity(
-        self, key_id: str, tenant_id: str, scopes: Sequence[str], expires_at: float = 0.0, user: str = ""
+        self, identity: str, tenant_id: str, scopes: Sequence[str], expires_at: float = 0.0, user: str = ""
     ) -> Principal:
-        """Someone who has shown another identity than a key, which belongs to that tenant. Raises KvloomError."""
+        """Someone who has shown another identity than a key (`oidc:NAME:SUBJECT`, `cert:NAME`), which belongs to that
+        tenant. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE)."""
         self.check_fresh()
         table, now = self.table, self._now()
+        key_id = identity_id(identity, tenant_id)
         if 0.0 < expires_at <= now:
             raise expired_error()
         key = table.key(key_id)
@@ -146,9 +157,8 @@ class Tenants:
     def renewed(self, principal: Principal) -> Principal:
         """What the principal may do now. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE) if that is nothing."""
         if principal.key_id.startswith(IDENTITY_PREFIXES):
-            return self.of_identity(
-                principal.key_id, principal.tenant, principal.scopes, principal.expires_at, principal.user
-            )
+            identity = principal.key_id.removesuffix(identity_id("", principal.tenant))
+            return self.of_identity(identity, principal.tenant, principal.scopes, principal.expires_at, principal.user)
         self.check_fresh()
         key = self.table.key(principal.key_id)
         if key is None or not self.table.is_active(key, self._now()):
@@ -156,6 +166,13 @@ class Tenants:
         tenant = self.table.tenant(key.tenant)
         assert tenant is not None
         return principal_of_key(key, tenant, self.table.organisation(tenant.organisation))
+
+    def have_limits(self, principal: Principal) -> bool:
+        """Whether a key, its tenant or its organisation has limits."""
+        table = self.table
+        key, tenant = table.key(principal.key_id), table.tenant(principal.tenant)
+        organisation = None if tenant is None else table.organisation(tenant.organisation)
+        return any(one is not None and not one.limits.are_none for one in (key, tenant, organisation))
 
     def cache_scope(self, tenant_id: str) -> str:
         tenant = self.table.tenant(tenant_id)

@@ -36,7 +36,8 @@ def is_token(credential: str) -> bool:
 class Identity(msgspec.Struct, frozen=True):
     """What a verified token says."""
 
-    key_id: str
+    name: str
+    """`oidc:NAME:SUBJECT`"""
     tenant: str
     scopes: tuple[str, ...]
     expires_at: float
@@ -44,7 +45,7 @@ class Identity(msgspec.Struct, frozen=True):
 
     def principal(self, tenants: Tenants) -> Principal:
         """Raises KvloomError."""
-        return tenants.of_identity(self.key_id, self.tenant, self.scopes, self.expires_at, self.user)
+        return tenants.of_identity(self.name, self.tenant, self.scopes, self.expires_at, self.user)
 
 
 class TokenVerifier:

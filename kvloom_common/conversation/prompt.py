@@ -19,13 +19,17 @@ async def conversation_prompt(
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] | None = None,
     is_continued: bool = False,
+    *,
+    scope: str | None = None,
 ) -> tuple[array[int], str]:
     """The (token ids, rendered text). `options`: further variables of the chat template, e.g. {"enable_thinking":
-    False}. `is_continued`: the last message is the beginning of the answer. Raises KvloomError."""
+    False}. `is_continued`: the last message is the beginning of the answer. `scope`: as for `ModelTokenizer.encode`.
+    Raises KvloomError."""
     template = tokenizer.template
     if template is not None and not template.knows_tools and (tools or _has_calls(messages)):
         messages, tools = plain_messages(messages, tools), ()
-    return await tokenizer.encode_chat(messages, [tool.as_function() for tool in tools], options, is_continued)
+    functions = [tool.as_function() for tool in tools]
+    return await tokenizer.encode_chat(messages, functions, options, is_continued, scope=scope)
 
 
 def screened_text(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:

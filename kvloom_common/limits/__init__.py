@@ -2,6 +2,7 @@
 
 keyed_counts.py     counts of what callers or addresses hold
 byte_budget.py      the memory of one kind of content, with a share for each caller
+fair_threads.py     threads whose owners take turns
 client_address.py   the address of a client, also behind reverse proxies
 address_limit.py    the number of connections of each address
 connection_sweep.py  closes connections of addresses that have too many, as gRPC cannot

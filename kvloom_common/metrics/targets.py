@@ -6,17 +6,22 @@ so the list is that of all machines that share a Redis.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterable
 from typing import Any, Final
 
 import redis.exceptions
+import structlog
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import Announcer
 from kvloom_common.discovery.records import MetricsTarget
 from kvloom_common.discovery.registry import MetricsRegistry
 from kvloom_common.trust.fabric_trust import FabricTrust
+from kvloom_common.trust.seal import SealError
+
+log = structlog.get_logger()
 
 _WILDCARDS: Final = ("", "0.0.0.0", "::")
 
@@ -88,6 +93,9 @@ class TargetAnnouncement:
         announcer = Announcer(registry, self.target)
         try:
             await announcer.run()
+        except SealError as error:  # addresses of others would be as good
+            log.warning("Prometheus must be told of this process by its configuration.", cause=str(error))
+            await asyncio.Event().wait()
         finally:
             await announcer.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -15,6 +16,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2
 
 from kvloom_common.config import ConfigError
+from kvloom_common.private_file import OTHERS
 from kvloom_common.process.freed_memory import return_freed_memory
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from kvloom_common.trust.secret import SecretError
@@ -106,8 +108,9 @@ def settle_memory() -> None:
 
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service to its end on uvloop. StartError, ConfigError and SecretError become a message on stderr and exit
-    status 1."""
+    """Run a service to its end on uvloop. What it writes is for its user alone, also what libraries write, such as
+    SQLite. StartError, ConfigError and SecretError become a message on stderr and exit status 1."""
+    os.umask(OTHERS)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main)

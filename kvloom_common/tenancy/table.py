@@ -58,6 +58,15 @@ class Key(msgspec.Struct, frozen=True, gc=False):
     limits: Limits = NO_LIMITS
     user: str = ""
     classes: ClassRights = ANY_CLASS
+    account: str = ""
+    """The key whose account of limits it continues; "": its own."""
+
+
+def identity_id(identity: str, tenant: str) -> str:
+    """The id, in the table and in records, of an identity that has no key (`KIND:NAME`, as a token or a certificate
+    says it) as a caller of this tenant. An entry of the table narrows or ends the identity there and nowhere else, so
+    that no organisation can take it from another one."""
+    return f"{identity}@{tenant}"
 
 
 def allows_model(patterns: Sequence[str], model: str) -> bool:
@@ -183,10 +192,12 @@ class TenantTable:
     def _key(self, entry: pb.KeyEntry) -> Key:
         """Most keys differ in their id and digest only. What else they have is one object for many: it would be more
         than half of the memory of the table."""
-        tenant = entry.tenant
+        tenant, key_id = entry.tenant, entry.id
+        if not entry.digest and not key_id.endswith(identity_id("", tenant)):
+            key_id = identity_id(key_id, tenant)  # of a copy that was written before ids had their tenant
         known = self._tenants.get(tenant)
         return Key(
-            entry.id,
+            key_id,
             entry.digest,
             tenant if known is None else known.id,
             self._shared(entry.scopes),
@@ -195,6 +206,7 @@ class TenantTable:
             _limits(entry.limits) if entry.HasField("limits") else NO_LIMITS,
             entry.user,
             self._class_rights(entry),
+            entry.account,
         )
 
     def _class_rights(self, entry: pb.OrganisationEntry | pb.TenantEntry | pb.KeyEntry) -> ClassRights:

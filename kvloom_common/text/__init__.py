@@ -2,6 +2,8 @@
 
 tokenizer.py           `ModelTokenizer`: text to ids, ids to bytes, conversations to prompts
 tokenization_cache.py  piecewise tokenizing of long texts, mostly from a cache
+tokenization_caches.py  a cache for each caller, in bounded memory
+public_pieces.py       the words that all callers' caches have in common
 special_tokens.py      keeps special tokens in a message's content plain text
 roles.py               the roles that messages may have
 chat_template.py       renders a conversation with the model's Jinja template

@@ -20,6 +20,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from kvloom.errors import invalid_argument
+from kvloom_common.text.public_pieces import without_own_cache
 
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _ALIAS_BRACKET: Final = "\U0010fffd"
@@ -91,7 +92,7 @@ class AliasedEncoder:
                 self._aliases[content] = f"{_ALIAS_BRACKET}{self._nonce}{len(self._aliases)}{_ALIAS_BRACKET}"
                 entry["content"] = self._aliases[content]
             real_ids[entry["content"]] = entry["id"]
-        self._twin = Tokenizer.from_str(json.dumps(description))
+        self._twin = without_own_cache(Tokenizer.from_str(json.dumps(description)))
         # The twin renumbers its added tokens where the model's own vocabulary does not contain them.
         self._real_ids = {self._twin.token_to_id(content): real_id for content, real_id in real_ids.items()}
         special_ids = frozenset(real_ids[alias] for alias in self._aliases.values())

@@ -10,8 +10,10 @@ where, and for which tokenizers:
   anything else;
 * between a digit and a visible ASCII character, if the tokenizer encodes digits one by one.
 
-Texts that were seen before (system prompts, documents, the conversation so far) are found as blocks of some 2,000
-characters; new texts are found as words, and new numbers as digits. The tokenizer itself encodes what is not found.
+Texts that a caller has sent before (system prompts, documents, the conversation so far) are found as blocks of some
+2,000 characters; new texts are found as words, and new numbers as digits. The tokenizer itself encodes what is not
+found. How long that takes tells what is in a cache, so each caller has one of its own (tokenization_caches.py), and
+callers have only the words of the tokenizer's own vocabulary in common (public_pieces.py).
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from kvloom.text.token_ids import token_array
+from kvloom_common.text.public_pieces import NO_PUBLIC_PIECES, PublicPieces
 
 MAX_WORDS: Final = 200_000
 MAX_WORD_CHARS: Final = 48
 MAX_BLOCK_BYTES: Final = 64 * 2**20
-"""The size of all blocks' texts and ids together."""
+"""The size of all texts and ids together."""
 BLOCK_CHARS: Final = 2048
 MIN_PIECEWISE_CHARS: Final = 256
 """Shorter texts are encoded whole, which costs no more."""
 BLOCKS_PER_TURN: Final = 8
-_BLOCK_OVERHEAD_BYTES: Final = 250
-"""The memory that a cached block takes besides its text and ids."""
+_OVERHEAD_BYTES: Final = 250
+"""The memory that a cached block or piece takes besides its text and ids."""
 
 _CUT: Final = re.compile(r"(?<=[!-~]) (?=[!-~])")
 _FUSING: Final = re.compile(r"[!-~] ")
@@ -104,14 +107,45 @@ class PieceRules:
         return found if found[0] else found[1:]
 
 
-class PieceCache:
-    """The ids of blocks and words that were seen before, packed (kvloom/text/token_ids.py). Not thread-safe: use it on
-    the event loop."""
+class CachedBytes:
+    """How many bytes several caches take together."""
 
-    def __init__(self, rules: PieceRules, max_bytes: int = MAX_BLOCK_BYTES, max_words: int = MAX_WORDS) -> None:
+    __slots__ = ("num_bytes",)
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+
+class PieceCache:
+    """The ids of blocks and words that one caller has sent before, packed (kvloom/text/token_ids.py), beside those that
+    are public. Not thread-safe: use it on the event loop."""
+
+    __slots__ = (
+        "_blocks",
+        "_max_bytes",
+        "_max_words",
+        "_num_bytes",
+        "_others",
+        "_public",
+        "_rules",
+        "_total",
+        "_words",
+    )
+
+    def __init__(
+        self,
+        rules: PieceRules,
+        max_bytes: int = MAX_BLOCK_BYTES,
+        max_words: int = MAX_WORDS,
+        public: PublicPieces = NO_PUBLIC_PIECES,
+        total: CachedBytes | None = None,
+    ) -> None:
+        """`total` counts the bytes of this cache as well."""
         self._rules = rules
         self._max_bytes = max_bytes
         self._max_words = max_words
+        self._public = public
+        self._total = total or CachedBytes()
         self._blocks: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
         self._words: dict[str, bytes] = {}
@@ -139,10 +173,17 @@ class PieceCache:
             if not number % BLOCKS_PER_TURN:
                 yield
 
-    def clear(self) -> None:
-        """Forget everything, to free the memory."""
+    def shrink(self) -> None:
+        """Forget all words, and the half of the blocks that was used least recently."""
+        self._forget_pieces()
+        for _ in range(-(-len(self._blocks) // 2)):
+            self._forget_oldest_block()
+
+    def leave(self) -> None:
+        """Forget everything, and no longer count for the other caches. A text that is being encoded is not affected."""
+        self._add(-self._num_bytes)
+        self._total = CachedBytes()
         self._blocks.clear()
-        self._num_bytes = 0
         self._words.clear()
         self._others.clear()
 
@@ -151,10 +192,11 @@ class PieceCache:
         if block in self._blocks:
             return
         self._blocks[block] = ids
-        self._num_bytes += _size_bytes(block, ids)
-        while self._num_bytes > self._max_bytes:
-            forgotten, its_ids = self._blocks.popitem(last=False)
-            self._num_bytes -= _size_bytes(forgotten, its_ids)
+        self._add(_size_bytes(block, ids))
+        while self._num_bytes > self._max_bytes and self._blocks:
+            self._forget_oldest_block()
+        if self._num_bytes > self._max_bytes:
+            self._forget_pieces()
 
     def note_piece(self, piece: str, ids: bytes) -> None:
         """Add a word, or another short piece."""
@@ -167,13 +209,28 @@ class PieceCache:
 
     def _remember(self, pieces: dict[str, bytes], piece: str, ids: bytes) -> None:
         if len(pieces) >= self._max_words:
-            pieces.clear()  # rare, and the common words return at once
-        pieces[piece] = ids
+            self._forget_pieces()  # rare, and the common words return at once
+        if piece not in pieces:
+            pieces[piece] = ids
+            self._add(_size_bytes(piece, ids))
+
+    def _forget_oldest_block(self) -> None:
+        block, its_ids = self._blocks.popitem(last=False)
+        self._add(-_size_bytes(block, its_ids))
+
+    def _forget_pieces(self) -> None:
+        for pieces in (self._words, self._others):
+            self._add(-sum(_size_bytes(piece, its_ids) for piece, its_ids in pieces.items()))
+            pieces.clear()
+
+    def _add(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._total.num_bytes += num_bytes
 
     def _pieces(self, block: str, encoding: TextEncoding) -> list[str | bytes]:
         """The ids of known words, and the texts to be encoded, in order."""
         words = block.split(" ")
-        known: list[bytes | None] = list(map(self._words.get, words))
+        known: list[bytes | None] = list(map(self._words.get, words, map(self._public.words.get, words)))
         known[0] = None  # it has no space before it, so it is not a word
         found: list[str | bytes] = []
         begin, num_words = int(not words[0]), len(words)
@@ -196,9 +253,10 @@ class PieceCache:
     def _split_unknown(self, piece: str, encoding: TextEncoding) -> Iterator[str | bytes]:
         """A piece that is not a known word may still consist of digits, or be the usual beginning of a section."""
         parts = _DIGIT_CUT.split(piece) if self._rules.cuts_digits else [piece]
-        known = list(map(self._others.get, parts))
+        known = list(map(self._others.get, parts, map(self._public.others.get, parts)))
         if piece[0] == " ":
-            known[0] = self._words.get(parts[0][1:])
+            word = parts[0][1:]
+            known[0] = self._words.get(word) or self._public.words.get(word)
         for part, ids in zip(parts, known, strict=True):
             if ids is None:
                 encoding.miss(part)
@@ -216,6 +274,10 @@ class TextEncoding:
         """(block, its ids if they are cached, its pieces)."""
         self.misses: dict[str, None] = {}
         self.num_missing_chars = 0
+        self._new: dict[str | bytes, bytes] = {}
+        self._found: list[bytes] = []
+        self.is_new = False
+        """Whether something of it was not in the cache, and now is."""
 
     def miss(self, piece: str) -> None:
         """Note that a piece must be encoded."""
@@ -225,18 +287,34 @@ class TextEncoding:
 
     def ids(self, encoded: Sequence[Sequence[int]]) -> array[int]:
         """All ids of the text, which is added to the cache. `encoded`: the ids of each of the misses."""
-        new: dict[str | bytes, bytes] = {}
-        for piece, its_ids in zip(self.misses, encoded, strict=True):
-            new[piece] = packed = token_array(its_ids).tobytes()
+        self.take(self.misses, encoded)
+        for _ in self.join():
+            pass
+        return self.joined()
+
+    def take(self, pieces: Iterable[str], encoded: Sequence[Sequence[int]]) -> None:
+        """Note the ids of some of the misses."""
+        for piece, its_ids in zip(pieces, encoded, strict=True):
+            self._new[piece] = packed = token_array(its_ids).tobytes()
             self._cache.note_piece(piece, packed)
-        found: list[bytes] = []
+
+    def join(self) -> Iterator[None]:
+        """Put the ids of all blocks together, once those of the misses are known, and add the blocks to the cache.
+        Yields as `PieceCache.fill` does."""
+        new, found = self._new, self._found
         for block, known, pieces in self.parts:
             if known is None:
+                self.is_new = True
                 # A piece that was not encoded just now is its packed ids already.
                 known = b"".join(map(new.get, pieces, pieces))  # pyright: ignore[reportArgumentType]
                 self._cache.note(block, known)
+                if not (len(found) + 1) % BLOCKS_PER_TURN:
+                    yield
             found.append(known)
-        return array("I", b"".join(found))
+
+    def joined(self) -> array[int]:
+        """All ids of the text, after `join`."""
+        return array("I", b"".join(self._found))
 
 
 def _index_of_none(known: Sequence[bytes | None], begin: int) -> int:
@@ -271,7 +349,7 @@ def _is_word(piece: str) -> bool:
 
 
 def _size_bytes(block: str, ids: bytes) -> int:
-    return len(block) + len(ids) + _BLOCK_OVERHEAD_BYTES
+    return len(block) + len(ids) + _OVERHEAD_BYTES
 
 
 def _is_byte_preserving(normalizer: dict[str, Any] | None) -> bool:

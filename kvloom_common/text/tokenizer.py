@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,12 +17,15 @@ from tokenizers import Tokenizer
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.token_ids import token_array
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.limits.fair_threads import FairThreads
 from kvloom_common.process.cpu_affinity import use_every_cpu
 from kvloom_common.text.chat_template import ChatMessage, ChatTemplate, message_variables, named_tokens, read_json
 from kvloom_common.text.continued_prompt import continued_prompt
+from kvloom_common.text.public_pieces import without_own_cache
 from kvloom_common.text.special_tokens import AliasedEncoder, SpecialStrings, texts_in, with_texts
 from kvloom_common.text.token_bytes import TokenBytes
-from kvloom_common.text.tokenization_cache import MIN_PIECEWISE_CHARS, PieceCache, PieceRules, TextEncoding
+from kvloom_common.text.tokenization_cache import MIN_PIECEWISE_CHARS, TextEncoding
+from kvloom_common.text.tokenization_caches import TokenizationCaches
 
 __all__ = ["ChatMessage", "ModelTokenizer"]
 
@@ -31,6 +34,10 @@ T = TypeVar("T")
 _MAX_MESSAGE_CHARS: Final = 500
 ENCODE_THREADS: Final = 2
 MAX_PENDING_ENCODES: Final = 1024
+MAX_PENDING_OF_SCOPE: Final = MAX_PENDING_ENCODES // 4
+"""Of one caller, so that the others find room."""
+TURN_CHARS: Final = 32 * 1024
+"""How much of a long text is encoded in one turn: some milliseconds. Then it is another caller's turn."""
 MAX_INLINE_CHARS: Final = 1024
 """A text of up to this size is encoded on the event loop, which blocks it for about 0.2 ms. Encoding takes about 0.2 µs
 per character, and the thread pool adds 0.1 ms."""
@@ -55,7 +62,7 @@ class ModelTokenizer:
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer = without_own_cache(tokenizer)
         self._template = template
         self._eos_token_ids = eos_token_ids
         self._vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -64,10 +71,11 @@ class ModelTokenizer:
         self._token_bytes = TokenBytes(tokenizer)
         self._aliased: AliasedEncoder | None = None
         self._aliased_lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer", initializer=use_every_cpu)
+        self._threads = FairThreads[str | None](ENCODE_THREADS, "tokenizer", use_every_cpu)
         self._num_pending = 0
         self._adds_tokens = bool(tokenizer.encode("", add_special_tokens=True).ids)
-        self._pieces = PieceCache(PieceRules(tokenizer))
+        self._caches = TokenizationCaches(tokenizer)
+        self._has_learned = False
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelTokenizer:
@@ -100,7 +108,7 @@ class ModelTokenizer:
 
     def release_caches(self) -> None:
         """Free the memory of texts that were tokenized before. Call this on the event loop."""
-        self._pieces.clear()
+        self._caches.clear()
 
     @property
     def special_tokens(self) -> Sequence[str]:
@@ -127,21 +135,40 @@ class ModelTokenizer:
             raise invalid_argument("This model has no chat template: send a text prompt instead.", "messages")
         return self._template
 
-    async def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
-        """The ids of `text`, in which special-token strings become special tokens. Raises KvloomError
+    async def encode(self, text: str, *, scope: str | None = None, add_special_tokens: bool = False) -> array[int]:
+        """The ids of `text`, in which special-token strings become special tokens. `scope`: the callers that may find
+        out by the time it takes that the text was encoded before; None: no text is remembered. Raises KvloomError
         (INVALID_ARGUMENT, QUEUE_FULL)."""
         if len(text) < MIN_PIECEWISE_CHARS or (add_special_tokens and self._adds_tokens):
             if len(text) <= MAX_INLINE_CHARS:
                 return token_array(self.encode_now(text, add_special_tokens=add_special_tokens))
             encode = self.encode_now
-            return token_array(await self._in_thread(lambda: encode(text, add_special_tokens=add_special_tokens)))
-        encoding = TextEncoding(self._pieces)
-        for _ in self._pieces.fill(encoding, text):
+            return token_array(
+                await self._in_thread(scope, lambda: encode(text, add_special_tokens=add_special_tokens))
+            )
+        if not self._has_learned:
+            self._has_learned = True
+            with contextlib.suppress(RuntimeError):  # it is closed, but still used by requests that have begun
+                self._threads.submit(None, self._caches.learn)
+        cache = self._caches.of(scope)
+        encoding = TextEncoding(cache)
+        for _ in cache.fill(encoding, text):
             await asyncio.sleep(0)
+        if encoding.misses:
+            await self._encode_misses(encoding, scope)
+        for _ in encoding.join():
+            await asyncio.sleep(0)
+        if encoding.is_new:
+            self._caches.fit()
+        return encoding.joined()
+
+    async def _encode_misses(self, encoding: TextEncoding, scope: str | None) -> None:
         misses = list(encoding.misses)
         if encoding.num_missing_chars <= MAX_INLINE_CHARS and len(misses) <= MAX_INLINE_MISSES:
-            return encoding.ids(self._encode_pieces(misses))
-        return encoding.ids(await self._in_thread(lambda: self._encode_pieces(misses)))
+            encoding.take(misses, self._encode_pieces(misses))
+            return
+        for pieces in _turns(misses):
+            encoding.take(pieces, await self._in_thread(scope, functools.partial(self._encode_pieces, pieces)))
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         encode = self._tokenizer.encode_batch_fast
@@ -165,11 +192,14 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         is_continued: bool = False,
+        *,
+        scope: str | None = None,
     ) -> tuple[array[int], str]:
         """The (ids, text) of a conversation's prompt. `tools`: as the template expects them; `options`: further
-        variables of the template; `is_continued`: the last message is the beginning of the answer. Special-token
-        strings in whatever a user can write stay plain text (see kvloom_common/text/special_tokens.py). Raises
-        KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER, QUEUE_FULL)."""
+        variables of the template; `is_continued`: the last message is the beginning of the answer; `scope`: as for
+        `encode`. Special-token strings in whatever a user can write stay plain text (see
+        kvloom_common/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER,
+        QUEUE_FULL)."""
         template = self._required_template()
         variables = message_variables(messages)
         if tools or max(map(len, variables), default=0) > NUM_PLAIN_VARIABLES:
@@ -184,8 +214,8 @@ class ModelTokenizer:
         else:
             text = template.render_variables(variables, tools, options)
         if not mark:
-            return await self.encode(text), text
-        ids = await self._in_thread(lambda: self._aliased_encoder().encode(text, mark))
+            return await self.encode(text, scope=scope), text
+        ids = await self._in_thread(scope, lambda: self._aliased_encoder().encode(text, mark))
         return token_array(ids), text.replace(mark, "")
 
     def _marked_everywhere(self, value: Any) -> tuple[Any, str]:
@@ -202,6 +232,12 @@ class ModelTokenizer:
         get = table.shown if skip_special_tokens else table.exact
         return b"".join(map(get, ids)).decode("utf-8", errors="replace")
 
+    async def decode_fairly(
+        self, ids: Sequence[int], *, scope: str | None = None, skip_special_tokens: bool = True
+    ) -> str:
+        """As `decode`, in a thread, when it is the scope's turn. Raises KvloomError (QUEUE_FULL)."""
+        return await self._in_thread(scope, lambda: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token represents; for a special token, its name. b"" for ids that the tokenizer does
         not know (models pad their vocabulary)."""
@@ -213,10 +249,12 @@ class ModelTokenizer:
 
     def close(self) -> None:
         """End the threads after the work that is running. Calling it again is safe."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._num_pending >= MAX_PENDING_ENCODES:
+    async def _in_thread(self, scope: str | None, work: Callable[[], T]) -> T:
+        """In a thread, when it is the scope's turn. Raises KvloomError (QUEUE_FULL)."""
+        is_flood = self._threads.num_waiting(scope) >= MAX_PENDING_OF_SCOPE
+        if is_flood or self._num_pending >= MAX_PENDING_ENCODES:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_QUEUE_FULL,
                 "Too many prompts are waiting to be tokenized.",
@@ -224,7 +262,7 @@ class ModelTokenizer:
             )
         self._num_pending += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.wrap_future(self._threads.submit(scope, work))
         finally:
             self._num_pending -= 1
 
@@ -233,6 +271,17 @@ class ModelTokenizer:
             if self._aliased is None:
                 self._aliased = AliasedEncoder(self._tokenizer, self._special_strings)
             return self._aliased
+
+
+def _turns(pieces: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The pieces, as many at a time as one turn takes. A single piece may be longer: it cannot be cut."""
+    begin = num_chars = 0
+    for end, piece in enumerate(pieces):
+        if num_chars and num_chars + len(piece) > TURN_CHARS:
+            yield pieces[begin:end]
+            begin, num_chars = end, 0
+        num_chars += len(piece)
+    yield pieces[begin:]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
-from router.core.lease_messages import LeaseWant, LimitCount
+from router.core.lease_messages import LeaseWant, LimitCount, SideCallDecided
 from router.core.objectives import ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.priority_classes import INTERACTIVE, PriorityClass
@@ -293,6 +293,7 @@ Action = (
     | RequestEnded
     | LeasesWanted
     | LimitsCounted
+    | SideCallDecided
     | AnswerCompleted
     | ShardHealthChanged
     | RequestsMoved

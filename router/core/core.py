@@ -183,6 +183,8 @@ class RouterCore:
         }
         if self._limits is not None:
             handlers[ev.LeasesGranted] = self._limits.on_leases
+            handlers[ev.SideCallArrived] = self._limits.on_side_call
+            handlers[ev.SideCallSettled] = self._limits.on_side_call_settled
         self._handlers = handlers
         checks: dict[type, Callable[[Any], None]] = {
             ev.StepArrived: check_step,

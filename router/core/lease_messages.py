@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvloom.errors import KvloomError
+from kvloom.limits_state import LimitsState
+
 
 class LeaseKind(enum.Enum):
     REQUESTS = "requests_per_minute"
@@ -68,3 +71,12 @@ class LimitCount(NamedTuple):
     """"held", "refused", "capped", "would_refuse" or "would_cap"."""
     account: str = ""
     """Whose limit it is; "" for "all"."""
+
+
+class SideCallDecided(msgspec.Struct, frozen=True):
+    """A call without an answer may go on, or is refused."""
+
+    call_id: int
+    error: KvloomError | None = None
+    limits: LimitsState | None = None
+    """None: it has no limits."""

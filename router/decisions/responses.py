@@ -42,6 +42,24 @@ def plan_to_proto(
     )
 
 
+def without_load(plan: PlanResponse) -> PlanResponse:
+    """The same message, with what a tenant may see: where its request goes and what is cached of its own, but not how
+    much other tenants do. It could measure the time to its first token itself."""
+    picked = [shard for shard in plan.shards if shard.shard_id == plan.picked_shard_id]
+    shown = [
+        ShardScore(
+            shard_id=shard.shard_id,
+            num_overlap_tokens=shard.num_overlap_tokens,
+            predicted_ttft_seconds=shard.predicted_ttft_seconds,
+        )
+        for shard in picked
+    ]
+    del plan.shards[:]
+    plan.shards.extend(shown)
+    plan.ClearField("regret")
+    return plan
+
+
 def _tests(cascade: Cascade) -> Sequence[str]:
     least = f" >= {cascade.tests.min_mean_logprob:g}"
     return [f"{test}{least if test == 'logprob' else ''}" for test in cascade.tests.escalate_on]

@@ -18,7 +18,13 @@ from kvloom.router_link.open_choices import OpenChoices, Sink
 from kvloom.router_link.request import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, TokenLogprobs
-from kvloom.v1.router_service_pb2 import FleetState, ModerateRequest, ModerateResponse
+from kvloom.v1.router_service_pb2 import (
+    ChargeCallRequest,
+    ChargeCallResponse,
+    FleetState,
+    ModerateRequest,
+    ModerateResponse,
+)
 from kvloom_common.process.request_context import request_fields
 from router import convert
 from router.core.actions import FleetChanged
@@ -27,6 +33,7 @@ from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
 from router.intake import Intake
 from router.links.moderation import Moderation
+from router.side_call_desk import SideCallDesk
 
 log = structlog.get_logger()
 
@@ -36,7 +43,15 @@ _numbers = itertools.count(1)
 class LocalRouterLink:
     """Both a RouterLink (kvloom/router_link/link.py) and a client of the core (router/core_driver.py)."""
 
-    def __init__(self, driver: CoreDriver, intake: Intake, name: str, moderation: Moderation | None = None) -> None:
+    def __init__(
+        self,
+        driver: CoreDriver,
+        intake: Intake,
+        name: str,
+        moderation: Moderation | None = None,
+        side_calls: SideCallDesk | None = None,
+    ) -> None:
+        self._side_calls = side_calls or SideCallDesk(driver, has_limits=False)
         self._moderation = moderation or Moderation(None)
         self._driver = driver
         self._intake = intake
@@ -116,6 +131,9 @@ class LocalRouterLink:
 
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
         return await self._moderation.moderate(request)
+
+    async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
+        return await self._side_calls.serve(request)
 
     def _flush_soon(self) -> None:
         if self._flush is None:

@@ -32,10 +32,21 @@ class DeliveryWitness:
 
     def arrived(self, request: Request) -> Request:
         if request.answer_id:
-            num_given = sum(len(choice.output_token_ids) for choice in request.choices)
-            num_prompt = len(request.prompt_token_ids) + num_given
-            line = WitnessLine(request.request_id, 0, answer_id=request.answer_id, num_prompt_tokens=num_prompt)
-            delivery = _Delivery(line, len(request.choices))
+            num_prompt, num_given = len(request.prompt_token_ids), 0
+            for choice in request.choices:
+                num_given += len(choice.output_token_ids)
+            if request.is_continued:
+                num_given += request.num_ended_tokens
+            else:
+                num_prompt, num_given = num_prompt + num_given, 0
+            line = WitnessLine(
+                request.request_id,
+                0,
+                answer_id=request.answer_id,
+                num_prompt_tokens=num_prompt,
+                num_resumed_tokens=num_given,
+            )
+            delivery = _Delivery(line, len(request.choices), num_given)
             slots = self._open.setdefault(request.client_id, {})
             slots.update((choice.slot, delivery) for choice in request.choices)
         return request

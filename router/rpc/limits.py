@@ -24,7 +24,7 @@ from kvloom_common.limits.client_address import Address
 from kvloom_common.limits.keyed_counts import KeyedCounts
 from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.transport.checked_server import malformed_message
-from router.caller_scope import caller_name, peer_host
+from router.caller_scope import caller_name, peer_host, require_one_credential_in, verified_caller
 from router.rpc.own_rpcs import Behaviour, Context, is_own
 from router.rpc.receipts import Receipts
 
@@ -116,9 +116,11 @@ class RpcLimits(grpc.aio.ServerInterceptor):
 
     def _place(self, context: Context, *, is_own: bool) -> contextlib.AbstractContextManager[str]:
         """A place of the caller, which is free again at the end of the block. Raises KvloomError (OVERLOADED,
-        RATE_LIMITED)."""
+        RATE_LIMITED, INVALID_ARGUMENT)."""
         if is_own and self._level >= MemoryLevel.FULL:
             raise memory_error()
+        if verified_caller.get() is None:
+            require_one_credential_in(context)
         peer = context.peer()
         caller = caller_name(self._callers, context)
         most = self._config.max_concurrent_requests_per_caller

@@ -15,8 +15,8 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.auth_provider import CallerVerifier, Credentials
-from kvloom_common.callers import Callers
-from router.caller_scope import verified_caller
+from kvloom_common.callers import Callers, require_one_of_each
+from router.caller_scope import require_one_credential_in, verified_caller
 from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 
 log = structlog.get_logger()
@@ -44,8 +44,8 @@ class ProviderCheck(OwnRpcInterceptor):
 
     def _checked(self, behaviour: Behaviour, *, lasts: bool) -> Any:
         async def checked(requests: Any, context: Context) -> None:
-            credentials = _credentials(context, self._verifier.headers)
             try:
+                credentials = _credentials(context, self._verifier.headers)
                 verified_id = await self._verifier.verify(credentials)
                 verified_caller.set(self._callers.name_of_id(verified_id))
                 if not lasts:
@@ -95,7 +95,11 @@ class ProviderCheck(OwnRpcInterceptor):
 
 
 def _credentials(context: Context, names: tuple[str, ...]) -> Credentials:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    require_one_credential_in(context)
     metadata = context.invocation_metadata() or ()
-    found = {key: value for key, value in metadata if key in names and isinstance(value, str)}
+    shown = [(str(key), value) for key, value in metadata if key in names and isinstance(value, str)]
+    require_one_of_each(shown)
+    found = dict(shown)
     certificates = list(context.auth_context().get("x509_pem_cert", ()))
     return Credentials(found, certificates[0].decode() if certificates else "")

@@ -16,7 +16,13 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.caller_access import check_scope
 from kvloom_common.tenancy.principal import Principal
-from router.caller_scope import CallerAccess, caller_access, credential_of, verified_caller
+from router.caller_scope import (
+    CallerAccess,
+    caller_access,
+    credential_of,
+    require_one_credential_in,
+    verified_caller,
+)
 from router.rpc.own_rpcs import Behaviour, Context, OwnRpcInterceptor, codecs_of
 
 if TYPE_CHECKING:  # a fabric without tenants needs nothing of it
@@ -64,6 +70,7 @@ class TenantCheck(OwnRpcInterceptor):
 
     async def _principal(self, context: Context) -> Principal:
         """Raises KvloomError."""
+        require_one_credential_in(context)
         credential = credential_of(context)
         certificate = b"" if credential else next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
         return self._identities.at_once(credential, certificate) or await self._identities.later(credential)

@@ -50,6 +50,7 @@ def test_a_team_gets_a_key_with_one_command_and_loses_it_with_another(fabric: Ru
     eventually("the edge knows of the key", lambda: status_of(fabric, key) == 200, REVOKED_SECONDS)
     chat = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     assert status_of(fabric, key, "/v1/chat/completions", chat) == 200
+    assert json.loads(kvloom(fabric, "status", "--json"))["alarms"] == []
     (listed,) = json.loads(kvloom(fabric, "keys", "list", "--project", "weavers/search", "--json"))
     assert (listed["name"], listed["prefix"]) == ("ci", key[:8])
     assert kvloom(fabric, "keys", "revoke", listed["id"]) == f"revoked {listed['id']}\n"
@@ -73,6 +74,9 @@ def test_the_commands_change_limits_roles_and_prices(fabric: RunningFabric) -> N
     assert (price["prompt_nanos"], price["cached_nanos"], price["output_nanos"]) == (150, 150, 600)
     assert "0.15" in kvloom(fabric, "prices", "list")
     assert "ann@beta.com" in kvloom(fabric, "users", "list", "--org", "beta")
+    kvloom(fabric, "orgs", "update", "beta", "--quota", "max_keys=7")
+    quotas = json.loads(kvloom(fabric, "orgs", "update", "beta", "--quota", "max_users=9", "--json"))["quotas"]
+    assert (quotas["max_keys"], quotas["max_users"]) == (7, 9)
     audit = json.loads(kvloom(fabric, "orgs", "audit", "--org", "beta", "--json"))
     assert audit[-1]["action"] == "CreateOrganisation"
     assert audit[0]["actor"].startswith("cli:")

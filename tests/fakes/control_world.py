@@ -13,6 +13,7 @@ from sqlalchemy.engine import make_url
 from control.database.database import Database, open_database
 from control.database.migrate import migrate
 from control.database.url import with_driver
+from control.directory.quotas import Quotas
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
@@ -25,8 +26,10 @@ from kvloom.v1 import (
     usage_service_pb2_grpc,
 )
 from kvloom.v1.control_service_pb2 import FollowRequest
-from kvloom_common.tenancy.table import TenantTable
+from kvloom_common.tenancy.sliced_dict import NUM_SLICES
+from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
 from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 Pb = directory_service_pb2
 """The messages of DirectoryService."""
@@ -35,10 +38,11 @@ Pb = directory_service_pb2
 class ControlWorld:
     """`now` is the time of the directory, in seconds since 1970."""
 
-    def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel) -> None:
+    def __init__(self, database: Database, versions: Versions, channel: grpc.aio.Channel, port: int) -> None:
         self.database = database
         self.versions = versions
         self.channel = channel
+        self.port = port
         self.control = control_service_pb2_grpc.ControlServiceStub(channel)
         self.usage = usage_service_pb2_grpc.UsageServiceStub(channel)
         self._directory: Any = directory_service_pb2_grpc.DirectoryServiceStub(channel)
@@ -68,9 +72,19 @@ class ControlWorld:
         return table
 
 
+def entries_of(table: TenantTable) -> list[Organisation | Tenant | Key]:
+    """All entries of a table."""
+    kinds = (table._organisations, table._tenants, table._keys)
+    return [entry for kind in kinds for number in range(NUM_SLICES) for entry in kind.values_of(number)]
+
+
 @contextlib.asynccontextmanager
-async def control_world(database_url: str) -> AsyncIterator[ControlWorld]:
-    """An empty one; `database_url` is that of the configuration."""
+async def control_world(
+    database_url: str,
+    trust: FabricTrust = NO_SECRET,
+    quotas: Quotas = Quotas(),  # noqa: B008
+) -> AsyncIterator[ControlWorld]:
+    """An empty one; `database_url` and `quotas` are those of the configuration."""
     async with open_database(with_driver(make_url(database_url))) as database:
         await migrate(database)
         versions = Versions(database)
@@ -79,13 +93,13 @@ async def control_world(database_url: str) -> AsyncIterator[ControlWorld]:
         clock: Callable[[], float] = lambda: world.now  # noqa: E731
         control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
         directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(
-            DirectoryServicer(database, versions, clock), checked
+            DirectoryServicer(database, versions, clock, quotas), checked
         )
         usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = trust.add_port(server, "127.0.0.1:0")
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            world = ControlWorld(database, versions, channel)
+        async with trust.open_channel(f"127.0.0.1:{port}", "control") as channel:
+            world = ControlWorld(database, versions, channel, port)
             try:
                 yield world
             finally:

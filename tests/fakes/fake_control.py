@@ -34,8 +34,13 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
         self.requests: list[FollowRequest] = []
         self.uses: dict[str, float] = {}
         self.part_entries = 1000
+        self.fault: grpc.StatusCode | None = None
+        """How each stream ends that is opened, before anything is sent."""
         self.oldest_version = 0
         """Changes after it are known; others need a snapshot."""
+        self.may_send = asyncio.Event()
+        """Cleared: the service accepts followers, and sends them nothing."""
+        self.may_send.set()
         self._trust = trust
         self._entries: dict[tuple[str, str], Any] = {}
         self._changes: list[FollowResponse] = []
@@ -90,11 +95,16 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
     async def Follow(self, request: FollowRequest, context: Any) -> None:
         self.requests.append(request)
         await context.send_initial_metadata(())
+        if self.fault is not None:
+            await context.abort(self.fault, "")
+        await self.may_send.wait()
         sent = request.version
         if request.table_id != self.table_id or not self.oldest_version <= sent <= self.version:
             sent = self.version
             for part in self._snapshot():
                 await context.write(part)
+        elif sent == self.version:
+            await context.write(FollowResponse(table_id=self.table_id, version=sent, is_complete=True))
         while True:
             changed = self._changed
             for change in [change for change in self._changes if change.version > sent]:

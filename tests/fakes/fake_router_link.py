@@ -10,7 +10,14 @@ from kvloom.router_link.link import LinkRequest, Sink
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 from kvloom.v1.generation_pb2 import RequestMoves, SequenceFinish, SequenceStart, TokenLogprobs
-from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, ModerateRequest, ModerateResponse
+from kvloom.v1.router_service_pb2 import (
+    ChargeCallRequest,
+    ChargeCallResponse,
+    FleetState,
+    ModelInfo,
+    ModerateRequest,
+    ModerateResponse,
+)
 from tests.fakes.fake_safety import CATEGORIES, classify
 
 STOP = generation_pb2.FINISH_REASON_STOP
@@ -131,6 +138,9 @@ class FakeRouterLink:
         self.script: Script | None = None
         self.requests: list[FakeRequest] = []
         self.moderation_error: KvloomError | None = None
+        self.charges: list[ChargeCallRequest] = []
+        self.charge_error: KvloomError | None = None
+        self.limits: LimitsState | None = None
         self.discarded: list[str] = []
         self._by_handle: dict[int, FakeRequest] = {}
         self._submitted: asyncio.Queue[FakeRequest] = asyncio.Queue()
@@ -174,6 +184,13 @@ class FakeRouterLink:
         if self.moderation_error is not None:
             raise self.moderation_error
         return ModerateResponse(results=classify(request.texts), categories=CATEGORIES, policy_revision="1")
+
+    async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
+        """Notes it. Refuses it with `charge_error`."""
+        self.charges.append(request)
+        if self.charge_error is not None and not request.num_more_tokens:
+            raise self.charge_error
+        return ChargeCallResponse(limits=self.limits)
 
     async def close(self) -> None:
         self.tell(FleetState(), connected=False)

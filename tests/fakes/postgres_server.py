@@ -6,11 +6,13 @@ import contextlib
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 _USER = "postgres"
 
@@ -24,32 +26,62 @@ def find_postgres() -> Path | None:
     return next((folder for folder in candidates if (folder / "pg_ctl").exists()), None)
 
 
+class PostgresServer:
+    """A server that runs. `folder` has its socket."""
+
+    def __init__(self, binaries: Path, folder: Path, as_user: Sequence[str]) -> None:
+        """`as_user`: the beginning of command lines that run as the server's user."""
+        self.folder = folder
+        self._binaries = binaries
+        self._as_user = as_user
+
+    def start(self) -> None:
+        options = f"-c listen_addresses='' -k {self.folder} -c fsync=off -c max_connections=100"
+        self.run("pg_ctl", "start", "-w", "-l", str(self.folder / "log"), "-o", options)
+
+    def kill(self) -> None:
+        """It ends at once, as in a crash; the next start recovers its data."""
+        processes = self._processes()
+        processes[0].send_signal(signal.SIGQUIT)
+        psutil.wait_procs(processes, timeout=60.0)
+
+    def freeze(self) -> None:
+        """All of its processes stand still until `thaw`."""
+        for process in self._processes():
+            process.suspend()
+
+    def thaw(self) -> None:
+        for process in self._processes():
+            process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        pid = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
+        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+    def run(self, program: str, *args: str) -> None:
+        command = [*self._as_user, str(self._binaries / program), "-D", str(self.folder / "data"), *args]
+        subprocess.run(command, cwd=self.folder, check=True, timeout=60.0, stdout=subprocess.DEVNULL)
+
+
 @contextlib.contextmanager
-def postgres_server(binaries: Path) -> Iterator[Path]:
-    """Yields the directory of the server's socket. The server runs as the user `postgres` if the tests run as root,
-    because it refuses to run as that."""
+def postgres_server(binaries: Path) -> Iterator[PostgresServer]:
+    """The server runs as the user `postgres` if the tests run as root, because it refuses to run as that."""
     # Not in pytest's temporary directory, which other users cannot enter.
     folder = Path(tempfile.mkdtemp(prefix="kvloom-postgres-"))
-    as_user: dict[str, Any] = {}
+    as_user: list[str] = []
     if os.getuid() == 0:
         user = pwd.getpwnam(_USER)
         os.chown(folder, user.pw_uid, user.pw_gid)
-        as_user = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-
-    def run(program: str, *args: str) -> None:
-        subprocess.run(
-            [str(binaries / program), "-D", str(folder / "data"), *args],
-            cwd=folder, check=True, timeout=60.0, stdout=subprocess.DEVNULL, **as_user,
-        )  # fmt: skip
-
+        # By a program: what subprocess does to change the user crashes beside gRPC's threads.
+        as_user = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    server = PostgresServer(binaries, folder, as_user)
     try:
-        run("initdb", "--no-sync", "--auth=trust", "--encoding=UTF8", "--locale=C", f"--username={_USER}")
-        options = f"-c listen_addresses='' -k {folder} -c fsync=off -c max_connections=100"
-        run("pg_ctl", "start", "-w", "-l", str(folder / "log"), "-o", options)
+        server.run("initdb", "--no-sync", "--auth=trust", "--encoding=UTF8", "--locale=C", f"--username={_USER}")
+        server.start()
         try:
-            yield folder
+            yield server
         finally:
-            run("pg_ctl", "stop", "-m", "immediate", "-w")
+            server.kill()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

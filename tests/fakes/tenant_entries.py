@@ -41,4 +41,5 @@ def key_to_proto(key: Key) -> pb.KeyEntry:
         user=key.user,
         priority_classes=key.classes.allowed,
         default_priority_class=key.classes.default,
+        account=key.account,
     )

@@ -14,6 +14,7 @@ from kvloom_common.discovery.registry import ShardRegistry
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from router.core.core import RouterCore
+from router.core.tenancy.limiter import Limiter
 from router.core_config import core_config
 from router.server import RouterServer
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
@@ -25,7 +26,9 @@ SECRET = FabricSecret.draw()
 
 
 @contextlib.asynccontextmanager
-async def served_router(world: RouterWorld, **shard_fields: Any) -> AsyncIterator[tuple[RouterServer, str]]:
+async def served_router(
+    world: RouterWorld, limiter: Limiter | None = None, **shard_fields: Any
+) -> AsyncIterator[tuple[RouterServer, str]]:
     """A router and a real shard of a fabric with a secret."""
     trust = SharedSecret(SECRET, ("router",), "router-0")
     world.config.model.name = MODEL
@@ -33,7 +36,7 @@ async def served_router(world: RouterWorld, **shard_fields: Any) -> AsyncIterato
     async with shard_world(shard_id="shard-0", trust=shard_trust, **shard_fields) as shard:
         registry = ShardRegistry(world.config.redis.url, world.config.redis.key_prefix, trust.sealer)
         await registry.announce(ShardRecord("shard-0", shard.address, MODEL, shard.server.incarnation_id))
-        core = RouterCore(core_config(world.config))
+        core = RouterCore(core_config(world.config), limiter=limiter)
         server = RouterServer(
             world.config,
             core,

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+import sqlalchemy.exc
 from sqlalchemy.engine import make_url
 
 from control.database.database import DatabaseInUseError, open_database
 from control.database.migrate import MigrationError, migrate, migrate_back
-from control.database.schema import metadata, organisations, table_state
+from control.database.schema import keys, metadata, organisations, projects, table_state, used_ids
 from control.database.url import with_driver
 
 
@@ -74,6 +75,93 @@ async def test_sums_of_usage_survive_the_step_that_adds_their_class_and_the_way_
         async with database.reading() as connection:
             rows = (await connection.execute(sa.text(read.format("")))).all()
             assert [tuple(row) for row in rows] == [("batch", 2, 14), ("interactive", 1, 7)]
+
+
+async def test_the_step_that_keeps_used_ids_finds_those_of_before(database_url: str) -> None:
+    """What was deleted by an older version has usage, too, which nothing else may inherit."""
+    audit = "INSERT INTO audit (at, actor, action, target, organisation) VALUES (1, 'x', '{}', '{}', '{}')"
+    deleted = (
+        ("DeleteOrganisation", "org:old", "old"),
+        ("DeleteProject", "tenant:old/search", "old"),
+        ("DeleteProject", "tenant:old/search", "old"),
+        ("DeleteProject", "tenant:acme/made-again", "acme"),
+        ("DeleteUser", "user:ada", ""),
+        ("RevokeKey", "key:1", "acme"),
+    )
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database, "r0005")
+        async with database.writing() as connection:
+            for row in deleted:
+                await connection.execute(sa.text(audit.format(*row)))
+            await connection.execute(
+                sa.text("INSERT INTO organisations (id, limits, disabled, created_at) VALUES ('acme', '{}', false, 1)")
+            )
+            await connection.execute(
+                sa.text(
+                    "INSERT INTO projects (id, organisation, limits, cache_scope, models, disabled, created_at) "
+                    "VALUES ('acme/made-again', 'acme', '{}', '', '[]', false, 1)"
+                )
+            )
+        await migrate(database)
+        async with database.reading() as connection:
+            found = {tuple(row) for row in await connection.execute(sa.select(used_ids))}
+        assert found == {("organisation", "old", "old"), ("tenant", "old/search", "old"), ("user", "ada", "")}
+        await migrate_back(database, "r0005")
+
+
+async def test_a_step_that_fails_leaves_the_database_as_it_was(database_url: str) -> None:
+    """A migration that was interrupted, by an error or the end of the process, must not leave half of its steps, which
+    neither the old nor the new version could use."""
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database, "r0005")
+        async with database.writing() as connection:
+            await connection.execute(
+                sa.text("CREATE INDEX ix_keys_account ON keys (name)")
+            )  # the last step makes it, too
+        async with database.reading() as connection:
+            before = await connection.run_sync(shape)
+        with pytest.raises(sqlalchemy.exc.SQLAlchemyError):
+            await migrate(database)
+        async with database.reading() as connection:
+            assert await connection.run_sync(shape) == before
+            assert await connection.scalar(sa.text("SELECT version_num FROM schema_version")) == "r0005"
+        async with database.writing() as connection:
+            await connection.execute(sa.text("DROP INDEX ix_keys_account"))
+        await migrate(database)
+        await migrate(database)
+
+
+async def test_what_was_set_and_used_before_operators_had_settings_of_their_own_survives(database_url: str) -> None:
+    """It is not known who has set what there is, so that administrators must not lift it; and an identity has
+    spent what it has spent, under the id that has its project."""
+    statements = (
+        "INSERT INTO organisations (id, limits, disabled, created_at) VALUES ('acme', '{}', false, 0)",
+        "INSERT INTO projects (id, organisation, limits, cache_scope, models, disabled, created_at) "
+        """VALUES ('acme/x', 'acme', '{"tokens_per_day": 5}', '', '[]', true, 0)""",
+        "INSERT INTO keys (id, prefix, project, name, scopes, models, limits, created_at) "
+        """VALUES ('cert:a', '', 'acme/x', '', '["usage"]', '["m"]', '{}', 0)""",
+        "INSERT INTO budget_spending VALUES ('key:cert:a', 2, '2026-11-01', 7)",
+        "INSERT INTO usage_daily VALUES ('2026-11-01', 'shadow:acme/x', 'cert:a', 'm', 't', 'c', 1, 2, 3, 4, 5, 6, 7)",
+    )
+    accounts = sa.text("SELECT account, key_id FROM budget_spending, usage_daily")
+    async with open_database(with_driver(make_url(database_url))) as database:
+        await migrate(database)
+        await migrate_back(database, "r0005")
+        async with database.writing() as connection:
+            old_id = await connection.scalar(sa.select(table_state.c.table_id))
+            for statement in statements:
+                await connection.exec_driver_sql(statement)
+        await migrate(database)
+        async with database.reading() as connection:
+            assert await connection.scalar(sa.select(table_state.c.table_id)) != old_id
+            settings = await connection.scalar(sa.select(projects.c.operator_set))
+            assert settings == {"limits": {"tokens_per_day": 5}, "disabled": True}
+            identity = (await connection.execute(sa.select(keys.c.id, keys.c.operator_set))).one()
+            assert tuple(identity) == ("cert:a@acme/x", {"models": ["m"], "scopes": ["usage"]})
+            assert tuple((await connection.execute(accounts)).one()) == ("key:cert:a@acme/x", "cert:a@acme/x")
+        await migrate_back(database, "r0005")
+        async with database.reading() as connection:
+            assert tuple((await connection.execute(accounts)).one()) == ("key:cert:a", "cert:a")
 
 
 async def test_starts_at_the_same_time_migrate_once(database_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 from collections.abc import AsyncIterator
@@ -88,6 +89,26 @@ async def test_a_rotated_key_is_accepted_for_its_grace_beside_the_new_one(world:
     assert (new_key.models, new_key.scopes, new_key.limits) == (old_key.models, old_key.scopes, old_key.limits)
     assert table.is_active(new_key, world.now + 61.0)
     assert not table.is_active(old_key, world.now + 61.0)
+
+
+async def test_a_rotated_key_shares_the_account_of_the_key_that_it_replaces(world: ControlWorld) -> None:
+    """By rotating its key before a limit was reached, a tenant had 156 tokens of a budget of 60."""
+    first = await make_key(world, limits=control_pb.Limits(requests_per_minute=5))
+    second = await world.ask("RotateKey", id=first.key.id, grace_seconds=60.0)
+    third = await world.ask("RotateKey", id=second.key.id, grace_seconds=60.0)
+    other = await make_key(world)
+    assert [made.key.account for made in (first, second, third, other)] == ["", first.key.id, first.key.id, ""]
+    mask = {"paths": ["limits.requests_per_minute"]}
+    raised = Pb.ApiKey(id=second.key.id, limits=control_pb.Limits(requests_per_minute=9))
+    await world.ask("UpdateKey", key=raised, update_mask=mask)
+    table = await world.table()
+    for made in (first, second, third):
+        key = table.key(made.key.id)
+        assert key is not None
+        assert (key.account or key.id, key.limits.requests_per_minute) == (first.key.id, 9)
+    untouched = table.key(other.key.id)
+    assert untouched is not None
+    assert not untouched.limits.requests_per_minute
 
 
 async def test_priority_classes_reach_the_table_from_all_three_levels(world: ControlWorld) -> None:
@@ -239,6 +260,45 @@ async def test_prices_have_dates_and_stay_once_they_were_in_force(world: Control
     assert [price.id for price in (await world.table()).prices] == [first.id]
 
 
+async def test_a_text_that_a_database_cannot_store_is_no_failure_of_it(world: ControlWorld) -> None:
+    """PostgreSQL has no text with a zero, which whoever sent it took for an outage."""
+    with pytest.raises(KvloomError) as info:
+        await world.ask("GetProject", id="acme/\0")
+    assert info.value.reason in (ErrorReason.INVALID_ARGUMENT, ErrorReason.NOT_FOUND)
+
+
+def _token(key: object) -> str:
+    return base64.urlsafe_b64encode(str(key).encode()).decode()
+
+
+async def test_the_id_of_what_was_deleted_is_never_given_again(world: ControlWorld) -> None:
+    """An organisation that was made under the name of an old one had its usage, its audit, and hits in the caches of
+    results and prompts, which all know a tenant by its id."""
+    made = await world.ask("CreateKey", key=Pb.ApiKey(project="acme/search"), create_project=True)
+    role = Pb.Membership(organisation="acme", role="member")
+    await world.ask("CreateUser", user=Pb.User(id="ada", memberships=[role]))
+    await world.ask("DeleteUser", id="ada")
+    await world.ask("DeleteProject", id="acme/search")
+
+    async def refused(method: str, **fields: Any) -> None:
+        with pytest.raises(KvloomError, match="Ids are never used again") as info:
+            await world.ask(method, **fields)
+        assert info.value.reason == ErrorReason.FAILED_PRECONDITION
+
+    for admin in (None, "acme"):
+        await refused("CreateProject", as_admin_of=admin, project=Pb.Project(id="acme/search"))
+    await refused("CreateUser", user=Pb.User(id="ada"))
+    await refused("CreateKey", key=Pb.ApiKey(project="acme/search"), create_project=True)
+    await world.ask("CreateProject", project=Pb.Project(id="acme/search-2"))
+    await world.ask("DeleteProject", id="acme/search-2")
+    await world.ask("DeleteOrganisation", id="acme")
+    await refused("CreateOrganisation", organisation=Pb.Organisation(id="acme"))
+    await refused("CreateKey", key=Pb.ApiKey(project="acme/new"), create_project=True)
+    await refused("CreateProject", project=Pb.Project(id="acme/new"), create_organisation=True)
+    await world.ask("CreateOrganisation", organisation=Pb.Organisation(id="acme-2"))
+    assert made.key.id not in {key.id for key in (await world.ask("ListKeys", show_revoked=True)).keys}
+
+
 async def test_lists_come_in_pages(world: ControlWorld) -> None:
     """A fabric has a million keys; what is added in between must not shift a page."""
     for name in "abcdefg":
@@ -254,10 +314,15 @@ async def test_lists_come_in_pages(world: ControlWorld) -> None:
     audit = await world.ask("ListAuditEntries", page_size=4)
     rest = await world.ask("ListAuditEntries", page_size=4, page_token=audit.next_page_token)
     assert [entry.number for entry in (*audit.entries, *rest.entries)] == [7, 6, 5, 4, 3, 2, 1]
-    for token in ("%", "eA=="):  # no base64, no number
+    for token in ("%", "eA==", _token(2**63), _token(-(2**64)), _token("9" * 5000)):  # no base64, no number, too large
         with pytest.raises(KvloomError) as info:
             await world.ask("ListAuditEntries", page_token=token)
         assert info.value.field == "page_token"
+    for method in ("ListOrganisations", "ListProjects", "ListUsers", "ListKeys", "ListLimitTiers", "ListPrices"):
+        with pytest.raises(KvloomError) as info:  # PostgreSQL has no such text
+            await world.ask(method, page_token=_token("a\0b"))
+        assert info.value.field == "page_token"
+        await world.ask(method, page_token=_token("\N{PILE OF POO}" * 1000))
 
 
 async def test_a_change_that_fails_leaves_nothing_behind(world: ControlWorld) -> None:
@@ -308,11 +373,12 @@ async def test_an_identity_has_no_key_and_can_be_added_again(world: ControlWorld
     """A certificate or a subject of an issuer is a member of a tenant like a key."""
     made = await make_key(world, id="cert:CN=batch")
     assert made.secret == ""
-    assert (key := (await world.table()).key("cert:CN=batch")) is not None
+    assert made.key.id == "cert:CN=batch@acme/search"
+    assert (key := (await world.table()).key(made.key.id)) is not None
     assert key.digest == b""
     with pytest.raises(KvloomError, match="exists already"):
         await make_key(world, id="cert:CN=batch")
-    await world.ask("RevokeKey", id="cert:CN=batch")
+    await world.ask("RevokeKey", id=made.key.id)
     await make_key(world, id="cert:CN=batch")
 
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1 import control_service_pb2_grpc, directory_service_pb2_grpc
-from kvloom.v1.control_service_pb2 import FollowRequest
+from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse
 from kvloom.v1.directory_service_pb2 import ApiKey, CreateKeyRequest, ListKeysRequest
 from kvloom_common.config import ControlConfig, KvloomConfig, dump_config
 from kvloom_common.discovery.registry import ProcessRegistry
@@ -112,6 +112,7 @@ async def test_it_keeps_what_it_is_told_over_a_restart(tmp_path: Path, database_
         listed = await second.directory.ListKeys(ListKeysRequest(), timeout=TIMEOUT_SECONDS)
         assert [key.id for key in listed.keys] == [made.key.id]
         call = second.control.Follow(FollowRequest(table_id=table.table_id, version=table.version))
+        assert (await call.read()) == FollowResponse(table_id=table.table_id, version=table.version, is_complete=True)
         await second.directory.CreateKey(CreateKeyRequest(key=ApiKey(project="acme/search")), timeout=TIMEOUT_SECONDS)
         response = await call.read()
         assert not response.begins_snapshot

@@ -11,11 +11,11 @@ import pytest
 import sqlalchemy as sa
 
 from control.database.database import Database
-from control.database.schema import projects
+from control.database.schema import keys, projects
 from control.database.usage_tables import budget_alerts, budget_leases
 from control.usage.leases import ProducerClosedError, change_leases
 from control.usage.ledger import forget_records, store
-from control.usage.report import answers_of, usage_of
+from control.usage.report import answers_of, budgets_of, usage_of
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import (
     BUDGET_UNIT_NANOS,
@@ -47,6 +47,36 @@ async def test_a_record_counts_once_however_often_it_comes(database_url: str) ->
         }  # fmt: skip
         assert (await spending(database))[TENANT, BUDGET_UNIT_NANOS, "2025-11"] == 50
         assert (await spending(database))["org:acme", BUDGET_UNIT_TOKENS, "2025-11-25"] == 30
+
+
+async def test_a_rotated_key_spends_the_budget_of_the_key_that_it_replaces(database_url: str) -> None:
+    """A rotation would be a new budget. What it was used for by which key is told apart all the same."""
+    month = BudgetName(account="key:k1", unit=BUDGET_UNIT_NANOS, period="2025-11")
+    async with usage_database(database_url) as database:
+        async with database.writing() as connection:
+            first = dict((await connection.execute(sa.select(keys))).mappings().one())
+            later = {
+                "id": "k2",
+                "digest": b"2",
+                "account": "k1",
+                "limits": {"monthly_budget_nanos": 100},
+                "created_at": 1,
+            }
+            await connection.execute(sa.update(keys).values(revoked_at=1.0))
+            await connection.execute(keys.insert(), {**first, **later})
+        charge = Charge("key:k1", BUDGET_UNIT_NANOS, "2025-11", own=30, total=30)
+        by_new = usage_record(2, "b", key_id="k2", cost_nanos=30, charges=(charge,))
+        await store(database, [entry(usage_record(1, "a"), by_new)])
+        spent = await spending(database)
+        assert spent["key:k1", BUDGET_UNIT_NANOS, "2025-11"] == 25 + 30
+        assert not any(account == "key:k2" for account, _, _ in spent)
+        (grant,) = await change_leases(database, "r0/1", [BudgetChange(budget=month, wanted=90, number=1)])
+        assert (grant.granted, grant.limit) == (45, 100)
+        for key_id in ("k1", "k2"):
+            (state,) = await budgets_of(database, "acme/search", key_id, NOON)
+            assert (state.budget.account, state.spent, state.leased) == ("key:k1", 55, 45)
+        by_key = await usage_of(database, pb.GetUsageRequest(group_by=[pb.USAGE_GROUP_KEY]))
+        assert {row.key_id: row.cost_nanos for row in by_key.rows} == {"k1": 25, "k2": 30}
 
 
 async def test_records_of_one_answer_count_as_one_in_any_order(database_url: str) -> None:

@@ -11,9 +11,7 @@ import pytest
 from yarl import URL
 
 from kvloom_common.callers import Callers
-from kvloom_common.tenancy.sliced_dict import NUM_SLICES
-from kvloom_common.tenancy.table import Key, Organisation, Tenant
-from tests.fakes.control_world import ControlWorld, Pb, control_world
+from tests.fakes.control_world import ControlWorld, Pb, control_world, entries_of
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.tenants import identities_of
 
@@ -31,13 +29,7 @@ async def admin_world(folder: Path, **control: Any) -> AsyncIterator[tuple[EdgeW
         ):
             key = Pb.ApiKey(project=project, scopes=scopes, name=name)
             secrets[name] = (await world.ask("CreateKey", key=key, create_project=True)).secret
-        table = await world.table()
-        entries: list[Organisation | Tenant | Key] = [
-            entry
-            for entries in (table._organisations, table._tenants, table._keys)
-            for number in range(NUM_SLICES)
-            for entry in entries.values_of(number)
-        ]
+        entries = entries_of(await world.table())
         identities = identities_of(folder, entries, **control)
         identities._follower.channel = world.channel
         async with edge_world(callers=Callers(identities=identities)) as edge:
@@ -76,9 +68,9 @@ async def test_an_administrator_manages_the_own_organisation(tmp_path: Path) -> 
         assert len(listed["keys"]) == 3
         await ask(edge, admin, "POST", "projects", {"id": "acme/chat"})
         await ask(
-            edge, admin, "POST", "users", {"id": "a@b", "memberships": [{"organisation": "acme", "role": "admin"}]}
+            edge, admin, "POST", "users", {"id": "acme/a@b", "memberships": [{"organisation": "acme", "role": "admin"}]}
         )
-        await ask(edge, admin, "PUT", "users/a%40b/memberships/acme", {"role": "reader"})
+        await ask(edge, admin, "PUT", "users/acme%2Fa%40b/memberships/acme", {"role": "reader"})
         assert (await ask(edge, admin, "GET", "users"))["users"][0]["memberships"][0]["role"] == "reader"
         entries = (await ask(edge, admin, "GET", "audit?page_size=1"))["entries"]
         key = next(one for one in listed["keys"] if one["name"] == "admin")

@@ -106,6 +106,13 @@ INVALID = [
     (schema(nested(65)), "response_format.json_schema.schema"),
     (schema({"type": "integer", "multipleOf": 1000003}), "response_format.json_schema.schema"),
     (schema({"properties": {"a": {"multipleOf": 1e-30}}}), "response_format.json_schema.schema"),
+    # This one kept a thread of the compiler for ever, and the next one took 20 s and 1.1 GB.
+    (schema({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}), "response_format.json_schema.schema"),
+    (
+        schema({"properties": {f"p{i}": {"multipleOf": 9973 - i} for i in range(300)}}),
+        "response_format.json_schema.schema",
+    ),
+    (schema({"multipleOf": 0.9973, "anyOf": [{"multipleOf": 9967}]}), "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {}}, "structured_outputs"),

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
+from multidict import CIMultiDict
 
 from kvloom_common.callers import Callers
 from kvloom_common.config import EdgeConfig
@@ -50,8 +52,33 @@ async def test_tenant_is_the_credential_or_the_address() -> None:
         assert await tenant_of(world, **BEARER) == one
         assert await tenant_of(world, Authorization="Bearer two") != one
         assert await tenant_of(world, **{"x-api-key": "k"}) == Callers().name("k", "")
-        assert await tenant_of(world, **{"x-api-key": "k"}, **BEARER) == one
+        assert await tenant_of(world, **{"x-api-key": "one"}, **BEARER) == one
         assert await tenant_of(world) == Callers().name("", "127.0.0.1")
+
+
+SEVERAL_CREDENTIALS: list[list[tuple[str, str]]] = [
+    [("Authorization", "Bearer one"), ("Authorization", "Bearer two")],
+    [("x-api-key", "one"), ("x-api-key", "two")],
+]
+
+
+@pytest.mark.parametrize("headers", SEVERAL_CREDENTIALS)
+@pytest.mark.parametrize("has_tenants", [False, True])
+async def test_a_request_with_several_credentials_is_refused(
+    headers: list[tuple[str, str]], has_tenants: bool, tmp_path: Path
+) -> None:
+    """A proxy that checks one of them must not let another one pass; router and edge would choose differently."""
+    entries = [*two_organisations(), key_of("one", "acme/search"), key_of("two", "acme/maps")]
+    async with edge_world(callers=callers_of(tmp_path, entries) if has_tenants else Callers()) as world:
+        world.link.script = answer("a")
+        several = CIMultiDict(headers)
+        async with world.http.post(world.url + CHAT, json=chat_body(), headers=several) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, headers[0][0].lower())
+        assert not world.link.requests
+        for key in ("one", "another"):  # clients send what they have, for whichever server
+            both = {"Authorization": "Bearer one", "x-api-key": key}
+            async with world.http.post(world.url + CHAT, json=chat_body(), headers=both) as response:
+                assert response.status == 200
 
 
 async def test_address_behind_a_trusted_proxy() -> None:

@@ -297,7 +297,7 @@ async def test_a_token_is_as_good_as_a_key(tmp_path: Path) -> None:
                 status, body = await world.post(CHAT, chat_body(), headers=bearer(issuer.token()))
                 assert status == 200, body
                 request = world.link.requests[-1].request
-                assert (request.tenant, request.key_id) == ("acme/search", "oidc:login:ada")
+                assert (request.tenant, request.key_id) == ("acme/search", "oidc:login:ada@acme/search")
             status, _ = await world.post(CHAT, chat_body(), headers=bearer(issuer.token(aud="other")))
             assert status == 401
 

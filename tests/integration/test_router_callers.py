@@ -93,6 +93,23 @@ async def test_a_callers_own_id_explains_only_its_own_requests(stub: RouterServi
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_an_rpc_with_several_credentials_is_refused(world: RouterWorld, tmp_path: Path) -> None:
+    """A proxy that checks one of them must not let another one pass; router and edge would choose differently."""
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{name} sha256:{digest_of(name)}\n" for name in ("alice", "bob")))
+    for world.config.callers.api_keys_file in ("", str(path)):
+        async with served_router(world) as (_, address), grpc.aio.insecure_channel(address) as channel:
+            stub = RouterServiceStub(channel)
+            for metadata in ((*ALICE, *BOB), (*BOB, *ALICE), (("x-api-key", "alice"), ("x-api-key", "bob"))):
+                for call in (
+                    stub.Generate(request("r"), metadata=metadata),
+                    stub.Connect(metadata=metadata),
+                    stub.ListModels(pb.ListModelsRequest(), metadata=metadata),
+                ):
+                    assert await failure_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await num_cached(stub, (*ALICE, ("x-api-key", "bob")), "same") == 0
+
+
 async def test_a_client_cannot_claim_to_be_another_caller(world: RouterWorld) -> None:
     """`Submit.tenant` is an edge's word; from anyone else it would be a key to another's cache."""
     async with served_router(world) as (server, address):

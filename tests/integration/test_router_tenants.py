@@ -137,6 +137,18 @@ async def test_every_rpc_needs_a_key_with_the_scope(tenants: TenantsWorld) -> No
     assert await num_cached(stub, SEARCH_KEY) == 0
 
 
+@pytest.mark.parametrize("names", [("authorization", "authorization"), ("x-api-key", "x-api-key")])
+async def test_an_rpc_with_several_credentials_is_refused(tenants: TenantsWorld, names: tuple[str, str]) -> None:
+    """A proxy that checks one of them must not let another one pass; router and edge would choose differently."""
+    for keys, code in (
+        ((SEARCH_KEY, MAPS_KEY), grpc.StatusCode.INVALID_ARGUMENT),
+        ((SEARCH_KEY, SEARCH_KEY), grpc.StatusCode.OK),
+    ):
+        metadata = tuple(zip(names, keys, strict=True))
+        assert await code_of(tenants.stub.Generate(request(), metadata=metadata)) is code
+        assert await code_of(tenants.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)) is code
+
+
 async def test_models_that_a_key_may_not_use_are_refused_and_not_shown(tenants: TenantsWorld) -> None:
     """By every way to name one."""
     stub, metadata = tenants.stub, bearer(FORBIDDEN_KEY)

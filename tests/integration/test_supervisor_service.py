@@ -35,6 +35,7 @@ STATE = FabricState(
     owner="o",
     not_ready=["a-edge is restarting"],
     brownouts=["a-router degrades answers of tiny: it is overloaded (brownout step 2)"],
+    alarms=["a-edge has not followed the table of tenants for 90 s"],
     rollouts=[RolloutState("m", "m@2", "serving", 10.0, 2, 4)],
 )
 

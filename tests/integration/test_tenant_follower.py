@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+from kvloom.errors import KvloomError
+from kvloom.v1.control_service_pb2 import FollowResponse
+from kvloom_common.access.tenant_file import copy_path
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
 from kvloom_common.discovery.announcer import announced_process, process_record
@@ -15,6 +22,8 @@ from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, key_of, two_organisations
 from tests.fakes.router_world import eventually
+from tools.supervisor.supervised_process import ProcessStatus
+from tools.supervisor.tenant_tables import MAX_BEHIND_SECONDS, not_following
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -61,6 +70,37 @@ async def test_a_process_that_starts_again_asks_only_for_what_has_changed(contro
     assert [(request.table_id, request.version) for request in control.requests] == [("", 0), ("table", 1)]
 
 
+async def test_nothing_is_served_by_a_copy_that_is_not_current(control: FakeControl, tmp_path: Path) -> None:
+    """A router that was away while a key was revoked accepted it when it came back, until the change had arrived."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the connection")
+    control.remove_key(f"id-{SEARCH_KEY}")
+    control.may_send.clear()
+    again = follower_of(tmp_path, config_of(control))
+    assert again.tenants.of_credential(SEARCH_KEY)  # what it has kept
+    async with following(again):
+        await eventually(lambda: len(control.requests) == 2, "the stream")
+        await asyncio.sleep(0)
+        assert (again.tried.is_set(), again.tenants.connected) == (False, False)
+        control.may_send.set()
+        await again.tried.wait()
+        with pytest.raises(KvloomError, match="not valid"):
+            again.tenants.of_credential(SEARCH_KEY)
+
+
+async def test_a_service_that_hangs_does_not_keep_a_process_from_serving(control: FakeControl, tmp_path: Path) -> None:
+    """It has a copy, and the service may be away for a day."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the connection")
+    control.put(key_of("kvl-new", "acme/search"))
+    control.may_send.clear()
+    async with following(again := follower_of(tmp_path, config_of(control))):
+        await again.tried.wait()
+        assert not again.tenants.connected
+        assert again.tenants.of_credential(SEARCH_KEY)
+        control.may_send.set()
+
+
 async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_path: Path) -> None:
     """While it arrives, the keys that it has not yet must still be accepted."""
     control.part_entries = 1
@@ -73,6 +113,21 @@ async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_p
         control.put(key_of("kvl-new", "acme/search"))
         await eventually(lambda: follower.tenants.table.table_id == "another", "the other table")
     assert versions == [4, 5]
+
+
+@pytest.mark.parametrize("table_id", ["table", "another"])
+async def test_a_revocation_during_a_snapshot_holds_at_once(
+    control: FakeControl, tmp_path: Path, table_id: str
+) -> None:
+    """Also for the table that is used until its end. A snapshot of another database says nothing about it."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        version = follower.tenants.table.version
+        await follower._apply(FollowResponse(table_id=table_id, version=9, begins_snapshot=True))
+        revoked = FollowResponse(table_id=table_id, version=9, removed_keys=[f"id-{SEARCH_KEY}"], holds_at_once=True)
+        await follower._apply(revoked)
+        is_known = follower.tenants.table.key(f"id-{SEARCH_KEY}") is not None
+        assert (is_known, follower.tenants.table.version) == (table_id == "another", version)
 
 
 async def test_a_table_that_was_replaced_is_freed_in_parts(control: FakeControl, tmp_path: Path) -> None:
@@ -102,6 +157,33 @@ async def test_changes_larger_than_the_table_are_replaced_by_a_snapshot(
     assert control.requests[1].table_id == ""
     path = tmp_path / "tenants" / "router-0.table"
     assert path.stat().st_size < 50_000
+
+
+async def test_a_table_that_cannot_be_sent_is_not_followed(control: FakeControl, tmp_path: Path) -> None:
+    """A part that was too large for gRPC ended each stream, which looked like a connection again and again: every table
+    was out of date, and nothing said so."""
+    follower = follower_of(tmp_path, config_of(control))
+    path = copy_path(tmp_path, "router-0")
+    async with following(follower):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        control.fault = grpc.StatusCode.RESOURCE_EXHAUSTED
+        await control.stop()
+        await eventually(lambda: not follower.tenants.connected, "the loss")
+        os.utime(path, (1.0, 1.0))
+        await control.start(int(control.address.rpartition(":")[2]))
+        await eventually(lambda: len(control.requests) > 3, "some attempts")
+        assert not follower.tenants.connected
+        assert follower.tenants.age_seconds > 0
+        assert path.stat().st_mtime == 1.0
+        edge, router = ProcessStatus("edge", "edge-0", 1, "ready"), ProcessStatus("router", "router-0", 2, "ready")
+        assert not_following(tmp_path, [router], 1.0 + MAX_BEHIND_SECONDS) == []
+        assert not_following(tmp_path, [edge, router], 91.0) == [
+            "edge-0 has no copy of the table of tenants: whether it follows that of control is not known",
+            "router-0 has not followed the table of tenants for 90 s: it serves by an old one (kvloom logs router-0)",
+        ]
+        control.fault = None
+        await eventually(lambda: follower.tenants.connected, "the table again")
+        assert not_following(tmp_path, [router], time.time()) == []
 
 
 async def test_strangers_are_not_followed(control: FakeControl, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ async def test_a_token_belongs_to_its_tenant_and_has_the_scopes_of_its_role(issu
     async with following(identities):
         groups = ["x", "team-search"]
         member = await principal_of(identities, issuer.token(groups=groups))
-        assert (member.tenant, member.key_id, member.user) == ("acme/search", "oidc:login:ada", "ada")
+        assert (member.tenant, member.key_id, member.user) == ("acme/search", "oidc:login:ada@acme/search", "ada")
         assert set(member.scopes) == {"inference", "usage"}
         admin = await principal_of(identities, issuer.token(groups=groups, roles=["guests", "operators"]))
         assert admin.has_scope("admin")
@@ -85,7 +85,7 @@ async def test_a_token_belongs_to_its_tenant_and_has_the_scopes_of_its_role(issu
         ({"sub": "a\nb"}, "subject"),
         ({"tenant": None}, "tenant"),
         ({"tenant": ["acme/search", "other/app"]}, "tenant"),
-        ({"tenant": "acme/nobody"}, "belongs to no tenant"),
+        ({"tenant": "acme/none"}, "belongs to no tenant"),
     ],
 )
 async def test_a_token_that_lacks_something_is_refused(
@@ -229,14 +229,14 @@ async def test_the_table_can_limit_and_end_an_identity(issuer: FakeIssuer, tmp_p
     async with following(identities):
         token = issuer.token(roles="x")
         assert set((await principal_of(identities, token)).scopes) == {"inference", "usage"}
-        entry = key_of("", "acme/search", "oidc:login:ada", scopes=("usage",), models=("a",))
+        entry = key_of("", "acme/search", "oidc:login:ada@acme/search", scopes=("usage",), models=("a",))
         entry = msgspec.structs.replace(entry, digest=b"")
         change(identities, entry)
         limited = await principal_of(identities, token)
         assert (limited.scopes, limited.key_models) == (("usage",), ("a",))
         change(identities, msgspec.structs.replace(entry, expires_at=1.0))
         await refusal_of(identities, token)
-        change(identities, Tenant("acme/search", disabled=True), removed_keys=["oidc:login:ada"])
+        change(identities, Tenant("acme/search", disabled=True), removed_keys=["oidc:login:ada@acme/search"])
         await refusal_of(identities, token)
 
 

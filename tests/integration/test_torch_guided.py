@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,46 @@ async def test_an_engine_without_a_vocabulary_refuses_guides(tmp_path: Path) -> 
     with pytest.raises(EngineError, match="guided decoding"):
         engine.submit(EngineRequest("r", [1], Sampling(), 1, guide=GUIDES["regex"][0]))
     await engine.close()
+
+
+def test_compiled_guides_are_kept_for_each_tenant_by_itself(model_dir: Path) -> None:
+    """How long a schema takes to compile must not tell whether another tenant has sent it, and one tenant's schemas do
+    not evict another's."""
+    compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
+    guide = json_guide(PERSON)
+    compiler.start(guide, [0, 2], scope=1)
+    assert compiler._cache.get(1, guide) is not None
+    assert compiler._cache.get(2, guide) is None
+    compiler.start(guide, [0, 2], scope=2)
+    assert compiler._cache.get(1, guide) is not compiler._cache.get(2, guide)
+    for number in range(CACHED_GUIDES + 20):
+        compiler.start(Guide(GuideKind.CHOICE, json.dumps([str(number)])), [0, 2], scope=3)
+    assert compiler._cache.get(1, guide) is not None
+    assert len(compiler._cache) == CACHED_GUIDES
+
+
+async def test_an_engine_keeps_guides_apart_as_it_does_prompts(driver: EngineDriver, prompts: Prompts) -> None:
+    """The root hash is what separates tenants in an engine."""
+    guide = Guide(GuideKind.CHOICE, json.dumps(["only here"]))
+    request = dataclasses.replace(prompts.request(guide, max_tokens=5), root_hash=7)
+    await driver.run(request)
+    engine = driver.engine
+    assert isinstance(engine, TorchEngine)
+    assert engine._guides is not None
+    assert engine._guides._cache.get(7, guide) is not None
+    assert engine._guides._cache.get(8, guide) is None
+
+
+async def test_guides_are_compiled_in_turns(driver: EngineDriver, prompts: Prompts) -> None:
+    """However many slow guides one tenant has sent, another's is compiled meanwhile."""
+    engine, done = driver.engine, threading.Event()
+    assert isinstance(engine, TorchEngine)
+    slow = [engine._compiling.submit("flood", lambda: done.wait(60)) for _ in range(8)]
+    request = prompts.request(Guide(GuideKind.CHOICE, json.dumps(["calm"])), max_tokens=5)
+    await driver.run(dataclasses.replace(request, tenant="calm"))
+    assert not any(one.done() for one in slow)
+    done.set()
+    assert all(one.result(60) for one in slow)
 
 
 def test_compiled_guides_are_kept_up_to_a_bound(model_dir: Path) -> None:

@@ -19,6 +19,7 @@ from control.database.schema import changes, table_state
 from control.database.url import with_driver
 from control.directory.actor import Actor
 from control.directory.methods import READS, WRITES
+from control.directory.quotas import Quotas
 from control.directory.transaction import changing
 from control.replication.follower import Follower
 from control.replication.versions import Versions
@@ -91,7 +92,7 @@ class Rig:
         """Changes that are refused (there may be no such project) are part of the game."""
         method = type(request).__name__.removesuffix("Request")
         with contextlib.suppress(KvloomError):
-            async with changing(self._database, OPERATOR, method, 10.0) as change:
+            async with changing(self._database, OPERATOR, method, 10.0, Quotas()) as change:
                 await WRITES[method](change, request)
         self._versions.notify()
 

@@ -63,7 +63,7 @@ async def read_chat(raw: bytes) -> None:
     stop_conditions(body, chat_max_tokens(body)[0])
     given_tools = tools_of(body)
     plan = plan_tools(given_tools.tools, given_tools.choice, is_parallel=given_tools.is_parallel)
-    prompt, _ = await chat_prompt(chat_messages(body.messages), plan.tools, {}, model_tokenizer())
+    prompt, _ = await chat_prompt(chat_messages(body.messages), plan.tools, {}, model_tokenizer(), scope="")
     assert prompt.token_ids
 
 
@@ -72,7 +72,7 @@ async def read_completion(raw: bytes) -> None:
     n = num_choices(body)
     completion_sampling(body)
     stop_conditions(body, completion_max_tokens(body))
-    prompts = await completion_prompts(body, n, model_tokenizer())
+    prompts = await completion_prompts(body, n, model_tokenizer(), scope="")
     assert all(prompt.token_ids for prompt in prompts)
 
 

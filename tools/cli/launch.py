@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvloom_common.config import ConfigError, KvloomConfig, ModelConfig, dump_co
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.models.configured import configured_models
 from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.private_file import OTHERS
 from kvloom_common.trust.fabric_trust import FabricTrust
 from shard_server.engines.engine_plugins import ENGINES
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
@@ -167,6 +169,7 @@ class Launch:
         log_to_stderr()
         source = ConfigSource(copy.deepcopy(self.config), self.config_file, self._read_again, bool(self.models))
         with self.folder.locked(), contextlib.ExitStack() as stack:
+            os.umask(OTHERS)  # for the processes that this one starts, too
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
                 _check_access(self.config)

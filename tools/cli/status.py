@@ -31,8 +31,8 @@ _STOPPED: Final[Mapping[str, Any]] = {"phase": "stopped", "http_url": None, "rou
 def status(as_json: bool, local: bool, data_dir: Path | None, config_file: Path | None) -> None:
     """Show the fabric that runs with this data directory, and all machines of its fleet.
 
-    The exit status is 0 if all of it serves, 3 if nothing runs, and 4 if requests are not served or a machine cannot be
-    reached.
+    The exit status is 0 if all of it serves, 3 if nothing runs, and 4 if requests are not served, a machine cannot be
+    reached, or a process does not follow the table of tenants.
     """
     fleet = Fleet.open(data_dir, config_file, local_only=local)
     try:
@@ -47,7 +47,8 @@ def status(as_json: bool, local: bool, data_dir: Path | None, config_file: Path 
         print(msgspec.json.encode(_as_json(view)).decode())
     else:
         _print_tables(view)
-    if view.problems or any(machine.phase in ("not_ready", "unreachable") for machine in view.machines):
+    alarms = [alarm for machine in view.machines if machine.state for alarm in machine.state.alarms]
+    if view.problems or alarms or any(machine.phase in ("not_ready", "unreachable") for machine in view.machines):
         raise SystemExit(EXIT_INCOMPLETE)
 
 
@@ -83,6 +84,7 @@ def _machine_as_json(machine: Machine, fleet_model: str) -> dict[str, Any]:
         "processes": state.processes,
         "rollouts": state.rollouts,
         "brownouts": state.brownouts,
+        "alarms": state.alarms,
     }
 
 
@@ -132,6 +134,7 @@ def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
     )
     lines = [f"{where}{phase}: {url}{f'({details})' * bool(details)}".rstrip()]
     lines += [f"  {reason}" for reason in [*state.not_ready, *state.brownouts]]
+    lines += [f"  ALARM: {alarm}" for alarm in state.alarms]
     for rollout in state.rollouts:
         step = f", step {rollout.step} of {rollout.num_steps}" if rollout.step else ""
         lines.append(f"  rollout of {rollout.new} over {rollout.old}: {rollout.phase}, {rollout.share:g}%{step}")

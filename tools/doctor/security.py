@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import stat
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,16 +19,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloom_common.access.exposure import authenticates, is_loopback
 from kvloom_common.config import KvloomConfig
+from kvloom_common.process.data_dir import open_to_others
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import FabricState, RunFolder
+from tools.supervisor.tenant_tables import not_following
 
 _TIMEOUT_SECONDS: Final = 5.0
 _LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1", "unix:")
 _SIGNS: Final = {"ok": "✓", "warning": "!", "failed": "✗"}
-_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+_MAX_FILES: Final = 20
+"""More are counted, not listed."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -63,6 +66,8 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
 
 async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, trust: FabricTrust) -> list[Finding]:
     found = [*_files(folder), _secret(config, trust), *_listeners(config, state), _callers(config)]
+    if config.control.enabled:
+        found += _tenant_tables(folder, state)
     found.append(await _redis(config))
     found += [finding async for finding in _ports(state, trust)]
     found += [finding async for finding in _metrics(config, state)]
@@ -70,11 +75,14 @@ async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, 
 
 
 def _files(folder: RunFolder) -> Iterator[Finding]:
-    for path in (folder.run_dir, folder.log_dir, folder.config_path):
-        open_to_others = path.stat().st_mode & _OTHERS and path.parent.stat().st_mode & _OTHERS
-        outcome = "failed" if open_to_others else "ok"
-        detail = f"other users may read it: chmod -R go= {path}" if open_to_others else "only this user can read it"
-        yield Finding(f"file {path}", outcome, detail)
+    found = open_to_others(folder.data_dir)
+    for path in found[:_MAX_FILES]:
+        yield Finding(f"file {path}", "failed", f"other users have rights to it: chmod go= {path}")
+    if len(found) > _MAX_FILES:
+        more = f"{len(found) - _MAX_FILES} more are open to other users: chmod -R go= {folder.data_dir}"
+        yield Finding("files", "failed", more)
+    if not found:
+        yield Finding(f"files in {folder.data_dir}", "ok", "only this user has rights to them")
 
 
 def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:
@@ -112,6 +120,13 @@ def _callers(config: KvloomConfig) -> Finding:
     if config.callers.anonymous == "shared":
         return Finding("callers", "warning", "anonymous callers share cached prompts (callers.anonymous)")
     return Finding("callers", "ok", "callers are isolated by credential or address")
+
+
+def _tenant_tables(folder: RunFolder, state: FabricState) -> list[Finding]:
+    """A process that does not follow the table of tenants serves keys that are revoked."""
+    behind = not_following(folder.data_dir, state.processes, time.time())
+    name = "tables of tenants"
+    return [Finding(name, "failed", one) for one in behind] or [Finding(name, "ok", "all processes follow control's")]
 
 
 async def _redis(config: KvloomConfig) -> Finding:

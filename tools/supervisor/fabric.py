@@ -48,6 +48,7 @@ from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
 from tools.supervisor.supervisor import Supervisor
+from tools.supervisor.tenant_tables import not_following
 
 _READY_TIMEOUT_SECONDS = 60.0
 """The time in which processes that are ready must find one another."""
@@ -425,6 +426,8 @@ class Fabric:
             state.not_ready = await self._not_ready()
             if self._config.router.brownout.enabled:
                 state.brownouts = await brownouts(state.processes, self._trust)
+            if self._config.control.enabled:
+                state.alarms = not_following(self._folder.data_dir, state.processes, time.time())
         return state
 
     async def _not_ready(self) -> list[str]:

@@ -58,8 +58,18 @@ class HeldRequests:
         if live.charge is not None:
             self._limiter.settle(live.charge, 0, 0, 0, was_dispatched=False, has_answer=False, failed=True)
 
+    def on_side_call(self, event: ev.SideCallArrived, now: float) -> None:
+        decided = self._limiter.side_calls.arrive(event, now)
+        if decided is not None:
+            self._action_buffer.add(decided)
+
+    def on_side_call_settled(self, event: ev.SideCallSettled, now: float) -> None:
+        self._limiter.side_calls.settle(event, now)
+
     def on_leases(self, event: ev.LeasesGranted, now: float) -> None:
         self._limiter.on_leases(event, now)
+        for decided in self._limiter.side_calls.on_leases(self._limiter.num_routers, now):
+            self._action_buffer.add(decided)
         for live in list(self._held.values()):
             self._try_again(live, now, is_last_try=False)
 
@@ -71,6 +81,8 @@ class HeldRequests:
             if charge is not None and live.num_open_choices and now < charge.held_until:
                 break
             self._try_again(live, now, is_last_try=True)
+        for decided in self._limiter.side_calls.conclude(self._limiter.num_routers, now):
+            self._action_buffer.add(decided)
         if not self._limiter.has_something_to_say(now):
             return
         wants = self._limiter.take_wants(now)
@@ -82,11 +94,12 @@ class HeldRequests:
 
     def next_deadline(self) -> float:
         """The time at which `conclude` has to be called; infinity: not in the present state."""
+        at = min(self._limiter.next_deadline(), self._limiter.side_calls.next_deadline())
         if not self._held:
-            return self._limiter.next_deadline()
+            return at
         first = next(iter(self._held.values()))
         held_until = math.inf if first.charge is None else first.charge.held_until
-        return min(held_until, self._limiter.next_deadline())
+        return min(held_until, at)
 
     def check_integrity(self) -> None:
         live = self._lifecycle.requests.values()

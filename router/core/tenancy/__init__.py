@@ -18,5 +18,6 @@ limit_refusals.py     the errors of requests above a limit
 lease_watch.py        which leases have to be asked for, renewed or given back
 short_path.py         the usual case: everything that a request needs has been leased
 undecided_budgets.py  budgets in shadow mode, which decide when `control` has answered
+side_calls.py         limits of calls that compute no answer
 limiter.py            Limiter, the entry point: admits, refuses, holds and settles
 """

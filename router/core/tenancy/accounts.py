@@ -108,9 +108,13 @@ class AccountBook:
         return self._accounts.get(name)
 
     def of(self, key: Key | None, tenant: Tenant | None, organisation: Organisation | None) -> list[Account]:
-        """Of entries of the table that have limits."""
-        entries = (("key", key), ("tenant", tenant), ("org", organisation))
-        return [self._account(f"{kind}:{entry.id}", entry.limits) for kind, entry in entries if entry is not None]
+        """Of entries of the table that have limits. A key shares the account of the one that it has replaced."""
+        entries = (
+            ("key", "" if key is None else key.account or key.id, key),
+            ("tenant", "" if tenant is None else tenant.id, tenant),
+            ("org", "" if organisation is None else organisation.id, organisation),
+        )
+        return [self._account(f"{kind}:{name}", entry.limits) for kind, name, entry in entries if entry is not None]
 
     def drop(self, account: Account) -> None:
         del self._accounts[account.name]

@@ -31,6 +31,7 @@ from router.core.tenancy.limit_refusals import (
 from router.core.tenancy.rate_lease import RateLease
 from router.core.tenancy.request_charge import RateNeed, RequestCharge
 from router.core.tenancy.short_path import take_if_leased
+from router.core.tenancy.side_calls import SideCalls
 from router.core.tenancy.slot_lease import SlotLease
 from router.core.tenancy.undecided_budgets import UndecidedBudgets
 
@@ -54,6 +55,7 @@ class Limiter:
         self._undecided = UndecidedBudgets(self._watch, self._count)
         self._counts: list[LimitCount] = []
         self._num_routers = 1
+        self.side_calls = SideCalls(self._plans, self._watch, lambda: self.table(), self._count, self._state_of)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -185,8 +187,12 @@ class Limiter:
 
     def state(self, charge: RequestCharge, now: float) -> LimitsState:
         """What the caller is told: the limits that leave least."""
-        plan = charge.plan
-        return LimitsState(_least(plan.shown_requests, now), _least(plan.shown_tokens, now))
+        return self._state_of(charge.plan, now)
+
+    @property
+    def num_routers(self) -> int:
+        """How many routers shared the limits when that was last known."""
+        return self._num_routers
 
     @property
     def accounts(self) -> AccountBook:
@@ -216,7 +222,7 @@ class Limiter:
                 waiting[id(lease)] = waiting.get(id(lease), 0) + units
             for lease, units in charge.in_use():
                 in_use[id(lease)] = in_use.get(id(lease), 0) + units
-        for lease, units in self._undecided.waiting():
+        for lease, units in (*self._undecided.waiting(), *self.side_calls.waiting()):
             waiting[id(lease)] = waiting.get(id(lease), 0) + units
         for account in self._book:
             for lease in account.leases:
@@ -228,6 +234,9 @@ class Limiter:
                 assert lease.reserved == in_use.get(id(lease), 0)
 
     # -- details --------------------------------------------------------------------------------------------------
+
+    def _state_of(self, plan: LimitPlan, now: float) -> LimitsState:
+        return LimitsState(_least(plan.shown_requests, now), _least(plan.shown_tokens, now))
 
     def _price(self, request: Request, plan: LimitPlan, now: float) -> Price:
         if not plan.has_money:

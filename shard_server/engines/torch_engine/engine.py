@@ -10,13 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from kvloom_common.config import ShardConfig
+from kvloom_common.limits.fair_threads import FairThreads
 from kvloom_common.process.freed_memory import return_freed_memory
 from shard_server.engines.adapters.host import AdapterHost
 from shard_server.engines.base import (
@@ -127,7 +128,7 @@ class TorchEngine:
         """Submitted requests and request ids to cancel, in order."""
         self._guides: GuideCompiler | None = None
         """None until it is loaded, and if guided decoding is not installed."""
-        self._compiling = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="guides")
+        self._compiling = FairThreads[str](_COMPILE_THREADS, "guides")
         self._unread_outputs: deque[StepOutput] = deque()
         self._closing = False
         self._failure: BaseException | None = None
@@ -170,7 +171,14 @@ class TorchEngine:
         if request.guide is not None:
             assert self._guides is not None, "checked"
             guide = self._compiling.submit(
-                self._guides.start, request.guide, request.stop_token_ids, request.output_token_ids
+                request.tenant,
+                functools.partial(
+                    self._guides.start,
+                    request.guide,
+                    request.stop_token_ids,
+                    request.output_token_ids,
+                    request.root_hash,
+                ),
             )
         self._live.add(request.request_id)
         self._post((request, time.perf_counter(), guide, adapter))
@@ -213,7 +221,7 @@ class TorchEngine:
         self._readable.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown()
         if self._adapters is not None:
             await self._adapters.close()
         self._guides = None

@@ -34,11 +34,46 @@ def test_only_what_differs_from_the_defaults_is_stored() -> None:
 
 
 def test_an_accounts_own_limit_goes_before_that_of_its_tier() -> None:
-    """In both directions: an own one may be larger."""
+    """In both directions: an own one of the operator may be larger."""
     tiers = {"gold": {"requests_per_minute": 10, "tokens_per_day": 5}}
-    found = account_limits.effective("gold", {"requests_per_minute": 99}, tiers)
-    assert limits_from_proto(found) == Limits(requests_per_minute=99, tokens_per_day=5)
-    assert limits_from_proto(account_limits.effective(None, {}, tiers)) == Limits()
+    for own, operator_set in (({"requests_per_minute": 99}, None), ({}, {"limits": {"requests_per_minute": 99}})):
+        found = account_limits.effective("gold", own, tiers, operator_set)
+        assert found == {"requests_per_minute": 99, "tokens_per_day": 5}
+    assert account_limits.effective(None, {}, tiers) == {}
+
+
+@pytest.mark.parametrize(
+    ("operators", "own", "in_force"),
+    [
+        ({"tokens_per_day": 5}, {}, {"tokens_per_day": 5}),
+        ({"tokens_per_day": 5}, {"tokens_per_day": 9}, {"tokens_per_day": 5}),
+        ({"tokens_per_day": 5}, {"tokens_per_day": 3}, {"tokens_per_day": 3}),
+        ({"tokens_per_day": 5}, {"requests_per_minute": 1}, {"tokens_per_day": 5, "requests_per_minute": 1}),
+        ({"tokens_per_day": 5}, {"shadow": True}, {"tokens_per_day": 5}),
+        ({"tokens_per_day": 5}, {"shadow": True, "tokens_per_day": 3}, {"tokens_per_day": 5}),
+        ({"tokens_per_day": 5, "shadow": True}, {"tokens_per_day": 9}, {"tokens_per_day": 9}),
+        ({"tokens_per_day": 5, "shadow": True}, {}, {"tokens_per_day": 5, "shadow": True}),
+        ({"tokens_per_day": 5}, {"cached_token_percent": 0}, {"tokens_per_day": 5}),
+        (
+            {"tokens_per_day": 5, "cached_token_percent": 10},
+            {"cached_token_percent": 50},
+            {"tokens_per_day": 5, "cached_token_percent": 50},
+        ),
+        (
+            {"tokens_per_day": 5, "cached_token_percent": 10},
+            {},
+            {"tokens_per_day": 5, "cached_token_percent": 10},
+        ),
+        ({}, {"tokens_per_day": 9, "cached_token_percent": 0}, {"tokens_per_day": 9, "cached_token_percent": 0}),
+        ({"kv_share_percent": 5}, {"kv_share_percent": 90}, {"kv_share_percent": 5}),
+        ({"tokens_per_day": 5}, {"kv_share_percent": 7}, {"tokens_per_day": 5, "kv_share_percent": 7}),
+    ],
+)
+def test_of_the_operators_limits_and_an_administrators_the_stricter_ones_hold(
+    operators: dict[str, int], own: dict[str, int], in_force: dict[str, int]
+) -> None:
+    """Only the operator lifts what the operator has set: not by a larger limit, a weight, or shadow mode."""
+    assert account_limits.stricter(operators, own) == in_force
 
 
 def test_one_limit_is_set_or_taken_away_alone() -> None:

@@ -15,7 +15,7 @@ from kvloom.errors import KvloomError
 VALID: list[tuple[Callable[[Any, str], Any], list[Any]]] = [
     (names.organisation_id, ["a", "acme", "a-1", "1", "a" * 64]),
     (names.project_id, ["acme/search", "a/b", f"{'a' * 64}/{'b' * 64}"]),
-    (names.user_id, ["ann", "ann@acme.com", "A.b_c+d-e"]),
+    (names.user_id, ["ann", "ann@acme.com", "A.b_c+d-e", "acme/ann@acme.com"]),
     (names.identity, ["cert:CN=x", "oidc:login:ada", "cert:spiffe://a/b"]),
     (names.display_name, ["", "for the nightly jobs", "für Ännchen"]),
     (names.role, ["reader", "admin"]),
@@ -24,7 +24,7 @@ VALID: list[tuple[Callable[[Any, str], Any], list[Any]]] = [
 INVALID: list[tuple[Callable[[Any, str], Any], list[Any]]] = [
     (names.organisation_id, ["", "A", "-a", "a-", "a" * 65, "a b", "a/b", "a\n", "ä"]),
     (names.project_id, ["", "a", "a/", "/b", "a/b/c", "a/B", "a /b"]),
-    (names.user_id, ["", "a b", "a/b", "a" * 129, "ä"]),
+    (names.user_id, ["", "a b", "/b", "a/", "A/b", "a/b/c", "a" * 129, "ä"]),
     (names.identity, ["", "cn", ":x", "CN:x", "cert:", "cert:a b", f"cert:{'x' * 500}"]),
     (names.display_name, ["a\nb", "a" * 129, "\x1b[31m"]),
     (names.role, ["", "owner", "Admin"]),

@@ -20,7 +20,7 @@ from kvloom_common.access.api_keys import (
     read_api_keys,
     write_api_keys,
 )
-from kvloom_common.callers import Callers, bare_credential
+from kvloom_common.callers import Callers, bare_credential, require_one_of_each
 from kvloom_common.config import ConfigError
 
 
@@ -47,6 +47,13 @@ def test_a_credential_is_the_same_in_every_header() -> None:
     """Clients of one user send the key as `Authorization: Bearer` or as `x-api-key`."""
     assert bare_credential("Bearer k", "") == bare_credential("bearer k", "other") == bare_credential("", "k") == "k"
     assert bare_credential("Basic dTpw", "") == "Basic dTpw"
+
+
+def test_several_credentials_are_refused() -> None:
+    """Which of them counts would depend on who reads them."""
+    require_one_of_each([("x-user", "a"), ("x-user", "a"), ("x-team", "b")])
+    with pytest.raises(KvloomError, match="x-user"):
+        require_one_of_each([("x-user", "a"), ("x-team", "b"), ("x-user", "b")])
 
 
 def test_the_file_keeps_no_key_and_is_private(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.access.caller_access import check_models, check_scope, may_use
-from kvloom_common.access.client_certificates import names_of
+from kvloom_common.access.client_certificates import contents_of
 from kvloom_common.access.identities import Identities
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.config import CallersConfig, CertificateConfig, ConfigError, ControlConfig, KvloomConfig
@@ -53,7 +53,7 @@ def test_only_active_keys_are_accepted(tmp_path: Path) -> None:
 def test_a_key_that_was_used_stops_working_when_it_ends(tmp_path: Path) -> None:
     """Holders of keys are kept between requests, but neither beyond the end of their keys nor beyond a revocation."""
     now = 100.0
-    tenants = Tenants(60.0, now=lambda: now)
+    tenants = Tenants(60.0, now=lambda: now, monotonic=lambda: now)
     known = identities_of(tmp_path, [*two_organisations(), key_of("kvl-short", "acme/search", expires_at=101.0)])
     tenants.use(known.tenants.table, now)
     tenants.set_connected(True)
@@ -143,22 +143,24 @@ def test_a_certificate_belongs_to_a_tenant(tmp_path: Path) -> None:
     identities = identities_of(tmp_path, two_organisations(), certificates=certificates)
     found = identities.at_once("", by_uri)
     assert found is not None
-    assert (found.tenant, found.key_id, found.has_scope("inference")) == ("acme/search", f"cert:{SPIFFE}", True)
+    assert (found.tenant, found.key_id) == ("acme/search", f"cert:{SPIFFE}@acme/search")
+    assert found.has_scope("inference")
     maps = identities.at_once("", by_name)
     assert maps is not None
     assert (maps.tenant, maps.has_scope("inference")) == ("acme/maps", False)
     assert reason_of(identities, "", stranger) == R.ERROR_REASON_UNAUTHENTICATED
     assert reason_of(identities, "", b"no certificate") == R.ERROR_REASON_UNAUTHENTICATED
     assert reason_of(identities, "wrong", by_uri) == R.ERROR_REASON_UNAUTHENTICATED  # the credential counts
-    change(identities, msgspec.structs.replace(key_of("", "acme/search", f"cert:{SPIFFE}"), digest=b"", expires_at=1.0))
+    ended = key_of("", "acme/search", f"cert:{SPIFFE}@acme/search")
+    change(identities, msgspec.structs.replace(ended, digest=b"", expires_at=1.0))
     assert reason_of(identities, "", by_uri) == R.ERROR_REASON_UNAUTHENTICATED
 
 
 def test_names_that_only_look_like_a_match_do_not_count() -> None:
     """The common name is not a URI, and two common names are none."""
     authority = Authority("mesh")
-    assert names_of(authority.issue(SPIFFE)[0]) == ([], SPIFFE)
-    assert names_of(authority.issue("a", "x", "y")[0]) == (["x", "y"], "a")
+    assert contents_of(authority.issue(SPIFFE)[0])[:2] == ([], SPIFFE)
+    assert contents_of(authority.issue("a", "x", "y")[0])[:2] == (["x", "y"], "a")
 
 
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,28 @@ def tag(begin: str = "<a>", json_schema: str = OBJECT, end: str = "</a>") -> Str
     return StructuralTag(begin=begin, json_schema=json_schema, end=end)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"multipleOf": 10_000},
+        {"properties": {"price": {"multipleOf": 0.01}, "rate": {"multipleOf": 0.0025}, "packs": {"multipleOf": 12}}},
+        {"allOf": [{"properties": {"price": {"multipleOf": 0.01}, "lot": {"multipleOf": 500}}}]},
+        {"properties": {f"p{i}": {"multipleOf": 5} for i in range(500)}},
+    ],
+)
+def test_schemas_with_usual_multiples_pass(schema: dict[str, object]) -> None:
+    """The bound is for what keeps a compiler busy for seconds."""
+    check_guide(Guide(json_schema=json.dumps(schema)), "f")
+
+
+def test_the_multiples_of_all_tags_count_together() -> None:
+    """Many tags would be a way around the bound of one schema."""
+    tags = [tag(json_schema=json.dumps({"type": "object", "properties": {"a": {"multipleOf": 9973 - i}}}))
+            for i in range(100)]  # fmt: skip
+    with pytest.raises(KvloomError, match="multipleOf"):
+        check_guide(Guide(structural_tags=StructuralTags(tags=tags, triggers=["<a>"])), "f")
+
+
 LARGE = json.dumps({"type": "object", "description": "x" * (MAX_SCHEMA_BYTES // 2)})
 
 

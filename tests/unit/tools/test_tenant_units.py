@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvloom.v1.control_service_pb2 import Limits
+from kvloom.v1.directory_service_pb2 import Quotas
 from tools.cli.tenants import units
+from tools.cli.tenants.orgs import given_quotas
+from tools.failures import CommandError
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,11 @@ def test_limits_are_shown_in_one_line() -> None:
     assert units.shown_limits(Limits(cached_token_percent=100)) == "-"
     limits = Limits(requests_per_minute=5, monthly_budget_nanos=10**9, shadow=True, cached_token_percent=10)
     assert units.shown_limits(limits) == "requests_per_minute=5 monthly_budget=1 shadow cached_token_percent=10"
+
+
+def test_quotas_are_given_by_name() -> None:
+    """A quota that is misspelled must not be ignored."""
+    assert given_quotas(["max_keys=7", "max_users=0"]) == Quotas(max_keys=7, max_users=0)
+    for text in ("keys=7", "max_keys", "max_keys=-1", "max_keys=1e9", "max_keys=99999999999"):
+        with pytest.raises(CommandError):
+            given_quotas([text])

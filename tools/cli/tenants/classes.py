@@ -29,10 +29,15 @@ def class_options(scope: str, all_of_them: str, otherwise: str) -> tuple[AddOpti
     )
 
 
-def given_class_paths(classes: Sequence[str], default_class: str | None, *, all_classes: bool) -> list[str]:
+def given_class_paths(classes: Sequence[str], default_class: str | None) -> list[str]:
     """The fields that an update changes."""
-    given = {"priority_classes": classes or all_classes, "default_priority_class": default_class is not None}
+    given = {"priority_classes": classes, "default_priority_class": default_class is not None}
     return [field for field, is_given in given.items() if is_given]
+
+
+def given_names(names: Sequence[str], *, are_all: bool) -> Sequence[str]:
+    """The names that an update allows."""
+    return names or (["*"] if are_all else [])
 
 
 def shown_classes(one: Any) -> str:

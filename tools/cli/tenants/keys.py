@@ -11,7 +11,7 @@ import click
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits
 from kvloom_common.tenancy.scopes import SCOPES
-from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
+from tools.cli.tenants.classes import class_options, given_class_paths, given_names, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import (
@@ -169,7 +169,8 @@ def update(
     fields: dict[str, Any] = {"name": name, "scopes": scopes or None, "models": models or None, "tier": tier}
     fields["expires_at"] = None if expires is None else _moment(expires)
     given = {field: value for field, value in fields.items() if value is not None}
-    class_paths = given_class_paths(classes, default_class, all_classes=all_classes)
+    classes = given_names(classes, are_all=all_classes)
+    class_paths = given_class_paths(classes, default_class)
     if not given and not limits and not class_paths:
         raise CommandError("nothing was given that is to be changed")
     paths = [*given, *class_paths, *as_paths("limits.", limits)]

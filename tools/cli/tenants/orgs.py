@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
-from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
+from tools.cli.tenants.classes import class_options, given_class_paths, given_names, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import shown_limits, shown_time
@@ -22,6 +22,7 @@ COLUMNS: Final[Columns] = {
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
 }
+MAX_DIGITS: Final = 9
 class_option, all_classes_option, default_class_option = class_options("orgs", "all", "by the tier")
 _AUDIT: Final[Columns] = {
     "at": lambda one: shown_time(one.at),
@@ -59,6 +60,14 @@ def create(
 @class_option
 @all_classes_option
 @default_class_option
+@option(
+    "--quota",
+    "quotas",
+    scope="orgs",
+    multiple=True,
+    metavar="NAME=N",
+    help="How much it may have (max_keys, max_projects, max_users, max_entry_bytes); 0: as configured.",
+)
 @json_option("orgs")
 @directory_options
 def update(
@@ -66,14 +75,21 @@ def update(
     classes: Sequence[str],
     all_classes: bool,
     default_class: str | None,
+    quotas: Sequence[str],
     as_json: bool,
     directory: Directory,
 ) -> None:
     """Change what is given. Limits are changed by `kvloom limits set org:NAME`."""
-    paths = given_class_paths(classes, default_class, all_classes=all_classes)
+    classes = given_names(classes, are_all=all_classes)
+    paths = given_class_paths(classes, default_class) + ["quotas"] * bool(quotas)
     if not paths:
         raise CommandError("nothing was given that is to be changed")
     organisation = pb.Organisation(id=name, priority_classes=classes, default_priority_class=default_class or "")
+    if quotas:
+        given = given_quotas(quotas)
+        organisation.quotas.CopyFrom(directory.ask("GetOrganisation", id=name).organisation.quotas)
+        for field in (text.partition("=")[0] for text in quotas):
+            setattr(organisation.quotas, field, getattr(given, field))
     response = directory.ask("UpdateOrganisation", organisation=organisation, update_mask={"paths": paths})
     show_one(response.organisation, COLUMNS, as_json=as_json)
 
@@ -107,6 +123,19 @@ def audit(org: str, target: str, max_entries: int, as_json: bool, directory: Dir
     fields: dict[str, Any] = {"organisation": org, "target": target}
     found = directory.list_all("ListAuditEntries", "entries", at_most=max_entries, **fields)
     show_list(found, _AUDIT, as_json=as_json, empty="nothing was changed yet")
+
+
+def given_quotas(texts: Sequence[str]) -> pb.Quotas:
+    """Raises CommandError."""
+    quotas = pb.Quotas()
+    for text in texts:
+        name, _, number = text.partition("=")
+        if name not in quotas.DESCRIPTOR.fields_by_name:
+            raise CommandError(f"there is no quota {name!r}: there are {', '.join(quotas.DESCRIPTOR.fields_by_name)}")
+        if not number.isdecimal() or len(number) > MAX_DIGITS:
+            raise CommandError(f"{text!r} is no quota such as max_keys=20000")
+        setattr(quotas, name, int(number))
+    return quotas
 
 
 switch(orgs, "an organisation", "UpdateOrganisation", "organisation", pb.Organisation)

@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
-from tools.cli.tenants.classes import class_options, given_class_paths, shown_classes
+from tools.cli.tenants.classes import class_options, given_class_paths, given_names, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import shown_limits
@@ -110,13 +110,15 @@ def update(
     directory: Directory,
 ) -> None:
     """Change what is given. Limits are changed by `kvloom limits set tenant:ORG/PROJECT`."""
+    models = given_names(models, are_all=all_models)
+    classes = given_names(classes, are_all=all_classes)
     given = {
-        "models": models or all_models,
+        "models": models,
         "cache_scope": cache_scope is not None,
         "tier": tier is not None,
     }
     paths = [field for field, is_given in given.items() if is_given]
-    paths += given_class_paths(classes, default_class, all_classes=all_classes)
+    paths += given_class_paths(classes, default_class)
     if not paths:
         raise CommandError("nothing was given that is to be changed")
     project = _project(name, models, classes, default_class, cache_scope, tier)

@@ -26,6 +26,7 @@ from router.core.actions import (
     SendStep,
     SequencesPreempted,
     ShardHealthChanged,
+    SideCallDecided,
     SubmitAttempt,
     WantKvSnapshot,
 )
@@ -293,6 +294,7 @@ class RouterNode:
                 | PrefillLegCounted()
                 | AnswerResampled()
                 | LimitsCounted()
+                | SideCallDecided()
             ):
                 pass
             case LeasesWanted():

@@ -25,6 +25,7 @@ def state_to_proto(state: FabricState) -> GetStateResponse:
         processes=[SupervisedProcess(**dataclasses.asdict(process)) for process in state.processes],
         not_ready=state.not_ready,
         brownouts=state.brownouts,
+        alarms=state.alarms,
         rollouts=[RolloutMessage(**dataclasses.asdict(rollout)) for rollout in state.rollouts],
     )
 
@@ -42,6 +43,7 @@ def state_from_proto(message: GetStateResponse) -> FabricState:
         processes=[_process_from_proto(process) for process in message.processes],
         not_ready=list(message.not_ready),
         brownouts=list(message.brownouts),
+        alarms=list(message.alarms),
         rollouts=[RolloutState(**_values(rollout, RolloutState)) for rollout in message.rollouts],
     )
 

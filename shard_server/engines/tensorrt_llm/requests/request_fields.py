@@ -8,6 +8,7 @@ from typing import Any
 
 from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, GuideKind
 
+_AS_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _REGEX_SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()/]")
 
 
@@ -19,7 +20,11 @@ def cache_salt_of(request: EngineRequest) -> str:
 
 def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
     """The request's guide as arguments of GuidedDecodingParams; empty without a guide. Raises EngineError for a guide
-    that the backend would ignore or apply wrongly."""
+    that the backend would ignore or apply wrongly.
+
+    XGrammar keeps what it has compiled by the text of the guide, for all requests of the engine, and how long a guide
+    takes would tell whether another tenant has sent it. So its guides name the request's salt, where that means
+    nothing. llguidance keeps nothing."""
     guide = request.guide
     if guide is None:
         return {}
@@ -31,11 +36,12 @@ def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
         raise EngineError("TensorRT-LLM cannot continue a guided answer that was begun elsewhere")
     match guide.kind:
         case GuideKind.JSON_SCHEMA:
-            return {"json": guide.text}
+            return {"json": _salted_schema(guide.text, request) if backend == "xgrammar" else guide.text}
         case GuideKind.REGEX:
-            return {"regex": guide.text}
+            return {"regex": _salted_regex(guide.text, request) if backend == "xgrammar" else guide.text}
         case GuideKind.CHOICE:
-            return {"regex": "(" + "|".join(_escape(choice) for choice in json.loads(guide.text)) + ")"}
+            regex = "|".join(_escape(choice) for choice in json.loads(guide.text))
+            return {"regex": _salted_regex(regex, request) if backend == "xgrammar" else f"({regex})"}
         case GuideKind.GRAMMAR:
             if backend != "llguidance":
                 raise EngineError("grammars are in Lark's syntax, which only the backend llguidance accepts")
@@ -43,17 +49,32 @@ def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
         case GuideKind.STRUCTURAL_TAGS:
             if backend != "xgrammar":
                 raise EngineError("structures in free text are guided only by the backend xgrammar")
-            return {"structural_tag": _structural_tag(guide.text)}
+            return {"structural_tag": _structural_tag(guide.text, request)}
 
 
-def _structural_tag(guide: str) -> str:
+def _salted_schema(schema: str, request: EngineRequest) -> str:
+    """A JSON Schema, which may have comments. As text, since numbers may be larger than Python's."""
+    begin, brace, rest = schema.partition("{")
+    if begin.strip() or not brace:
+        return schema  # `true` and `false` are the same for all
+    comma = "" if rest.lstrip().startswith("}") else ", "
+    return f'{{"$comment": "{cache_salt_of(request)}"{comma}{rest}'
+
+
+def _salted_regex(regex: str, request: EngineRequest) -> str:
+    """A regular expression as a group with a name, of letters, which XGrammar ignores."""
+    name = cache_salt_of(request).translate(_AS_LETTERS)
+    return f"(?<{name}>{regex})"
+
+
+def _structural_tag(guide: str, request: EngineRequest) -> str:
     """The guide in xgrammar's format."""
     wanted = json.loads(guide)
     tags = [
         {
             "type": "tag",
             "begin": tag["begin"],
-            "content": {"type": "json_schema", "json_schema": json.loads(tag["json_schema"])},
+            "content": {"type": "json_schema", "json_schema": json.loads(_salted_schema(tag["json_schema"], request))},
             "end": tag["end"],
         }
         for tag in wanted["tags"]

@@ -12,12 +12,14 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvloom_common.private_file import move_folder, open_private_file
 from shard_server.engines.base import EngineError
 
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
@@ -129,7 +131,7 @@ def _is_complete(model_dir: Path, source: dict[str, Any]) -> bool:
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`, which is made if it is missing. Raises OSError."""
     # The kernel drops the lock when its holder dies, so no process waits for one that has died.
-    with path.open("w") as file:
+    with os.fdopen(open_private_file(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -146,6 +148,6 @@ def _convert_into(
         files = {path.name: path.stat().st_size for path in sorted(fresh_dir.iterdir())}
         (fresh_dir / _MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=2) + "\n")
         if model_dir.exists():  # stale or damaged: moved away first, because a rename cannot replace a full directory
-            model_dir.rename(Path(scratch) / "stale")
-        fresh_dir.rename(model_dir)
+            move_folder(model_dir, Path(scratch) / "stale")
+        move_folder(fresh_dir, model_dir)
         shutil.rmtree(Path(scratch) / "stale", ignore_errors=True)

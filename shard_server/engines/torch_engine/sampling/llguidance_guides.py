@@ -81,8 +81,41 @@ class MatcherState:
         return self._matcher.consume_tokens(list(token_ids))
 
 
+class GuideCache:
+    """The compiled guides of all scopes, up to a bound. The scope that has most makes room for the others."""
+
+    def __init__(self, max_guides: int = CACHED_GUIDES) -> None:
+        self._max_guides = max_guides
+        self._num_guides = 0
+        self._by_scope: dict[int, OrderedDict[Guide, LLMatcher]] = {}
+
+    def __len__(self) -> int:
+        return self._num_guides
+
+    def get(self, scope: int, guide: Guide) -> LLMatcher | None:
+        """The guide, if one of this scope was kept."""
+        of_scope = self._by_scope.get(scope)
+        if of_scope is None or guide not in of_scope:
+            return None
+        of_scope.move_to_end(guide)
+        return of_scope[guide]
+
+    def put(self, scope: int, guide: Guide, compiled: LLMatcher) -> None:
+        """Keep a guide for its scope."""
+        of_scope = self._by_scope.setdefault(scope, OrderedDict())
+        self._num_guides += guide not in of_scope
+        of_scope[guide] = compiled
+        while self._num_guides > self._max_guides:
+            largest = max(self._by_scope, key=lambda one: len(self._by_scope[one]))
+            self._by_scope[largest].popitem(last=False)
+            self._num_guides -= 1
+            if not self._by_scope[largest]:
+                del self._by_scope[largest]
+
+
 class GuideCompiler:
-    """Compiles guides for one model's vocabulary and caches them. Thread-safe."""
+    """Compiles guides for one model's vocabulary and caches them, for each scope by itself: how long a guide takes
+    would tell whether another tenant has sent it. Thread-safe."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """Takes half a second, with the interpreter's lock held. Raises EngineError."""
@@ -95,32 +128,32 @@ class GuideCompiler:
             raise EngineError(f"{tokenizer_json}: no vocabulary for guided decoding: {error}") from error
         self._eos = eos
         self._structural_tags = StructuralTagGrammar(special_token_ids(text), eos, _JSON_WHITESPACE)
-        self._cache: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        self._cache = GuideCache()
         self._lock = threading.Lock()
 
-    def start(self, guide: Guide, stop_token_ids: Iterable[int], output_token_ids: Sequence[int] = ()) -> GuideState:
-        """A sequence's state after `output_token_ids`. Compiles the guide if it is not cached. Raises GuideError."""
+    def start(
+        self, guide: Guide, stop_token_ids: Iterable[int], output_token_ids: Sequence[int] = (), scope: int = 0
+    ) -> GuideState:
+        """A sequence's state after `output_token_ids`. Compiles the guide if it is not cached. `scope`: only sequences
+        with the same one share compiled guides (EngineRequest.root_hash). Raises GuideError."""
         stop = set(stop_token_ids)
         end_ids = sorted(token_id for token_id in stop.union(self._eos) if token_id < self._vocab_size)
         if output_token_ids and output_token_ids[-1] in end_ids:  # it has ended, and the guide excludes stop tokens
             output_token_ids = output_token_ids[:-1]
-        matcher = self._matcher(guide)
+        matcher = self._matcher(guide, scope)
         state = MatcherState(matcher, self._vocab_size, end_ids, ends_with_eos=not stop.isdisjoint(self._eos))
         if not state.take(output_token_ids):
             raise GuideError("the output so far does not follow the guide")
         return state
 
-    def _matcher(self, guide: Guide) -> LLMatcher:
+    def _matcher(self, guide: Guide, scope: int) -> LLMatcher:
         with self._lock:
-            known = self._cache.get(guide)
+            known = self._cache.get(scope, guide)
             if known is not None:
-                self._cache.move_to_end(guide)
                 return known.deep_copy()
         compiled = self._compile(guide)
         with self._lock:
-            self._cache[guide] = compiled
-            while len(self._cache) > CACHED_GUIDES:
-                self._cache.popitem(last=False)
+            self._cache.put(scope, guide, compiled)
             return compiled.deep_copy()
 
     def _compile(self, guide: Guide) -> LLMatcher:

@@ -84,7 +84,7 @@ def test_expired_keys_leave_and_the_entries_of_identities_stay() -> None:
     entries = [
         Key("ended", _digest("ended"), "acme/search", expires_at=100.0),
         Key("runs", _digest("runs"), "acme/search", expires_at=200.0),
-        Key("oidc:login:ada", b"", "acme/search", expires_at=100.0),
+        Key("oidc:login:ada@acme/search", b"", "acme/search", expires_at=100.0),
     ]
     table.apply(pb.FollowResponse(table_id="t", version=2, is_complete=True, keys=map(key_to_proto, entries)))
     for number in range(NUM_SLICES):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.text.chat_template import ChatTemplate
-from kvloom_common.text.tokenizer import MAX_INLINE_CHARS, ChatMessage, ModelTokenizer
+from kvloom_common.text.tokenizer import (
+    ENCODE_THREADS,
+    MAX_INLINE_CHARS,
+    MAX_PENDING_OF_SCOPE,
+    TURN_CHARS,
+    ChatMessage,
+    ModelTokenizer,
+)
 from tests.fakes.tiny_tokenizer import CHATML, byte_fallback_tokenizer, byte_level_tokenizer, model_tokenizer
 from tests.fakes.word_tokenizer import word_tokenizer
 
@@ -202,3 +210,36 @@ def test_words_and_rests_of_words() -> None:
     assert tokenizer.decode(ids) == "the looms weaved cloth, a lot! the cat sleep."
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"[CLS] {tokenizer.decode(ids)} [SEP]"
     assert b"".join(map(tokenizer.shown_bytes, ids[:6])) == b" the looms weaved"
+
+
+async def test_a_long_text_is_encoded_in_turns() -> None:
+    """A text of many new words must not keep the threads for itself: each turn has a bounded part of it. One caller's
+    texts that wait are bounded too."""
+    turns: list[int] = []
+
+    class CountingTokenizer(ModelTokenizer):
+        def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+            turns.append(sum(map(len, pieces)))
+            return super()._encode_pieces(pieces)
+
+    tokenizer = CountingTokenizer(byte_level_tokenizer())
+    text = " ".join(f"wörd{number}" for number in range(20_000))
+    assert list(await tokenizer.encode(text, scope="a")) == tokenizer.encode_now(text)
+    assert len(turns) >= len(text) // (2 * TURN_CHARS)
+    assert max(turns) <= TURN_CHARS + 4096
+    tokenizer.close()
+
+
+async def test_one_callers_texts_that_wait_are_bounded() -> None:
+    """The others still find room."""
+    tokenizer, go = ModelTokenizer(byte_level_tokenizer()), threading.Event()
+    for _ in range(ENCODE_THREADS):
+        tokenizer._threads.submit("flood", lambda: go.wait(10))
+    waiting = [tokenizer._threads.submit("flood", int) for _ in range(MAX_PENDING_OF_SCOPE)]
+    with pytest.raises(KvloomError) as refusal:
+        await tokenizer.decode_fairly([1], scope="flood")
+    assert refusal.value.reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+    assert await tokenizer.decode_fairly([70], scope="calm") == tokenizer.decode([70])
+    go.set()
+    assert all(one.result(10) == 0 for one in waiting)
+    tokenizer.close()

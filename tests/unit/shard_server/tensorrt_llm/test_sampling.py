@@ -129,11 +129,28 @@ def test_a_guide_without_a_backend_is_refused():
 
 def test_guides_are_mapped():
     """A choice is a regular expression of literal texts."""
-    assert params_of(guided(GuideKind.JSON_SCHEMA, "{}"), "xgrammar").guided_decoding.json == "{}"
-    assert params_of(guided(GuideKind.REGEX, "a+"), "xgrammar").guided_decoding.regex == "a+"
+    assert params_of(guided(GuideKind.JSON_SCHEMA, "{}"), "llguidance").guided_decoding.json == "{}"
+    assert params_of(guided(GuideKind.REGEX, "a+"), "llguidance").guided_decoding.regex == "a+"
     choice = json.dumps(["yes", "a.b|c"])
-    assert params_of(guided(GuideKind.CHOICE, choice), "xgrammar").guided_decoding.regex == r"(yes|a\.b\|c)"
+    assert params_of(guided(GuideKind.CHOICE, choice), "llguidance").guided_decoding.regex == r"(yes|a\.b\|c)"
     assert params_of(request(), "xgrammar").guided_decoding is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "field", "salted"),
+    [
+        (GuideKind.JSON_SCHEMA, ' {"type": "object"}', "json", '{"$comment": "0000000000000001", "type": "object"}'),
+        (GuideKind.JSON_SCHEMA, "{ }", "json", '{"$comment": "0000000000000001" }'),
+        (GuideKind.JSON_SCHEMA, "true", "json", "true"),
+        (GuideKind.REGEX, "a|b", "regex", "(?<aaaaaaaaaaaaaaab>a|b)"),
+        (GuideKind.CHOICE, '["a", "b."]', "regex", r"(?<aaaaaaaaaaaaaaab>a|b\.)"),
+    ],
+)
+def test_tenants_share_no_compiled_guide(kind: GuideKind, text: str, field: str, salted: str):
+    """XGrammar keeps compiled guides by their text: the time would tell what another tenant has sent."""
+    assert getattr(params_of(guided(kind, text, root_hash=1), "xgrammar").guided_decoding, field) == salted
+    other = getattr(params_of(guided(kind, text, root_hash=2), "xgrammar").guided_decoding, field)
+    assert other != salted or text == "true"
 
 
 def test_a_grammar_goes_only_to_the_backend_that_reads_its_syntax():
@@ -151,7 +168,9 @@ def test_structural_tags_take_the_form_of_xgrammar():
     form = json.loads(params_of(guide, "xgrammar").guided_decoding.structural_tag)["format"]
     assert (form["type"], form["triggers"]) == ("triggered_tags", ["<a>"])
     [tag] = form["tags"]
-    assert (tag["begin"], tag["end"], tag["content"]["json_schema"]) == ("<a>", "</a>", {"type": "object"})
+    assert (tag["begin"], tag["end"], tag["content"]["json_schema"]["type"]) == ("<a>", "</a>", "object")
+    other = dataclasses.replace(guide, root_hash=1)
+    assert params_of(other, "xgrammar").guided_decoding.structural_tag != json.dumps(form)
     with pytest.raises(EngineError, match="xgrammar"):
         params_of(guide, "llguidance")
 

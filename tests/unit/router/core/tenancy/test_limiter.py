@@ -11,8 +11,9 @@ from kvloom_common.tenancy.limits import Limits, limits_to_proto
 from kvloom_common.tenancy.prices import Price
 from router.core.actions import Action, LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, SlotsCancelled, Tick
-from router.core.lease_messages import LeaseKind, LimitCount
+from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LimitCount
 from router.core.tenancy.budget_lease import MAX_SPARE_FACTOR, NUM_SPARE_REQUESTS
+from router.core.tenancy.rate_lease import RateLease
 from tests.fakes.core_rig import has, only, sent
 from tests.fakes.limited_rig import LimitedRig, error_of, tenant_table
 
@@ -73,6 +74,27 @@ def test_a_refused_request_burns_nothing_on_any_account():
     for i in range(5):
         assert error_of(world.submit(f"r{i}")) == "RATE_LIMITED"
     assert _units(world) == before
+
+
+def test_a_rotated_key_has_no_more_than_the_key_that_it_replaces():
+    """Whoever reached a limit had a whole one again after a rotation, which an administrator may do as often as he
+    likes."""
+    limits = limits_to_proto(Limits(requests_per_minute=2, tokens_per_day=1000))
+    table = tenant_table()
+    keys = [
+        KeyEntry(id="k1", digest=b"1" * 32, tenant="acme/web", limits=limits),
+        KeyEntry(id="k2", digest=b"2" * 32, tenant="acme/web", limits=limits, account="k1"),
+        KeyEntry(id="other", digest=b"3" * 32, tenant="acme/web", limits=limits),
+    ]
+    table.apply(FollowResponse(table_id="t", version=2, is_complete=True, keys=keys))
+    world = LimitedRig(table)
+    assert [error_of(world.submit(key, key_id=key)) for key in ("k1", "k2", "other")] == ["", "", ""]
+    for key in ("k1", "k2"):
+        [finish] = sent(world.submit(f"{key} again", key_id=key)).finishes
+        assert finish.error is not None
+        assert finish.error.limit == "key:k1 requests_per_minute"
+    table.apply(FollowResponse(table_id="t", version=3, is_complete=True, removed_keys=["k1"]))
+    assert error_of(world.submit("after the grace", key_id="k2")) == "RATE_LIMITED"
 
 
 def _units(world: LimitedRig) -> dict[str, int]:
@@ -231,6 +253,20 @@ def test_tokens_of_a_day_are_a_budget():
     assert only(world.submit("c", max_tokens=20), SubmitAttempt).max_tokens == 20  # the next day
 
 
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0, 40 * 86_400.0])
+def test_a_clock_that_jumps_and_comes_back_gives_no_budget_twice(jump: float):
+    """Whoever can set a machine's clock, or its time server, must not get a period's budget again and again."""
+    world = LimitedRig(
+        tenant_table(organisation=Limits(tokens_per_day=30, monthly_budget_nanos=10**9), tenant=Limits())
+    )
+    outcomes = []
+    for number, offset in enumerate((0.0, 0.0, jump, jump, 0.0, jump, 0.0)):
+        world.clock_jump = offset
+        world.rig.now += 1.0
+        outcomes.append(error_of(world.submit(f"r{number}", max_tokens=25)))
+    assert outcomes == ["", "BUDGET_EXHAUSTED"] * 2 + ["BUDGET_EXHAUSTED"] * 3
+
+
 def test_without_the_owner_of_budgets_nothing_is_spent_beyond_the_lease():
     """An outage of control must not cost money, and is no fault of the caller."""
     world = LimitedRig(tenant_table(tenant=Limits(monthly_budget_nanos=10_000), prices=[PRICE]))
@@ -249,6 +285,36 @@ def test_a_continued_answer_is_charged_once_for_its_request_and_prompt():
     after = _units(world)
     assert after["key:k1 requests_per_minute"] == before["key:k1 requests_per_minute"]
     assert before["key:k1 tokens_per_minute"] - after["key:k1 tokens_per_minute"] == 6
+
+
+def test_what_was_taken_beyond_a_limit_and_given_back_is_not_there_for_others():
+    """A continuation is not refused, so it is taken where there is nothing. If it then fails, or its client leaves, its
+    unit is the bucket's, which lacks more of them: clients could otherwise make room for requests as they liked.
+    (`kvloom dst` found it.)"""
+    lease = RateLease(LeaseName("key:k1", LeaseKind.REQUESTS, ""), 3)
+    lease.take(1)
+    want = lease.want(1.0)
+    assert want is not None
+    assert want.debt == 1
+    lease.on_grant(LeaseGrant(want.name, 0, -3, asked_at=1.0), 1.0)
+    lease.give_back(1)
+    assert not lease.has(1, 1.0)
+    again = lease.want(2.0)
+    assert again is not None
+    assert (again.returned, again.held) == (1, 0)
+
+
+def test_a_continuation_of_a_client_outside_the_fabric_counts_in_full():
+    """Where and how often it continues only the client says. It is not refused, and the next request is."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=2, tokens_per_minute=400)))
+    answer = {"choices": [ChoiceSpec(1, 0, [7] * 20)], "max_tokens": 21, "answer_id": "a", "num_ended_tokens": 100}
+    for number in range(3):
+        choices = [ChoiceSpec(number, 0, [7] * 20)]
+        assert error_of(world.submit(f"r{number}", **(answer | {"choices": choices}))) == ""
+    left = _units(world)
+    assert left["key:k1 requests_per_minute"] <= 0
+    assert left["key:k1 tokens_per_minute"] <= 400 - 3 * (5 + 20 + 100)
+    assert error_of(world.submit("new", choices=[ChoiceSpec(9, 0)])) == "RATE_LIMITED"
 
 
 def claiming(number: int = 0) -> dict[str, Any]:
