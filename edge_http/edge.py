@@ -19,6 +19,7 @@ from edge_http.resume.table import ResumeTable
 from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
+from edge_http.wire.keep_alive import KeepAlive
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
 from edge_http.wire.unknown_fields import UnknownFields
@@ -125,6 +126,7 @@ class Edge:
         """Of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
+        self.keep_alive = KeepAlive(config.stream_keep_alive_seconds)
         self.has_result_cache = False
         """Whether routers have one; then responses tell whether it had the answer."""
         self.class_names: frozenset[str] = frozenset()

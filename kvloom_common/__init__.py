@@ -15,6 +15,7 @@ class_rank.py    how urgent a request is, as a shard is told
 kv_share.py      a guaranteed share of the KV blocks of a shard
 replay/          events kept of a response, so that its client can resume it
 conversation/    conversations with tools: prompts, guides and parsers for them
+json_schema/     JSON Schemas as guides can follow them
 parsers/         a model's output becomes text, reasoning and tool calls
 text/            tokenizers, chat templates, detokenizing, block hashes
 transport/       the server side of streams between processes

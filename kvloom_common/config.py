@@ -258,6 +258,9 @@ class EdgeConfig(Section):
     max_messages: PositiveInt = 4096
     max_buffered_bytes: PositiveInt = 256 * 2**10
     """The bytes that may wait for a slow reader, per stream. Beyond that the request is cancelled."""
+    stream_keep_alive_seconds: Annotated[float, Meta(ge=0)] = 10.0
+    """After so long without an event a stream gets an SSE comment (of /v1/messages a `ping`), so that no proxy cuts it;
+    before the first token it begins with that. 0: never."""
     max_concurrent_requests: PositiveInt = 8192
     max_concurrent_requests_per_caller: PositiveInt = 4096
     """Running requests of one caller (docs/http-api.md). Beyond that it gets a 429, while the others are served."""

@@ -36,6 +36,7 @@ from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopC
 from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from kvloom.v1.router_service_pb2 import Objectives as WantedObjectives
 from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import fit_to_parser, prompted
 from kvloom_common.conversation.prompt import conversation_prompt, screened_text
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
@@ -458,7 +459,8 @@ class Intake:
         if not (wanted.tools or wanted.HasField("tool_choice") or has_reasoning):
             return NO_TOOLS
         tools, choice = wanted_tools(wanted)
-        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=model.output, at="")
+        place = ToolPlace(at="")
+        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=model.output, place=place)
         if plan.demands_call and sampling.HasField("guide"):
             raise invalid_argument("tool_choice demands a call, which has no room for another form.", GUIDE_FIELD)
         if plan.guide is not None and not sampling.HasField("guide"):

@@ -165,7 +165,7 @@ def guide_of(sampling: SamplingParams) -> Guide:
     guide = sampling.guide
     match guide.WhichOneof("form"):
         case "json_schema":
-            return Guide(GuideKind.JSON_SCHEMA, guide.json_schema)
+            return Guide(GuideKind.JSON_SCHEMA, guide.json_schema, tuple(guide.relaxable_definitions))
         case "regex":
             return Guide(GuideKind.REGEX, guide.regex)
         case "choice":

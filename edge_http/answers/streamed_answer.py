@@ -21,7 +21,8 @@ SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 
 
 class StreamedAnswer(Answer):
-    """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status."""
+    """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status. If
+    that takes long, the connection is kept alive."""
 
     __slots__ = (
         "_begun",
@@ -94,6 +95,17 @@ class StreamedAnswer(Answer):
     @property
     def num_events(self) -> int:
         return self._events.num_events
+
+    @property
+    def is_over(self) -> bool:
+        """See WatchedStream (edge_http/wire/keep_alive.py), likewise the next one."""
+        return self.ended.done()
+
+    def keep_alive(self) -> None:
+        if not self._events.has_begun:
+            # From here on an error can have no status of its own; most of them have come by now.
+            self._events.begin(self._headers)
+        self._events.comment(self._formatter.keep_alive)
 
     @property
     def has_begun(self) -> bool:

@@ -150,6 +150,7 @@ async def generate(
     begin_answer(name, job.model.name, streamed)
     if edge.usage is not None and wants_details(request):
         streamed.bill = _bill(edge.usage, edge, request, job)
+    edge.keep_alive.add(streamed)
     try:
         if held is None:
             await run(edge, submission_of(edge, request, job, name), streamed)
@@ -158,6 +159,8 @@ async def generate(
     except KvloomError:
         if not events.has_begun:
             raise
+    finally:
+        edge.keep_alive.discard(streamed)
     return events.response()
 
 
@@ -315,6 +318,7 @@ async def _stream_resumable(
     begin_answer(name, job.model.name, answer)
     if edge.usage is not None and wants_details(request):
         answer.bill = _bill(edge.usage, edge, request, job)
+    edge.keep_alive.add(answer)
     edge.resume.start(stream, running, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
 

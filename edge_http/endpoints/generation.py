@@ -12,6 +12,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.guide import guide_of, with_calls
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens, truncated
@@ -28,12 +29,13 @@ from edge_http.openai.sampling import (
     stop_conditions,
     tier_of,
 )
-from edge_http.openai.tools import tools_of
+from edge_http.openai.tools import place_of, tools_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument, unsupported
 from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom_common.conversation.call_guide import IN_FUNCTIONS
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -58,8 +60,9 @@ async def _chat_job(
     """Validate and tokenize a body. Raises KvloomError."""
     n = num_choices(body)
     given = tools_of(body)
-    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
-    guide = with_calls(guide_of(body), plan, "functions" if given.has_legacy_functions else "tools")
+    place = place_of(given) if given.tools else IN_FUNCTIONS
+    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output, place=place)
+    guide = with_calls(guide_of(body), plan, place.tools)
     max_tokens, max_tokens_field = chat_max_tokens(body)
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
@@ -93,7 +96,14 @@ async def _chat_job(
         tier=tier_of(body),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("chat", parser, plan.tools, has_legacy_functions=given.has_legacy_functions),
+        shape=shape_of(
+            "chat",
+            parser,
+            plan.tools,
+            has_legacy_functions=given.has_legacy_functions,
+            **(options_of(given.client_tools) if given.client_tools else {}),
+        ),
+        headers=left_out_headers(given.left_out) if given.left_out else {},
         guide_field="" if guide is None else guide.field,
         prompt_report=prompt_report(body, sampling, [prompt], n),
     )

@@ -27,6 +27,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.client_tools import left_out_headers
 from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.side_call import side_call
 from edge_http.wire.body import digest_of
@@ -36,6 +37,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Guide
+from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -108,7 +110,7 @@ async def _job(
         session_key=session_key(request, None),
         tier=router_service_pb2.TIER_INTERACTIVE,
         body_digest=digest_of(raw),
-        headers={ANTHROPIC_REQUEST_ID: request_id(request)},
+        headers={ANTHROPIC_REQUEST_ID: request_id(request), **left_out_headers(prepared.tools.left_out)},
         shape=shape_of("messages", prepared.parser, prepared.plan.tools, **msgspec.structs.asdict(options)),
         guide_field=prepared.guide_field,
     )
@@ -117,7 +119,12 @@ async def _job(
 async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel) -> _Prepared:
     """Raises KvloomError."""
     tools = tools_of(body)
-    plan = plan_tools(tools.tools, tools.choice, model=model.output, at="")
+    plan = plan_tools(
+        tools.tools,
+        tools.choice,
+        model=model.output,
+        place=ToolPlace(at="", schema="input_schema", numbers=tools.numbers),
+    )
     guide, guide_field = output_guide(body) or (None, "")
     if guide is not None and plan.tools:
         raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)

@@ -11,6 +11,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.guide import with_calls
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.input_items import conversation
@@ -22,6 +23,7 @@ from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from edge_http.wire.json_response import json_response
 from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -49,7 +51,8 @@ async def _job(
     """Validate and tokenize a body. Raises KvloomError."""
     given = tools_of(body)
     is_parallel = bool(body.parallel_tool_calls)
-    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, at="")
+    place = ToolPlace(at="", numbers=given.numbers)
+    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, place=place)
     guide = with_calls(text_guide(body), plan, "tools")
     shared = as_chat(body)
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))
@@ -58,6 +61,7 @@ async def _job(
     scope = edge.callers.cache_scope_of(request)
     prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, "input", scope=scope)
     parser = prompted(plan.parser, rendered)
+    echo = echo_of(body, given, model.default_sampling)
     return GenerationJob(
         operation="chat",
         id_prefix="resp_",
@@ -74,7 +78,8 @@ async def _job(
         tier=tier_of(shared),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given, model.default_sampling)),
+        shape=shape_of("responses", parser, plan.tools, echo=echo, **options_of(given.client_tools)),
+        headers=left_out_headers(given.left_out),
         guide_field="" if guide is None else guide.field,
     )
 

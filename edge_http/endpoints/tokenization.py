@@ -14,7 +14,7 @@ from edge_http.openai.logprobs import shown_token
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
 from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
-from edge_http.openai.tools import tools_of
+from edge_http.openai.tools import place_of, tools_of
 from edge_http.side_call import side_call
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.json_response import json_response
@@ -77,7 +77,9 @@ async def _token_ids(body: TokenizeBody, model: ServedModel, window: int, scope:
         return prompt.token_ids
     chat = conversation_of(body)
     given = tools_of(chat)
-    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
+    plan = plan_tools(
+        given.tools, given.choice, is_parallel=given.is_parallel, model=model.output, place=place_of(given)
+    )
     prompt, _ = await chat_prompt(
         chat_messages(chat.messages),
         plan.tools,

@@ -64,6 +64,9 @@ class ResponseFormatter(abc.ABC):
     __slots__ = ("_envelope", "drops_output", "prefixes", "report", "suffix")
 
     call_id_prefix = "call_"
+    keep_alive = b": keep-alive\n"
+    """What a stream sends that has no event for a while. A comment is a line, and needs no empty one behind it: clients
+    that have got an event's id would take that for an event."""
 
     def __init__(self, envelope: Envelope) -> None:
         self._envelope = envelope

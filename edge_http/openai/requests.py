@@ -60,8 +60,9 @@ class NamedFunction(OpenStruct, kw_only=True):
 
 
 class AllowedTool(OpenStruct, kw_only=True):
-    type: Literal["function"]
-    function: NamedFunction
+    type: str
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
 class AllowedTools(Body, kw_only=True):
@@ -72,6 +73,7 @@ class AllowedTools(Body, kw_only=True):
 class ToolChoiceBody(Body, kw_only=True):
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 

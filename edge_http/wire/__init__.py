@@ -9,5 +9,6 @@ body.py             reads a JSON body within its limits
 large_body.py       writes a response body of many megabytes in pieces
 fair_yield.py       processes at most one long body per iteration of the event loop
 json_response.py    JSON responses and errors
+keep_alive.py       comments in streams that have nothing to say, so that proxies do not cut them
 sse.py              writes server-sent events
 """

@@ -365,8 +365,6 @@ MESSAGE = {"role": "user", "content": "x"}
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "unsupported_parameter"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity", None),
         ({"stop": ["x"]}, "stop", "unsupported_parameter"),
-        ({"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type", "unsupported_parameter"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "unsupported_parameter"),
         ({"tools": [CLOCK], "tool_choice": {"type": "file_search"}}, "tool_choice.type", "unsupported_parameter"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "unsupported_parameter"),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "input", None),

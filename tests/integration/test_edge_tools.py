@@ -249,9 +249,12 @@ async def test_a_response_format_does_not_stand_in_the_way_of_a_demanded_call(wo
     [
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}, "strict": True}}
+                ]
+            },
             "tools[0].function.parameters",
         ),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),

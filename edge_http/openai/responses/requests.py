@@ -58,11 +58,14 @@ class ReasoningOptions(Body, kw_only=True):
 class AllowedTool(OpenStruct, kw_only=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
+    server_label: Any = None
 
 
 class ToolChoiceBody(Body, kw_only=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[AllowedTool] | None = None
     server_label: Any = None
