@@ -109,6 +109,7 @@ COMMON_FIELDS: Final = {
     "functions": "The predecessor of `tools`.",
     "allowed_tools": "With type allowed_tools: those of the tools that may be called.",
     "mode": "Whether one of them has to be called: auto or required.",
+    "namespace": "The namespace of the tool.",
     "server_label": "Of tools that a server runs, which there are none here.",
     "custom": "A tool that takes text, or a call of one.",
     "parameters": "The JSON Schema of the arguments, whose type is object.",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvloom_common.private_file import move_folder, open_private_file
+from kvloom_common.private_file import move_folder, open_private_file, write_private_file
 from shard_server.engines.base import EngineError
 
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
@@ -59,9 +59,7 @@ def _ensure_sampling(folder: Path) -> None:
         manifest = json.loads(manifest_path.read_bytes())
         manifest["files"][path.name] = len(content)
         for target, text in ((path, content), (manifest_path, json.dumps(manifest, indent=2) + "\n")):
-            fresh = target.with_name(f".{target.name}")
-            fresh.write_text(text)
-            fresh.rename(target)
+            write_private_file(target, text.encode(), target.stat().st_mode & 0o777)
 
 
 def find_builtin_gguf() -> Path:
