@@ -108,7 +108,7 @@ class Edge:
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
         self.may_connect: Callable[[asyncio.BaseTransport], bool] = lambda _: True
-        """Whether a new connection is served."""
+        """Says if a new connection is served."""
         self.access_log = access_log
         self.cors = Cors(config.cors_origins) if config.cors_origins else None
         self.bodies = ByteBudget(

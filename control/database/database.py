@@ -17,7 +17,7 @@ import contextlib
 import fcntl
 import math
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -98,6 +98,22 @@ class Database:
             connection = await connection.execution_options(**options)
             async with connection.begin():
                 yield connection
+
+    @contextlib.asynccontextmanager
+    async def listening(self, channel: str, on_notice: Callable[[str], None]) -> AsyncIterator[AsyncConnection]:
+        """A connection to PostgreSQL, without transactions. What is notified on `channel` meanwhile, `on_notice` gets.
+        Raises DatabaseAwayError."""
+        async with self._connected() as connection:
+            connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
+            driver: Any = (await connection.get_raw_connection()).driver_connection
+            try:
+                await driver.add_listener(channel, lambda *notice: on_notice(notice[-1]))
+            except Exception as error:  # SQLAlchemy does not see what the driver is asked for
+                raise DatabaseAwayError(f"{type(error).__name__}: {error}") from error
+            try:
+                yield connection
+            finally:
+                await connection.invalidate()  # the next user of the connection must not be the listener
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[AsyncConnection]:

@@ -200,7 +200,7 @@ async def _open_to_peers(
         return own_address
     edge.may_connect = peers_at(tls, trust)
     host = fabric_host(config, own_address.rpartition(":")[0])
-    return await server.listen(host.strip("[]"), 0, tls)
+    return await server.listen(host, 0, tls)
 
 
 def peers_at(tls: ssl.SSLContext, trust: FabricTrust) -> Callable[[asyncio.BaseTransport], bool]:

@@ -38,7 +38,7 @@ class ListenerTls:
         self._files = WatchedFiles([Path(name) for name in names if name], poll_seconds)
         self._loaded = _load(config)
         self.revoked = None if self._loaded.revoked is None else RevokedCertificates(self._loaded.revoked)
-        """What requests ask (their connections are not refused)."""
+        """Asked by requests; connections are not refused."""
 
     def http_context(self) -> ssl.SSLContext:
         """For an HTTP listener, which follows reloads by itself."""

@@ -27,8 +27,8 @@ Number = tuple[bytes, int]
 
 
 def read_lists(content: bytes, authorities: bytes, source: str) -> frozenset[Number]:
-    """What the lists (PEM) revoke. Raises ConfigError if there is none, or one that no authority (PEM) has signed. A
-    list that is outdated still revokes what it names."""
+    """Return the certificates that the lists (PEM) revoke. A list that is outdated still revokes what it names. Raises
+    ConfigError if there is none, or one that no authority (PEM) has signed."""
     from cryptography import x509  # only where there are lists
 
     try:

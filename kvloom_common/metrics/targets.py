@@ -14,6 +14,7 @@ from typing import Any, Final
 import redis.exceptions
 import structlog
 
+from kvloom.transport.addresses import join_address, split_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import Announcer
 from kvloom_common.discovery.records import MetricsTarget
@@ -108,8 +109,7 @@ def _model(config: KvloomConfig) -> str:
 def scraped_address(config: KvloomConfig, address: str) -> str:
     """host:port for scrapers: the advertised host or this machine's name instead of a wildcard, and brackets around an
     IPv6 address."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_address(address)
     if host in _WILDCARDS:
         host = config.fabric.advertised_host or socket.gethostname()
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(host, port)

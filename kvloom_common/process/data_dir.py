@@ -1,4 +1,4 @@
-"""What a fabric keeps in its data directory, none of which other users may read or change.
+"""The contents of a data directory, none of which other users may read or change.
 
 Every process writes its files for its user alone (kvloom_common/private_file.py). `make_data_dir_private` makes it
 right for files of earlier versions, of a copy or of a restored backup, and `open_to_others` finds what is not right.
@@ -58,7 +58,8 @@ def make_data_dir_private(data_dir: Path) -> list[Path]:
 
 
 def open_to_others(data_dir: Path) -> list[Path]:
-    """What other users have rights to: the directory, or what the fabric has there. Raises OSError."""
+    """The files and folders to which other users have rights: the directory, or what the fabric has there. Raises
+    OSError."""
     found = [data_dir] if data_dir.stat().st_mode & OTHERS else []
     for path in _walk(data_dir, [entry.name for entry in data_dir.iterdir()]):
         with contextlib.suppress(FileNotFoundError):

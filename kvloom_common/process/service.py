@@ -15,6 +15,7 @@ import msgspec
 import uvloop
 from grpc_health.v1 import health, health_pb2
 
+from kvloom.transport.addresses import join_address
 from kvloom_common.config import ConfigError
 from kvloom_common.private_file import OTHERS
 from kvloom_common.process.freed_memory import return_freed_memory
@@ -162,14 +163,15 @@ class AddPort(Protocol):
 def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_SECRET.add_port) -> str:
     """Listen on host:port (port 0 picks a free one) and return the address. Raises StartError when the port is
     taken."""
-    message = f"cannot listen on {host}:{port}: is another process using the port?"
+    address = join_address(host, port)
+    message = f"cannot listen on {address}: is another process using the port?"
     try:
-        bound = add_port(server, f"{host}:{port}")
+        bound = add_port(server, address)
     except RuntimeError as error:
         raise StartError(message) from error
     if bound == 0:
         raise StartError(message)
-    return f"{host}:{bound}"
+    return join_address(host, bound)
 
 
 class HealthServicer(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]  (the types lack it)

@@ -18,7 +18,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 _Behaviour = Callable[[Any, Any], Coroutine[Any, Any, Any]]
 MayCall = Callable[[str, Any], bool]
-"""Of "SERVICE/METHOD" and the context of a call (FabricTrust.may_call)."""
+"""Called with "SERVICE/METHOD" and the context of a call (FabricTrust.may_call)."""
 
 
 class CheckedServer:

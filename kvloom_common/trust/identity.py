@@ -1,6 +1,6 @@
 """The identity of one service, for machines that are trusted less than the rest of their fabric.
 
-Whoever has the fabric's secret can be any of its processes. An identity is made from the secret (`kvloom secret
+A process that has the fabric's secret can be any of its processes. An identity is made from the secret (`kvloom secret
 issue`), and is one certificate with its key, and the keys that sign this service's own records in the registry. Who
 steals it can be this service, and no other: it seals no journal, mints no usage, and calls no other process.
 """
@@ -33,7 +33,7 @@ class ServiceIdentity(msgspec.Struct, frozen=True):
     role: str
     name: str
     authorities: bytes
-    """Of all accepted secrets, in PEM, as the certificate and its key."""
+    """Those of all accepted secrets, in PEM, as the certificate and its key."""
     certificate: bytes
     key: bytes
     record_keys: dict[str, dict[str, bytes]]

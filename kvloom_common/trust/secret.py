@@ -117,7 +117,7 @@ def read_secret(path: Path) -> FabricSecret:
 
 
 def read_private(path: Path, max_bytes: int) -> str:
-    """What the file has at its beginning. Raises SecretError, also when other users can read it."""
+    """Return the beginning of the file. Raises SecretError, also when other users can read it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -24,7 +24,7 @@ POLL_SECONDS: Final = 1.0
 
 
 class TlsTrust:
-    """What the trust by a secret and by an identity have in common. Subclasses call `_show`."""
+    """The common part of the trust by a secret and of that by an identity. Subclasses call `_show`."""
 
     has_secret = True
 
@@ -42,7 +42,7 @@ class TlsTrust:
         """By protocol, made when one is first needed."""
 
     def _load(self, path: Path) -> Any:
-        """What the file has now, for `_use`. Called in a thread. Raises SecretError."""
+        """Read the file, for `_use`. Called in a thread. Raises SecretError."""
         raise NotImplementedError
 
     def _use(self, loaded: Any) -> None:

@@ -1,5 +1,5 @@
 """Attacks of one tenant on another one by everything that a request can ask for: no kind of request finds another
-tenant's cached blocks, no adapter is used by whoever may not, and nothing is billed to, or by, somebody else."""
+tenant's cached blocks, no adapter is used by those who may not, and nothing is billed to, or by, somebody else."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def bearer(key: str) -> tuple[tuple[str, str], ...]:
 
 
 async def test_no_kind_of_request_finds_anothers_blocks(rig: Rig) -> None:
-    """What is cached of a prompt tells that it was sent. Each kind takes a way of its own to the cache. Each attack is
+    """A cached block tells that its prompt was sent. Each kind takes a way of its own to the cache. Each attack is
     by a tenant that has sent nothing yet: by the same kind of request, and when the victims have sent all kinds."""
     names = [f"{role}{number}" for role in ("victim", "same", "later") for number in range(len(KINDS))]
     rig.control.put(*(Tenant(f"other/{name}") for name in names))

@@ -1,4 +1,4 @@
-"""What the certificate of one process is good for, in the hands of a thief: no more than the process itself may do."""
+"""The certificate of one process, in the hands of a thief, is good for no more than the process itself may do."""
 
 from __future__ import annotations
 

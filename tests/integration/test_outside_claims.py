@@ -154,7 +154,7 @@ async def test_claims_on_a_stream_of_many_requests_are_no_better(world: MeteredW
 
 
 async def test_an_answer_that_was_delivered_is_neither_lost_nor_discarded(world: MeteredWorld) -> None:
-    """Edges say which tokens have not arrived, and which answers reached nobody; a client that could say so would have
+    """Edges say which tokens have not arrived, and which answers were discarded; a client that could say so would have
     its answers for nothing."""
     stub = await limited(world)
     stream = stub.Connect(metadata=BEARER, timeout=20)

@@ -95,7 +95,7 @@ async def test_a_router_ends_the_streams_of_a_revoked_certificate(
 
 
 def test_lists_that_nobody_has_signed_are_refused() -> None:
-    """Whoever can write a file that looks like a list must not lock clients out; and an empty file protects nobody."""
+    """A file that only looks like a list must not lock clients out; and an empty file protects against nothing."""
     own, other = Authority("mesh"), Authority("mesh")
     certificate, _ = own.issue("worker")
     assert len(read_lists(own.revoking(certificate) + own.revoking(), own.pem, "f")) == 1

