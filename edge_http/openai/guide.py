@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
-
 import msgspec
 
+from edge_http.formatting.body_guide import ALL_OUTPUT, BodyGuide
 from edge_http.formatting.decoding import json_text
 from edge_http.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
 from kvloom.v1.generation_pb2 import Choices, Guide
-from kvloom_common.conversation.tool_plan import ToolPlan
-
-_ALL_OUTPUT: Final = "structured_outputs"
-"""The field whose form is that of all output, not only of messages."""
-
-
-class BodyGuide(NamedTuple):
-    guide: Guide
-    field: str
-    """The field of the body that requested the guide."""
 
 
 def guide_of(body: GenerationBody) -> BodyGuide | None:
@@ -28,25 +17,11 @@ def guide_of(body: GenerationBody) -> BodyGuide | None:
     found = _of_response_format(body.response_format) if body.response_format is not None else None
     if body.structured_outputs is not None:
         if found is not None:
-            raise invalid_argument("Give either response_format or structured_outputs.", _ALL_OUTPUT)
+            raise invalid_argument("Give either response_format or structured_outputs.", ALL_OUTPUT)
         found = _of_structured_outputs(body.structured_outputs)
     if found is not None:
         check_guide(found.guide, found.field)
     return found
-
-
-def with_calls(guide: BodyGuide | None, plan: ToolPlan, field: str) -> BodyGuide | None:
-    """Return the guide of an answer that has this form, or calls as `plan` says; `field` has the tools. An answer of
-    another form has no calls, not even of strict tools. As OpenAI's, a response format is about messages: an answer
-    that must be a call has none. `structured_outputs` is about all output: raises KvloomError (INVALID_ARGUMENT) if a
-    call is demanded as well."""
-    if plan.guide is None:
-        return guide
-    if guide is None or (plan.demands_call and not guide.field.startswith(_ALL_OUTPUT)):
-        return BodyGuide(plan.guide, field)
-    if plan.demands_call:
-        raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
-    return guide
 
 
 def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
@@ -70,7 +45,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
     if wanted.json_object:
         guides["json_object"] = Guide(json_object=True)
     if _is_given(wanted.json):
-        guides["json"] = Guide(json_schema=_schema_text(wanted.json, f"{_ALL_OUTPUT}.json"))
+        guides["json"] = Guide(json_schema=_schema_text(wanted.json, f"{ALL_OUTPUT}.json"))
     if wanted.regex is not None:
         guides["regex"] = Guide(regex=wanted.regex)
     if wanted.choice is not None:
@@ -79,10 +54,10 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
         guides["grammar"] = Guide(grammar=wanted.grammar)
     if len(guides) != 1:
         raise invalid_argument(
-            f"{_ALL_OUTPUT} must hold exactly one form, got {', '.join(guides) or 'none'}.", _ALL_OUTPUT
+            f"{ALL_OUTPUT} must hold exactly one form, got {', '.join(guides) or 'none'}.", ALL_OUTPUT
         )
     [(name, guide)] = guides.items()
-    return BodyGuide(guide, f"{_ALL_OUTPUT}.{name}")
+    return BodyGuide(guide, f"{ALL_OUTPUT}.{name}")
 
 
 def _is_given(raw: msgspec.Raw) -> bool:

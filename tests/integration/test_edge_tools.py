@@ -244,6 +244,34 @@ async def test_a_response_format_does_not_stand_in_the_way_of_a_demanded_call(wo
     assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
 
 
+@pytest.mark.parametrize("text", [CALL, '{"a": "x"}'])
+async def test_a_response_format_leaves_room_for_calls(world: EdgeWorld, text: str) -> None:
+    """OpenAI's format is about messages: with tools that the model is free to call, the answer is JSON or calls."""
+    world.link.script = answer(*pieces(text))
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    status, body = await world.chat(tools=[WEATHER], response_format=wanted)
+    assert status == 200, body
+    guide = world.link.requests[-1].request.sampling.guide.structural_tags
+    assert json.loads(guide.json_schema) == schema
+    assert list(guide.triggers) == ["<tool_call>"]
+    message = body["choices"][0]["message"]
+    assert ("tool_calls" in message, message["content"]) == ((True, None) if text == CALL else (False, text))
+    body = {"model": "tiny", "input": "x", "tools": [WEATHER["function"] | {"type": "function"}]}
+    status, body = await world.post(
+        "/v1/responses", body | {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    )
+    assert status == 200, body
+    assert body["output"][-1]["type"] == ("function_call" if text == CALL else "message")
+    tool = {"name": "get_weather", "input_schema": schema}
+    body = {"model": "tiny", "max_tokens": 99, "messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    status, body = await world.post(
+        "/v1/messages", body | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    )
+    assert status == 200, body
+    assert body["content"][-1]["type"] == ("tool_use" if text == CALL else "text")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
