@@ -122,8 +122,8 @@ async def test_a_model_without_tools_in_its_template_is_told_of_them(world: Edge
     world.link.script = answer("x")
     await world.chat(tools=[WEATHER, CLOCK])
     prompt = prompt_of(world)
-    assert '"name": "get_weather"' in prompt
-    assert '"name": "get_time"' in prompt
+    assert '"name":"get_weather"' in prompt
+    assert '"name":"get_time"' in prompt
     await world.chat(tools=[WEATHER], tool_choice="none")
     assert "get_weather" not in prompt_of(world)
 
