@@ -52,6 +52,7 @@ class ErrorReason(enum.IntEnum):
     INTERNAL = 50
     CONTROL_UNAVAILABLE = 51
     DEADLINE_IMPOSSIBLE = 52
+    RESPONSE_UNAVAILABLE = 53
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorReason | None:

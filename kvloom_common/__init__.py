@@ -2,9 +2,10 @@
 no service.
 
 config.py        the configuration file as one typed tree
+unknown_key.py   which key a user may have meant who wrote one that does not exist
 models/          the models of a fabric: their configuration, cards and catalogue
 plugins.py       parts of a fabric that other packages bring, as entry points
-private_file.py  files that only this user can read
+private_file.py  files that only this user can read, and the one place where files are replaced
 access/          who may use the fabric from outside: API keys, tenants, TLS for clients
 tenancy/         what is known of tenants, their keys, limits and prices
 limits/          bounds on what a process holds, and a share of it for each caller

@@ -17,6 +17,8 @@ from typing import Final
 import msgspec
 import structlog
 
+from kvloom_common.private_file import make_own_folder, move_file, open_private_file
+
 log = structlog.get_logger()
 
 FLUSH_SECONDS: Final = 1.0
@@ -31,13 +33,15 @@ class WitnessLine(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: str
     """That of the request to the routers; of several requests of one answer, what they begin with."""
     num_output_tokens: int
-    """What was delivered until the answer ended."""
+    """What was delivered until the answer ended, with what its client had from another router."""
     is_complete: bool = True
     """Whether the answer ended as it should. Otherwise tokens may have been on their way."""
     answer_id: str = ""
     """Tells the requests of clients outside the fabric apart, which choose the ids; see UsageRecord.answer_id."""
     num_prompt_tokens: int = 0
     """What was computed before the first new token; 0: not counted."""
+    num_resumed_tokens: int = 0
+    """What its client had when it continued the answer here, as far as a ticket proves it."""
 
 
 def witness_files(data_dir: Path) -> list[Path]:
@@ -82,10 +86,10 @@ class UsageWitness:
         if not lines:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_own_folder(self._path.parent)
             if self._path.exists() and self._path.stat().st_size > MAX_BYTES:
-                self._path.replace(self._path.with_name(self._path.name + ".1"))
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                move_file(self._path, self._path.with_name(self._path.name + ".1"))
+            fd = open_private_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             with os.fdopen(fd, "wb") as file:
                 file.write(b"\n".join(lines) + b"\n")
         except OSError as error:

@@ -13,6 +13,7 @@ core_driver.py        feeds events to the core and carries out its actions
 core/                 the sans-I/O core: admission, dispatch, placement, relay, health
 router_servicer.py    the RPCs of kvloom.v1.RouterService
 caller_scope.py       what one caller may name: its own requests and cached prompts
+continuation_tickets.py  how clients outside the fabric prove that their answer has begun at another router
 side_call_desk.py     charges calls that compute no answer to limits
 intake.py             checks requests, tokenizes them and fixes their seeds
 model_choice.py       which model takes a request that names a route

@@ -97,6 +97,8 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
     )
     if start.limits is not None:
         fill_limits_state(found.limits, start.limits)
+    if start.continuation_ticket:
+        found.continuation_ticket = start.continuation_ticket
     return found
 
 

@@ -8,6 +8,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -36,7 +37,7 @@ from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from kvloom.v1.router_service_pb2 import Objectives as WantedObjectives
 from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.conversation.call_guide import ToolPlace
-from kvloom_common.conversation.model_output import prompted, show_markers
+from kvloom_common.conversation.model_output import fit_to_parser, prompted
 from kvloom_common.conversation.prompt import conversation_prompt, screened_text
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom_common.kv_share import KvShare
@@ -47,6 +48,7 @@ from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
 from router import convert
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
+from router.continuation_tickets import ContinuationTickets, digest_of
 from router.conversation_intake import (
     MESSAGES,
     check_only_for_conversations,
@@ -131,12 +133,14 @@ class Intake:
         gives_receipts: bool = False,
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
         prefers_others: Callable[[str, Tier], bool] | None = None,
+        tickets: ContinuationTickets | None = None,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
         are none. `meters_usage`: requests get what usage records need. `classes`: those that are declared, with the
         built-in ones. `prefers_others`: whether a model is to be passed by requests that may have another; None: none
-        is."""
+        is. `tickets`: of answers of clients outside the fabric; None: there are no such clients."""
+        self._tickets = tickets
         self._classes = classes
         self._meters_usage = meters_usage
         self._cache_salt = cache_salts.of
@@ -224,8 +228,11 @@ class Intake:
             client_request_id=submit.client_request_id,
             max_cached_tokens=max_cached_tokens(submit.sampling),
         )
-        if scope is not TRUSTED and request.has_output:
-            request = self._with_claims(request, model)
+        if scope is not TRUSTED:
+            assert isinstance(submit, Submit)
+            checksum = submit.adapter_checksum or _adapter_checksum(model)
+            digest = digest_of(request, 0, submit.priority_class, checksum)
+            request = self._from_outside(request, submit, model, digest, submit.num_ended_tokens)
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or submit.priority_class or submit.fairness_id or scope.access is not None:
@@ -298,12 +305,15 @@ class Intake:
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
         is_embedding = wanted.HasField("pooling")
         sampling = _with_seed(wanted.sampling, model)
+        stop = _copied(wanted.stop)
         plan, parser = NO_TOOLS, None
         if wanted.WhichOneof("input") == "conversation":
             if is_embedding:
                 raise invalid_argument("An embedding is one of text or token_ids, not of a conversation.", "pooling")
             plan = self._tool_plan(wanted, model, sampling)
-            token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling, cache_salt)
+            token_ids, text, parser = await self._tokenized_conversation(
+                wanted, model, plan, sampling, stop, cache_salt
+            )
         else:
             check_only_for_conversations(wanted)
             token_ids, text = await self._tokenized(wanted, model, cache_salt, add_special_tokens=is_embedding)
@@ -320,7 +330,7 @@ class Intake:
             choices=choices,
             max_tokens=_max_tokens(wanted.stop, model),
             sampling=sampling,
-            stop=_copied(wanted.stop),
+            stop=stop,
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=tier,
             tenant=tenant,
@@ -331,15 +341,16 @@ class Intake:
             client_request_id=client_request_id,
             max_cached_tokens=max_cached_tokens(sampling),
         )
-        if scope is not TRUSTED and request.has_output:
-            request = self._with_claims(request, model)
+        if scope is not TRUSTED:
+            checksum = wanted.adapter_checksum or _adapter_checksum(model)
+            digest = digest_of(request, wanted.n or 1, wanted.priority_class, checksum)
+            request = self._from_outside(request, wanted, model, digest, _num_ended_tokens(wanted))
         if self._kv_share_of is not None and (share := self._kv_share_of(tenant)) is not None:
             request = msgspec.structs.replace(request, kv_share=share)
         if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
             request = self._with_class(request, wanted, scope.access)
         if self._meters_usage:
-            num_ended_tokens = sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
-            request = _with_reasoning(_metered(request, num_ended_tokens, scope), model, 0, scope)
+            request = _with_reasoning(_metered(request, _num_ended_tokens(wanted), scope), model, 0, scope)
         if self._keeps_answers:
             request = self._kept(request, wanted, model)
         if wanted.HasField("objectives"):
@@ -354,6 +365,33 @@ class Intake:
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
         return AcceptedGenerate(request, output, guide_field, chosen)
+
+    def _from_outside(
+        self, request: Request, wanted: Submit | GenerateRequest, model: ServedModel | None, digest: str, num_ended: int
+    ) -> Request:
+        """The request of a client outside the fabric, of which no more is believed than its ticket proves. `digest`:
+        see `digest_of`; `num_ended`: how many tokens it says that other choices of its answer have. Raises
+        KvloomError."""
+        tickets = self._tickets
+        answer_id = secrets.token_hex(8) if self._meters_usage else ""
+        if tickets is None:
+            request = self._with_claims(request, model, answer_id) if request.has_output else request
+            return msgspec.structs.replace(request, answer_id=answer_id)
+        if request.has_output or num_ended:
+            ticket = tickets.redeem(wanted.continuation_ticket, digest, request)
+            if ticket is None:
+                return self._with_claims(request, model, answer_id)
+            # What its earlier output is, only the client says: it is screened as a prompt.
+            return msgspec.structs.replace(
+                request,
+                answer_id=ticket.answer_id,
+                num_ended_tokens=num_ended,
+                most_cached_tokens=ticket.num_cached_tokens,
+                prompt_text=self._text_with_claims(request, model),
+            )
+        return msgspec.structs.replace(
+            request, answer_id=answer_id, issue_ticket=partial(tickets.issue, digest, answer_id)
+        )
 
     def _with_class(
         self, request: Request, wanted: Submit | LinkRequest | GenerateRequest, access: CallerAccess | None
@@ -437,10 +475,11 @@ class Intake:
         model: ServedModel,
         plan: ToolPlan,
         sampling: SamplingParams,
+        stop: StopConditions,
         cache_salt: str,
     ) -> tuple[Sequence[int], str, ParserSpec | None]:
-        """Returns (token ids, text for the safety service, parser of the answer). `sampling` then shows the markers
-        that the parser has to see."""
+        """Returns (token ids, text for the safety service, parser of the answer). `sampling` and `stop` then fit the
+        parser."""
         messages = wanted_messages(wanted)
         options = template_options(wanted)
         text = screened_text(messages, plan.tools)
@@ -453,7 +492,7 @@ class Intake:
             raise conversation_error(error) from error
         self._check_prompt(token_ids, model, MESSAGES)
         parser = prompted(plan.parser, rendered)
-        show_markers(sampling, parser, model.tokenizer)
+        fit_to_parser(sampling, stop, parser, model.tokenizer)
         return token_ids, text, parser
 
     def _check_prompt(self, token_ids: Sequence[int], model: ServedModel | None, field: str) -> None:
@@ -487,14 +526,17 @@ class Intake:
                 field=field,
             )
 
-    def _with_claims(self, request: Request, model: ServedModel | None) -> Request:
+    def _with_claims(self, request: Request, model: ServedModel | None, answer_id: str) -> Request:
         """The request of a client outside the fabric, whose choices have output: it counts, and is screened, as a part
         of the prompt. Raises KvloomError."""
+        num_claimed = sum(len(choice.output_token_ids) for choice in request.choices)
+        text = self._text_with_claims(request, model)
+        return msgspec.structs.replace(request, num_claimed_tokens=num_claimed, prompt_text=text, answer_id=answer_id)
+
+    def _text_with_claims(self, request: Request, model: ServedModel | None) -> str:
         outputs = [choice.output_token_ids for choice in request.choices if choice.output_token_ids]
         texts = [request.prompt_text, *(self._text_for_screening(ids, model, request.model) for ids in outputs)]
-        return msgspec.structs.replace(
-            request, num_claimed_tokens=sum(map(len, outputs)), prompt_text="\n".join(filter(None, texts))
-        )
+        return "\n".join(filter(None, texts))
 
     def _screened(self, text: str, token_ids: Sequence[int], model: ServedModel | None, name: str) -> str:
         """The text for the safety service of a prompt of tokens. Processes of the fabric send the text of which they
@@ -566,6 +608,14 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
         raise invalid_argument(f"{field} is truncated: every id has four bytes.", field) from error
 
 
+def _adapter_checksum(model: ServedModel | None) -> str:
+    return "" if model is None or model.adapter is None else model.adapter.checksum
+
+
+def _num_ended_tokens(wanted: GenerateRequest) -> int:
+    return sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done)
+
+
 def _check_choices(submit: Submit) -> None:
     if len(submit.choices) == 1 and submit.choices[0].index < MAX_CHOICES:
         return  # as nearly always
@@ -600,10 +650,9 @@ def _with_adapter(request: Request, model: str, adapter: Adapter, checksum: str)
 
 
 def _metered(request: Request, num_ended_tokens: int, scope: CallerScope, num_foreign_tokens: int = 0) -> Request:
-    """With what usage records need. What a client outside the fabric says of its answer changes none of it: each of its
-    requests is an answer of its own."""
+    """With what usage records need. What a client outside the fabric says of its answer changes none of it."""
     if scope is not TRUSTED:
-        return msgspec.structs.replace(request, answer_id=secrets.token_hex(8))
+        return request
     if num_ended_tokens:
         request = msgspec.structs.replace(request, num_ended_tokens=num_ended_tokens)
     if num_foreign_tokens:

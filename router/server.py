@@ -52,6 +52,7 @@ from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
+from router.continuation_tickets import ContinuationTickets
 from router.core.actions import (
     AnswerResampled,
     BrownoutStepChanged,
@@ -91,6 +92,7 @@ from router.result_cache.shared import SharedResultCache
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
+from router.rpc.certificate_check import CertificateCheck
 from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
@@ -156,6 +158,8 @@ class RouterServer:
         if callers.identities is not None:
             observe(callers.identities.tenants, metrics_registry, "router")
         self._cache_salts = callers.cache_salts(trust.cache_key)
+        self._tickets = ContinuationTickets(trust.sealer) if trust.has_secret else None
+        """None if all clients are trusted."""
         intake = Intake(
             catalogue.by_name,
             config.router.max_prompt_tokens,
@@ -170,6 +174,7 @@ class RouterServer:
             gives_receipts=config.router.receipts.enabled,
             classes=declared_classes(config.router.classes),
             prefers_others=core.prefers_others if config.router.brownout.enabled else None,
+            tickets=self._tickets,
         )
         self._intake = intake
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices
@@ -262,7 +267,8 @@ class RouterServer:
                 self._clear_result_cache,
                 self._side_calls,
             )
-            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
+            may_call = trust.may_call if trusts_all else None
+            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks], may_call)
 
         checks: list[grpc.aio.ServerInterceptor] = [self._limits]
         if callers.api_keys is not None:
@@ -271,6 +277,9 @@ class RouterServer:
             checks.insert(0, ProviderCheck(callers, callers.verifier))
         if callers.identities is not None:
             checks.insert(0, TenantCheck(callers.identities))
+
+        if self._tls is not None and self._tls.revoked is not None:
+            checks.insert(0, CertificateCheck(self._tls.revoked))
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         for_clients = service.sharing_port(options) if shares_port else options
@@ -519,6 +528,8 @@ class RouterServer:
             record = self._metering.request_ended(ended)
             if ended.usage is not None and ended.usage.answer_id:
                 record = b""  # what a client outside the fabric says of lost tokens is no reason to charge less
+        if self._tickets is not None:
+            self._tickets.request_ended(ended.client_id, ended.tenant, was_computed=ended.num_attempts > 0)
         self._usage_records.request_ended(ended, record)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)

@@ -2,7 +2,8 @@
 
 No transaction outlasts a part, so that a slow follower holds nothing up. The parts of a snapshot are therefore read one
 after another while the table changes; the last part has what has changed since the first, and only with it the snapshot
-is that of a version. A follower that was slow gets all that it has missed as one set of changes, or another snapshot.
+is that of a version. Changes are told in between as well: the follower still serves by the table that it had. A
+follower that was slow gets all that it has missed as one set of changes, or another snapshot.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Follower:
         while True:
             state, prices = await self._database.uninterrupted(self._beginning())
             self._table_id, self._version = state.table_id, state.version
+            told, changed = state.version, self._versions.next_change()
             yield self._part(begins_snapshot=True, prices=prices, has_prices=True)
             for _, field, read in _KINDS:
                 after = ""
@@ -88,6 +90,11 @@ class Follower:
                     entries = await self._database.uninterrupted(self._entries(read, after))
                     for some in _small_enough(entries):
                         yield self._part(**{field: some})
+                    if changed.is_set():
+                        changed = self._versions.next_change()
+                        told, parts = await self._database.uninterrupted(self._changes_meanwhile(told))
+                        for part in parts:
+                            yield part
                     if len(entries) < self._part_entries:
                         break
                     after = entries[-1].id
@@ -130,6 +137,17 @@ class Follower:
         parts[-1].is_complete = True
         parts[-1].version = state.version
         return parts
+
+    async def _changes_meanwhile(self, told: int) -> tuple[int, list[FollowResponse]]:
+        """The version until which changes have been told now, and those since `told`. A large snapshot takes long, and
+        a key that is revoked meanwhile must not be accepted until its end."""
+        async with self._database.reading() as connection:
+            state = await read_state(connection)
+            if state.table_id != self._table_id or state.oldest_version > told:
+                return told, []  # another snapshot will follow
+            changed = await read_changes(connection, told, state.version)
+            fields = self._changed_fields(connection, changed)
+            return state.version, [self._part(holds_at_once=True, **one) async for one in fields]
 
     async def _changed_fields(
         self, connection: AsyncConnection, changed: Mapping[str, set[str]]

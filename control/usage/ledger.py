@@ -19,7 +19,7 @@ from control.database.usage_tables import budget_leases, budget_spending, usage_
 from control.usage.account_limits import key_accounts
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
-from kvloom_common.tenancy.usage_record import UsageRecord, merged
+from kvloom_common.tenancy.usage_record import UsageRecord, counting
 from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 
 _LOCK: Final = 0x7573616765  # "usage"
@@ -104,7 +104,7 @@ async def _deltas(connection: AsyncConnection, records: Iterable[UsageRecord]) -
         numbers = {(record.producer, record.number) for record in of_answer}
         whole = all_records[answer]
         earlier = [record for record in whole if (record.producer, record.number) not in numbers]
-        old, new = [merged(earlier)] if earlier else [], [merged(whole)]
+        old, new = counting(earlier), counting(whole)
         if new != old:
             deltas.replace(old, new)
     return deltas

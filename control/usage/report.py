@@ -18,7 +18,7 @@ from control.usage.alerts import spent_of
 from control.usage.leases import budget_name, leased_of
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
-from kvloom_common.tenancy.usage_record import UsageRecord, merged
+from kvloom_common.tenancy.usage_record import UsageRecord, counting
 
 MAX_ROWS: Final = 10_000
 MAX_LISTED: Final = 500
@@ -111,12 +111,13 @@ def _answers(encoded: Sequence[bytes], request: pb.ListAnswersRequest) -> list[p
         _answer(records)
         for _, records in sorted(by_answer.items())
         if any(request.ended_after <= record.ended_at < before for record in records)
-        and (not request.tenant or merged(records).tenant == request.tenant)
+        and (not request.tenant or counting(records)[0].tenant == request.tenant)
     ]
 
 
 def _answer(records: Sequence[UsageRecord]) -> pb.MeteredAnswer:
-    found = merged(records)
+    counted = counting(records)
+    found = max(counted, key=lambda record: record.ended_at)
     answer = pb.MeteredAnswer(
         request_id=found.request_id,
         answer_id=found.answer_id,
@@ -126,10 +127,10 @@ def _answer(records: Sequence[UsageRecord]) -> pb.MeteredAnswer:
         priority_class=found.served_class,
         error_reason=found.error_reason,
         num_records=len(records),
-        num_prompt_tokens=found.num_prompt_tokens,
-        num_output_tokens=found.num_output_tokens,
-        num_reasoning_tokens=found.num_reasoning_tokens,
-        cost_nanos=found.cost_nanos,
+        num_prompt_tokens=sum(record.num_prompt_tokens for record in counted),
+        num_output_tokens=sum(record.num_output_tokens for record in counted),
+        num_reasoning_tokens=sum(record.num_reasoning_tokens for record in counted),
+        cost_nanos=sum(record.cost_nanos for record in counted),
     )
     for record in records:
         if not record.corrects:  # it repeats what the corrected one says of its request

@@ -139,6 +139,8 @@ class StreamedAnswer(Answer):
             if delta and not self._events.send(prefix, encode_json(delta), self._suffix):
                 self._on_slow_reader()
             return
+        if self._formatter.drops_output:
+            return
         events: list[Event] = [TextDelta(delta)] if delta else []
         if self._parsed:
             events = self._parsed[index].feed(delta, len(token_ids))
@@ -200,7 +202,7 @@ class StreamedAnswer(Answer):
 
     def _begin(self, index: int) -> None:
         self._begun.add(index)
-        if self._formatter.prefixes and not self._parsed:
+        if self._formatter.prefixes and not self._parsed and not self._formatter.drops_output:
             self._prefixes[index] = self._formatter.prefixes[index]
 
     def _send_all(self, chunks: Sequence[bytes]) -> None:

@@ -8,8 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from edge_http.anthropic.blocks import CacheControl
-from edge_http.anthropic.requests import Part, PromptBody, ToolChoiceBody
+from edge_http.anthropic.requests import PromptBody, ToolChoiceBody
 from edge_http.formatting.client_tools import ClientTool, GivenTools
 from edge_http.formatting.decoding import decode_body, json_text
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
@@ -21,7 +20,7 @@ class _ToolType(msgspec.Struct):
     name: str | None = None
 
 
-class _ToolBody(Part, kw_only=True):
+class _ToolBody(msgspec.Struct, kw_only=True):
     """A tool that the client runs."""
 
     name: str
@@ -30,7 +29,7 @@ class _ToolBody(Part, kw_only=True):
     description: str | None = None
     input_examples: list[msgspec.Raw] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Any = None
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
     """Without effect, like the next one: the model sees all tools, and inputs are always streamed."""

@@ -62,7 +62,7 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-from kvloom_common.conversation.model_output import show_markers
+from kvloom_common.conversation.model_output import fit_to_parser
 from kvloom_common.limits.byte_budget import ByteLease
 from kvloom_common.models.served_model import ServedModel
 
@@ -190,7 +190,7 @@ def check_job_window(edge: Edge, job: GenerationJob) -> None:
     """To be called before a job's submission: it also asks for the markers that its parser needs. Raises KvloomError
     (CONTEXT_LENGTH_EXCEEDED)."""
     if job.shape.parser is not None:
-        show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
+        fit_to_parser(job.sampling, job.stop, job.shape.parser, job.model.tokenizer)
     window = edge.window(job.model.name)
     if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None

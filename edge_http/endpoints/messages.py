@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.anthropic.formatter import MessageOptions
-from edge_http.anthropic.messages import chat_messages, check_continued, is_continued
+from edge_http.anthropic.messages import chat_messages, is_continued
 from edge_http.anthropic.requests import MessagesBody, PromptBody, check_version, decode_count_tokens, decode_messages
 from edge_http.anthropic.settings import (
     max_tokens_of,
@@ -69,7 +69,7 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
-        body = decode_count_tokens(raw, edge.config.max_messages)
+        body = decode_count_tokens(raw, edge.config.max_messages, edge.fields, request.headers)
         model = edge.usable_model(request, body.model)
         async with side_call(edge, request, len(raw)) as call:
             prepared = await _prepared(edge, edge.callers.cache_scope_of(request), body, model)
@@ -127,13 +127,9 @@ async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel
     form = output_guide(body)
     guide = with_calls(form, plan, "tools")
     chat, continues = chat_messages(body), is_continued(body)
-    if continues:
-        check_continued(chat)
-        if guide is not None or thinks(body):
-            message = (
-                "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
-            )
-            raise invalid_argument(message, "messages")
+    if continues and (guide is not None or thinks(body)):
+        message = "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
+        raise invalid_argument(message, "messages")
     prompt, rendered = await chat_prompt(
         chat,
         plan.tools,
@@ -172,7 +168,7 @@ def _features(body: MessagesBody) -> frozenset[Feature]:
 
 
 _API: Final[GenerationApi[MessagesBody]] = GenerationApi(
-    decode=lambda edge, raw: decode_messages(raw, edge.config.max_messages),
+    decode=lambda edge, request, raw: decode_messages(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_job,
     features=_features,
     max_answer_tokens=lambda body: body.max_tokens,

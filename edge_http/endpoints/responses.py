@@ -8,7 +8,7 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob
+from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.formatting.body_guide import with_calls
@@ -21,6 +21,7 @@ from edge_http.openai.responses.tools import tools_of
 from edge_http.openai.sampling import chat_sampling, stop_conditions, tier_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
+from edge_http.wire.json_response import json_response
 from kvloom.v1.router_service_pb2 import TIER_BATCH
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
@@ -32,6 +33,16 @@ from kvloom_common.models.served_model import ServedModel
 async def responses(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/responses."""
     return await serve_generation(edge, request, _API)
+
+
+async def count_input_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/responses/input_tokens: the size of the prompt that a response would have."""
+    caller = edge.callers.caller_of(request)
+    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+        raw = await read_prompt_body(edge, request, lease)
+        body = decode_responses(raw, edge.config.max_messages, edge.fields, request.headers)
+        job = await _job(edge, request, raw, body, edge.usable_model(request, body.model))
+        return json_response({"object": "response.input_tokens", "input_tokens": job.prompt_sizes[0]})
 
 
 async def _job(
@@ -86,7 +97,7 @@ def _features(body: ResponsesBody) -> frozenset[Feature]:
 
 
 _API: Final[GenerationApi[ResponsesBody]] = GenerationApi(
-    decode=lambda edge, raw: decode_responses(raw, edge.config.max_messages),
+    decode=lambda edge, request, raw: decode_responses(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_job,
     features=_features,
     max_answer_tokens=lambda body: body.max_output_tokens or 0,

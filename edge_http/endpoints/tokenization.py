@@ -31,7 +31,7 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
-        body = decode_tokenize(raw, edge.config.max_messages)
+        body = decode_tokenize(raw, edge.config.max_messages, edge.fields, request.headers)
         model = edge.usable_model(request, body.model)
         window = edge.window(model.name)
         async with side_call(edge, request, len(raw)) as call:
@@ -52,7 +52,7 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
     """Serve POST /detokenize."""
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
-        body = decode_detokenize(await read_prompt_body(edge, request, lease))
+        body = decode_detokenize(await read_prompt_body(edge, request, lease), edge.fields, request.headers)
         tokenizer = edge.usable_model(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
         async with side_call(edge, request, BYTES_PER_TOKEN * len(body.tokens)):

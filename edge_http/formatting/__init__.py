@@ -9,4 +9,5 @@ json_bytes.py          encoding JSON
 body_guide.py          the guide of an answer, and what tools make of it
 client_tools.py        tools that a client knows otherwise than the model
 decoding.py            decoding the bodies of requests
+body_fields.py         which fields of a body count, and what becomes of the others
 """

@@ -10,6 +10,8 @@ from kvloom_common.conversation.tool_plan import ToolPlan
 
 ALL_OUTPUT: Final = "structured_outputs"
 """The field whose form is that of all output, not only of messages."""
+GUIDED: Final = "guided_"
+"""What the fields begin with that were its predecessors."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
@@ -28,7 +30,7 @@ def with_calls(guide: BodyGuide | None, plan: ToolPlan, field: str) -> BodyGuide
         return guide
     if guide is None:
         return None if plan.guide is None else BodyGuide(plan.guide, field)
-    if guide.field.startswith(ALL_OUTPUT):
+    if guide.field.startswith((ALL_OUTPUT, GUIDED)):
         if plan.demands_call:
             raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
         return guide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from edge_http.formatting.body_guide import ALL_OUTPUT, BodyGuide
+from edge_http.formatting.body_guide import ALL_OUTPUT, GUIDED, BodyGuide
 from edge_http.formatting.decoding import json_text
 from edge_http.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 from kvloom.errors import invalid_argument
@@ -19,6 +19,8 @@ def guide_of(body: GenerationBody) -> BodyGuide | None:
         if found is not None:
             raise invalid_argument("Give either response_format or structured_outputs.", ALL_OUTPUT)
         found = _of_structured_outputs(body.structured_outputs)
+    if body.guided_json or body.guided_regex or body.guided_choice or body.guided_grammar:
+        found = _of_predecessors(body, is_only=found is None)
     if found is not None:
         check_guide(found.guide, found.field)
     return found
@@ -38,6 +40,18 @@ def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
     if not _is_given(wanted.json_schema.schema):
         raise invalid_argument(f"{field} is missing.", field)
     return BodyGuide(Guide(json_schema=json_text(wanted.json_schema.schema, field)), field)
+
+
+def _of_predecessors(body: GenerationBody, *, is_only: bool) -> BodyGuide:
+    """What older clients of vLLM say instead of `structured_outputs`."""
+    names = [name for name in ("json", "regex", "choice", "grammar") if getattr(body, GUIDED + name)]
+    if not is_only or len(names) > 1:
+        raise invalid_argument(f"{GUIDED}{names[-1]}: give one form of the answer only.", GUIDED + names[-1])
+    wanted = StructuredOutputs(
+        json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
+    )
+    found = _of_structured_outputs(wanted)
+    return BodyGuide(found.guide, found.field.replace(f"{ALL_OUTPUT}.", GUIDED))
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:

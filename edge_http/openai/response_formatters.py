@@ -47,6 +47,7 @@ class OpenAiFormatter(ResponseFormatter):
     def repeat_prompt(self, report: PromptReport) -> None:
         """The answer repeats something of its prompt. Call this before anything else."""
         self.report = report
+        self.drops_output = report.is_all
 
     def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
         return [self._text(index, event.text) for event in events if isinstance(event, TextDelta)]
@@ -155,6 +156,11 @@ class ChatFormatter(OpenAiFormatter):
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:  # noqa: ARG002
         return (chat_logprobs(self._tokenizer, token_ids, entries),)
+
+    def output_with_logprobs(self, index: int, events: Sequence[Event], logprobs: Sequence[bytes]) -> Sequence[bytes]:
+        if not any(logprobs):  # special tokens alone
+            return self.output(index, events)
+        return super().output_with_logprobs(index, events, logprobs)
 
     def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
         reason = self._finish_reason(finish.reason)

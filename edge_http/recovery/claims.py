@@ -104,5 +104,5 @@ class ResumeClaims:
 def _claim(value: bytes | None) -> Claim | None:
     if not value:
         return None
-    holder, _, source = value.decode().partition(" ")
+    holder, _, source = value.decode("utf-8", "replace").partition(" ")
     return Claim(holder, source)

@@ -149,7 +149,7 @@ class ResponseLocator:
 
     async def _holder(self, request: web.BaseRequest, response_id: str) -> Claim | web.StreamResponse:
         """Returns the claim on a response, or the answer to an edge that forwarded to a wrong address. Raises
-        KvloomError (NOT_FOUND, INTERNAL)."""
+        KvloomError (NOT_FOUND, RESPONSE_UNAVAILABLE)."""
         tag = edge_tag_of(response_id)
         if not tag:
             raise not_kept()
@@ -164,7 +164,7 @@ class ResponseLocator:
             raise _cannot_look() from error
 
     async def _forward(self, request: web.BaseRequest, response_id: str, claim: Claim) -> web.StreamResponse:
-        """Raises KvloomError (NOT_FOUND, INTERNAL), OwnerLostError."""
+        """Raises KvloomError (NOT_FOUND, RESPONSE_UNAVAILABLE), OwnerLostError."""
         try:
             record = await self._journal.find_edge(claim.holder, self._tag)
         except (RedisError, EdgesUnknownError) as error:
@@ -187,4 +187,4 @@ class ResponseLocator:
 
 def _cannot_look() -> KvloomError:
     message = "Where this response is cannot be looked up now."
-    return KvloomError(ErrorReason.ERROR_REASON_INTERNAL, message, retry_after_seconds=1.0)
+    return KvloomError(ErrorReason.ERROR_REASON_RESPONSE_UNAVAILABLE, message, retry_after_seconds=1.0)

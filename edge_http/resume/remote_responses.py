@@ -19,7 +19,7 @@ not streamed and that this edge has after all."""
 class RemoteResponses(Protocol):
     async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
         """The events of a response after number `after`. Raises KvloomError (NOT_FOUND, EVENTS_GONE, QUEUE_FULL,
-        DRAINING, INTERNAL) as long as nothing was sent."""
+        DRAINING, RESPONSE_UNAVAILABLE) as long as nothing was sent."""
         ...
 
     async def find_by_key(self, request: web.BaseRequest, name: ResponseName, after: int) -> FoundResponse | None:
@@ -28,7 +28,7 @@ class RemoteResponses(Protocol):
         ...
 
     async def cancel(self, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
-        """Raises KvloomError (NOT_FOUND, DRAINING, INTERNAL)."""
+        """Raises KvloomError (NOT_FOUND, DRAINING, RESPONSE_UNAVAILABLE)."""
         ...
 
 

@@ -29,6 +29,8 @@ class MigratingGeneration:
         self._request = request
         self._began_at = time.monotonic()
         self._choices = [ChoiceProgress(index) for index in range(request.n or 1)]
+        self._ticket = b""
+        """Proves to other routers that the answer has begun."""
         self._num_tokens = 0
         self._num_tokens_before = 0
         """How many tokens had been received when the current request was made."""
@@ -53,6 +55,7 @@ class MigratingGeneration:
         request.resume_token = secrets.token_urlsafe(TOKEN_BYTES)  # unique: it names this request to its router
         if self.has_response:
             request.partial_choices.extend(_partial_choice(choice) for choice in self._choices)
+            request.continuation_ticket = self._ticket
             request.starting_after = self.last_event
             request.timeout_seconds = self._seconds_left()
         if self._request.HasField("objectives"):
@@ -93,6 +96,7 @@ class MigratingGeneration:
         self._num_tokens += len(delta_proto.token_ids)
         delta = Delta.from_proto(delta_proto)
         if delta.start is not None:
+            self._ticket = delta.start.continuation_ticket or self._ticket
             if choice.num_cached_tokens is None:
                 choice.num_cached_tokens = delta.start.num_cached_tokens
             else:
@@ -117,7 +121,7 @@ class MigratingGeneration:
 
 def _partial_choice(choice: ChoiceProgress) -> PartialChoice:
     if choice.is_done:
-        return PartialChoice(index=choice.index, done=True)
+        return PartialChoice(index=choice.index, done=True, token_ids=choice.token_ids)  # a part of the answer's usage
     return PartialChoice(index=choice.index, token_ids=choice.token_ids, num_delivered_chars=choice.num_chars)
 
 

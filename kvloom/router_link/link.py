@@ -178,11 +178,11 @@ class GrpcRouterLink:
             submit.key_id = request.key_id
         if request.adapter_checksum:
             submit.adapter_checksum = request.adapter_checksum
-        if request.num_ended_tokens:
+        if request.partial_choices:
             submit.num_ended_tokens = request.num_ended_tokens
             submit.num_ended_reasoning_tokens = request.num_ended_reasoning_tokens
-        if request.num_foreign_tokens:
             submit.num_foreign_tokens = request.num_foreign_tokens
+            submit.continuation_ticket = request.continuation_ticket
         if request.no_result_cache:
             submit.no_result_cache = True
         if request.receipt:

@@ -71,5 +71,7 @@ class LinkRequest:
     fairness_id: str = ""
     objectives: router_service_pb2.Objectives | None = None
     """None: it has none."""
+    continuation_ticket: bytes = b""
+    """With `partial_choices`: that of the answer's first start, if it had one."""
     has_fallback_model: bool = False
     """See Submit in router_service.proto."""

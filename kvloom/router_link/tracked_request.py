@@ -121,6 +121,8 @@ class TrackedRequest:
         progress = self.choices[index]
         if progress.num_cached_tokens is None:
             progress.num_cached_tokens = start.num_cached_tokens
+            if start.continuation_ticket:
+                self.request.continuation_ticket = start.continuation_ticket
             try:
                 self._sink.on_start(index, start)
             except Exception:

@@ -20,6 +20,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvloom.backoff import Backoff
+from kvloom.transport.addresses import join_address
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
@@ -39,6 +40,10 @@ log = structlog.get_logger()
 ROLE: Final = "control"
 CONNECT_SECONDS: Final = 5.0
 """How long a service may take for the first response."""
+TRY_SECONDS: Final = 1.0
+"""How long a process that has a copy waits at its start for a service that hangs."""
+LONGEST_PAUSE_SECONDS: Final = 0.5
+"""Between two tries to reach the service: a key that is revoked as soon as it is back must not be accepted for long."""
 TOUCH_SECONDS: Final = 10.0
 """How often the copy on disk is marked as current."""
 REPORT_SECONDS: Final = 30.0
@@ -57,7 +62,7 @@ def control_finder(config: KvloomConfig, own_name: str, trust: FabricTrust) -> P
     """Finds the control service: the configured one, and those that the registry has."""
     host = config.control.host
     host = fabric_host(config, host) if is_loopback(host) else host
-    configured = f"{host}:{config.control.port}" if config.control.port else ""
+    configured = join_address(host, config.control.port) if config.control.port else ""
     return ProcessFinder(config.redis, ROLE, own_name, configured, trust.sealer)
 
 
@@ -68,7 +73,8 @@ class TenantFollower:
         """`own_name`: the process's; its copy is called after it."""
         self.tenants = Tenants(config.control.max_stale_seconds)
         self.tried = asyncio.Event()
-        """Set once there is a table, or `control` could not be reached."""
+        """Set once the table is that of `control`, or that could not be reached. Nothing should be served before: keys
+        may have been revoked while this process was away."""
         self._trust = trust
         self._finder = control_finder(config, own_name, trust)
         folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
@@ -83,11 +89,10 @@ class TenantFollower:
         """Changes are missing."""
         self._arriving: TenantTable | None = None
         """A snapshot that is not complete."""
-        self._backoff = Backoff(0.1, 5.0, stable_seconds=10.0, jitter=lambda: random.uniform(0.5, 1.0))
+        self._backoff = Backoff(0.1, LONGEST_PAUSE_SECONDS, jitter=lambda: random.uniform(0.5, 1.0))
         table, current_at = self._file.load()
         if not table.is_empty:
             self.tenants.use(table, current_at)
-            self.tried.set()
 
     def control_addresses(self) -> list[str]:
         """Where the control service may be reached, best first."""
@@ -101,11 +106,17 @@ class TenantFollower:
                 tasks.create_task(self._touch(), name="tenants' copy")
                 tasks.create_task(self._report_uses(), name="uses of keys")
                 tasks.create_task(self._drop_expired(), name="expired keys")
+                tasks.create_task(self._try(), name="first try")
                 await self._finder.found.wait()
                 await self._follow_all()
         finally:
             self.tenants.set_connected(False)
             self._file.close()
+
+    async def _try(self) -> None:
+        await asyncio.sleep(TRY_SECONDS)
+        if not self.tenants.table.is_empty:
+            self.tried.set()
 
     async def _follow_all(self) -> None:
         turn = 0
@@ -170,6 +181,8 @@ class TenantFollower:
         if self._arriving is not None:
             self._arriving.apply(response)
             self._file.add_to_snapshot(response)
+            if response.holds_at_once and response.table_id == self.tenants.table.table_id:
+                self._amend(response)
             if response.is_complete:
                 table, self._arriving = self._arriving, None
                 replaced, replaced_file = self.tenants.table, self._file.complete_snapshot()
@@ -201,6 +214,14 @@ class TenantFollower:
                 self._connected()
             if self._file.is_bloated:
                 raise _StartAgainError
+
+    def _amend(self, response: FollowResponse) -> None:
+        """The table that a snapshot will replace gets a change already. It keeps its version."""
+        table = self.tenants.table
+        version = table.version
+        table.apply(response)
+        table.version = version
+        self.tenants.changed()
 
     async def _report_uses(self) -> None:
         """What cannot be reported is forgotten: the keys that are used still are reported the next time."""

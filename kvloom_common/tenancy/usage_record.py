@@ -2,12 +2,14 @@
 
 A router writes one record for each request that ends there, numbered without a gap. A request that continues at another
 router has a record of each, and each says how far the whole answer had come. The router where it continued begins
-behind the tokens that had been delivered, so its record counts for all of them (see `merged`): it also covers what a
+behind the tokens that had been delivered, so its record counts for all of them (see `counting`): it also covers what a
 router lost when it died, and it leaves out what was lost in transit.
 
 Which records are of one answer: those with the same `request_id` and `answer_id`. Edges draw ids that are unique. Other
 clients choose theirs, and could use one for any number of requests; so routers draw an answer id for each of these, and
-what it computes counts by itself. Nothing depends on what such a client says of an answer that it continues.
+what it computes counts by itself. Two of them have the same id only if a ticket proves that they are the same answer
+(router/continuation_tickets.py). Where it was continued only its client says, so each run that computed a part again
+counts by itself (`counting`).
 
 A record of an answer that reached nobody names its tenant after its tier (UNBILLED_TIERS): it is on no bill.
 """
@@ -18,6 +20,8 @@ from collections.abc import Iterable
 from typing import Final
 
 import msgspec
+
+from kvloom_common.tenancy.answer_runs import Run, last_runs
 
 TIER_SHADOW: Final = "shadow"
 """A request of shadow traffic: a router's own."""
@@ -125,14 +129,17 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
         return f"{self.model}:{self.adapter}" if self.adapter else self.model
 
 
-def merged(records: Iterable[UsageRecord]) -> UsageRecord:
-    """The one record that counts, of all records with the same `answer`; any order gives the same.
-
-    That is the record of the router which had the answer last, since it began behind what had been delivered.
-    """
+def counting(records: Iterable[UsageRecord]) -> list[UsageRecord]:
+    """The records that count, of all records with the same `answer`; any order gives the same. Usually one: that of the
+    router which had the answer last, since it began behind what had been delivered."""
     found = list(records)
     corrected = {(record.producer, record.corrects) for record in found if record.corrects}
-    return max((record for record in found if (record.producer, record.number) not in corrected), key=_order)
+    found = [record for record in found if (record.producer, record.number) not in corrected]
+    if len(found) < 2 or not found[0].answer_id:
+        return [max(found, key=_order)] if found else []
+    by_name = {(record.producer, record.number): record for record in found}
+    runs = (Run(one.num_resumed_tokens, one.num_output_tokens, name) for name, one in by_name.items())
+    return [by_name[run.name] for run in last_runs(runs)]
 
 
 def _order(record: UsageRecord) -> tuple[int, float, str, int]:

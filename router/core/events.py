@@ -96,7 +96,7 @@ class Request(msgspec.Struct, frozen=True):
     None: all."""
     answer_id: str = ""
     """Tells the requests of clients outside the fabric apart, which choose their ids themselves
-    (kvloom_common/tenancy/usage_record.py); "": the id does."""
+    (kvloom_common/tenancy/usage_record.py); "": the id does. A continuation has that of what it continues."""
     num_ended_tokens: int = 0
     """Output tokens of other choices of the answer: they had ended when it was submitted here, to be continued."""
     num_foreign_tokens: int = 0
@@ -104,8 +104,15 @@ class Request(msgspec.Struct, frozen=True):
     num_claimed_tokens: int = 0
     """Those that the choices have, if only a client outside the fabric says that they were generated here. They are
     computed as the prompt is, and count as a part of it: nothing else follows from them."""
+    most_cached_tokens: int | None = None
+    """How many prompt tokens at most count as cached, whatever the shard says: for the others were computed where the
+    answer began. None: all."""
     num_ended_reasoning_tokens: int = 0
     """The part of `num_ended_tokens` that is reasoning."""
+    issue_ticket: Callable[[int], bytes] | None = None
+    """Seals the ticket with which its client can continue the answer at another router
+    (router/continuation_tickets.py), given the number of cached tokens; called with its first token. None: the client
+    needs none."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
     """How many of a choice's output tokens are reasoning: a pure function, called when the choice ends. None: usage is
     not metered, or the model writes none."""
@@ -133,7 +140,8 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def is_continued(self) -> bool:
-        """Whether another router, edge or model has begun its answer, and a process of the fabric says so."""
+        """Whether another router, edge or model has begun its answer, and a process of the fabric says so, or has given
+        its client a ticket (router/continuation_tickets.py)."""
         return (self.num_ended_tokens > 0 or self.has_output) and not self.num_claimed_tokens
 
     @property

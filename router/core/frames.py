@@ -30,6 +30,8 @@ class Start(msgspec.Struct):
     result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
     brownout: str = ""
     """How the answer is degraded; see SequenceStart.brownout in generation.proto. Set by the router."""
+    continuation_ticket: bytes = b""
+    """See SequenceStart in generation.proto. Set by the router."""
     priority_class: str = ""
     """See SequenceStart.priority_class in generation.proto. Set by the router."""
 

@@ -8,7 +8,7 @@ import msgspec
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
-from router.core.events import Request
+from router.core.events import Request, RequestArrived
 from router.core.frames import Step
 
 
@@ -30,12 +30,24 @@ class DeliveryWitness:
         self._open: dict[str, dict[int, _Delivery]] = {}
         """By client and its slot."""
 
-    def arrived(self, request: Request) -> Request:
+    def arrived(self, event: RequestArrived) -> Request:
+        request = event.request
         if request.answer_id:
-            num_given = sum(len(choice.output_token_ids) for choice in request.choices)
-            num_prompt = len(request.prompt_token_ids) + num_given
-            line = WitnessLine(request.request_id, 0, answer_id=request.answer_id, num_prompt_tokens=num_prompt)
-            delivery = _Delivery(line, len(request.choices))
+            num_prompt, num_given = len(request.prompt_token_ids), 0
+            for choice in request.choices:
+                num_given += len(choice.output_token_ids)
+            if request.is_continued:
+                num_given += request.num_ended_tokens
+            else:
+                num_prompt, num_given = num_prompt + num_given, 0
+            line = WitnessLine(
+                request.request_id,
+                0,
+                answer_id=request.answer_id,
+                num_prompt_tokens=num_prompt,
+                num_resumed_tokens=num_given,
+            )
+            delivery = _Delivery(line, len(request.choices), num_given)
             slots = self._open.setdefault(request.client_id, {})
             slots.update((choice.slot, delivery) for choice in request.choices)
         return request

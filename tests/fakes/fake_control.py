@@ -38,6 +38,9 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
         """How each stream ends that is opened, before anything is sent."""
         self.oldest_version = 0
         """Changes after it are known; others need a snapshot."""
+        self.may_send = asyncio.Event()
+        """Cleared: the service accepts followers, and sends them nothing."""
+        self.may_send.set()
         self._trust = trust
         self._entries: dict[tuple[str, str], Any] = {}
         self._changes: list[FollowResponse] = []
@@ -94,6 +97,7 @@ class FakeControl(control_service_pb2_grpc.ControlServiceServicer):
         await context.send_initial_metadata(())
         if self.fault is not None:
             await context.abort(self.fault, "")
+        await self.may_send.wait()
         sent = request.version
         if request.table_id != self.table_id or not self.oldest_version <= sent <= self.version:
             sent = self.version

@@ -30,7 +30,7 @@ from kvloom_common.config import (
 from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.tenancy.prices import Price
-from kvloom_common.tenancy.usage_record import UsageRecord, merged
+from kvloom_common.tenancy.usage_record import UsageRecord, counting
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, two_organisations
@@ -118,7 +118,7 @@ class MeteredWorld:
         answers: dict[tuple[str, str], list[UsageRecord]] = {}
         for record in await self.records():
             answers.setdefault(record.answer, []).append(record)
-        return [merged(records) for records in answers.values()]
+        return [one for records in answers.values() for one in counting(records)]
 
 
 @contextlib.asynccontextmanager

@@ -16,6 +16,7 @@ from control.database.database import make_engine
 from control.database.schema import keys, table_state
 from control.database.url import with_driver
 from control.directory import transaction
+from control.replication.follower import Follower
 from kvloom.enums import ErrorReason
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1.control_service_pb2 import FollowRequest, LeaseBudgetsRequest, LeaseBudgetsResponse
@@ -70,6 +71,28 @@ async def test_what_has_long_expired_leaves_the_table_and_stays_in_the_database(
         assert (table.key(made.key.id) is not None) == is_kept
         assert table.key("oidc:login:ada@acme/search") is not None
     assert len((await world.ask("ListKeys")).keys) == 2
+
+
+async def test_a_key_that_is_revoked_while_a_snapshot_is_sent_is_told_at_once(world: ControlWorld) -> None:
+    """A snapshot of many keys takes long, and the follower serves by its old table until the end of it."""
+    made = [
+        (await world.ask("CreateKey", key=Pb.ApiKey(project="acme/search"), create_project=True)).key.id
+        for _ in range(4)
+    ]
+    table = TenantTable()
+    responses = Follower(world.database, world.versions, "", 0, part_entries=1).responses()
+    told: list[str] = []
+    async for response in responses:
+        table.apply(response)
+        if response.holds_at_once:
+            assert not response.is_complete
+            told += response.removed_keys
+        elif response.keys and not told:
+            await world.ask("RevokeKey", id=sorted(made)[0])
+        if response.is_complete:
+            break
+    assert told == [sorted(made)[0]]
+    assert {one for one in made if table.key(one) is not None} == set(sorted(made)[1:])
 
 
 @pytest.mark.parametrize("has", ["another database's table", "a version of the future", "a forgotten version"])

@@ -199,8 +199,10 @@ async def test_redis_outage_harms_nothing_but_resuming_elsewhere() -> None:
             assert streamed.done
             elsewhere = client(second)
             elsewhere.response_id = streamed.response_id
-            assert await elsewhere.resume() == 500
-            assert json.loads(elsewhere.notices[0])["error"]["message"].startswith("Where this response is")
+            assert await elsewhere.resume() == 503
+            error = json.loads(elsewhere.notices[0])["error"]
+            assert error["code"] == "response_unavailable"
+            assert error["message"].startswith("Where this response is")
     finally:
         with contextlib.suppress(Exception):
             await asyncio.to_thread(redis.stop)
@@ -218,7 +220,7 @@ async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
         await published(peers)
         async with redis.asyncio.Redis.from_url(redis_url) as server:
             await server.flushall()
-        assert await streamed.resume() == 500
+        assert await streamed.resume() == 503
         async with asyncio.timeout(10):
             while await streamed.resume(stop_after=2) != 200:  # noqa: ASYNC110  (as clients do)
                 await asyncio.sleep(0.05)

@@ -292,31 +292,6 @@ async def test_a_response_format_leaves_room_for_calls(world: EdgeWorld, text: s
             {"tools": [CLOCK], "tool_choice": "required", "structured_outputs": {"json_object": True}},
             "structured_outputs.json_object",
         ),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "none"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": "x",
-                        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "["}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-        ),
     ],
 )
 async def test_bad_tools_are_refused_by_name(world: EdgeWorld, fields: dict[str, Any], param: str) -> None:

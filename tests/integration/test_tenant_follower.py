@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -10,6 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvloom.errors import KvloomError
+from kvloom.v1.control_service_pb2 import FollowResponse
 from kvloom_common.access.tenant_file import copy_path
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
@@ -67,6 +70,37 @@ async def test_a_process_that_starts_again_asks_only_for_what_has_changed(contro
     assert [(request.table_id, request.version) for request in control.requests] == [("", 0), ("table", 1)]
 
 
+async def test_nothing_is_served_by_a_copy_that_is_not_current(control: FakeControl, tmp_path: Path) -> None:
+    """A router that was away while a key was revoked accepted it when it came back, until the change had arrived."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the connection")
+    control.remove_key(f"id-{SEARCH_KEY}")
+    control.may_send.clear()
+    again = follower_of(tmp_path, config_of(control))
+    assert again.tenants.of_credential(SEARCH_KEY)  # what it has kept
+    async with following(again):
+        await eventually(lambda: len(control.requests) == 2, "the stream")
+        await asyncio.sleep(0)
+        assert (again.tried.is_set(), again.tenants.connected) == (False, False)
+        control.may_send.set()
+        await again.tried.wait()
+        with pytest.raises(KvloomError, match="not valid"):
+            again.tenants.of_credential(SEARCH_KEY)
+
+
+async def test_a_service_that_hangs_does_not_keep_a_process_from_serving(control: FakeControl, tmp_path: Path) -> None:
+    """It has a copy, and the service may be away for a day."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the connection")
+    control.put(key_of("kvl-new", "acme/search"))
+    control.may_send.clear()
+    async with following(again := follower_of(tmp_path, config_of(control))):
+        await again.tried.wait()
+        assert not again.tenants.connected
+        assert again.tenants.of_credential(SEARCH_KEY)
+        control.may_send.set()
+
+
 async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_path: Path) -> None:
     """While it arrives, the keys that it has not yet must still be accepted."""
     control.part_entries = 1
@@ -79,6 +113,21 @@ async def test_a_snapshot_counts_once_it_is_complete(control: FakeControl, tmp_p
         control.put(key_of("kvl-new", "acme/search"))
         await eventually(lambda: follower.tenants.table.table_id == "another", "the other table")
     assert versions == [4, 5]
+
+
+@pytest.mark.parametrize("table_id", ["table", "another"])
+async def test_a_revocation_during_a_snapshot_holds_at_once(
+    control: FakeControl, tmp_path: Path, table_id: str
+) -> None:
+    """Also for the table that is used until its end. A snapshot of another database says nothing about it."""
+    async with following(follower := follower_of(tmp_path, config_of(control))):
+        await eventually(lambda: follower.tenants.connected, "the table")
+        version = follower.tenants.table.version
+        await follower._apply(FollowResponse(table_id=table_id, version=9, begins_snapshot=True))
+        revoked = FollowResponse(table_id=table_id, version=9, removed_keys=[f"id-{SEARCH_KEY}"], holds_at_once=True)
+        await follower._apply(revoked)
+        is_known = follower.tenants.table.key(f"id-{SEARCH_KEY}") is not None
+        assert (is_known, follower.tenants.table.version) == (table_id == "another", version)
 
 
 async def test_a_table_that_was_replaced_is_freed_in_parts(control: FakeControl, tmp_path: Path) -> None:

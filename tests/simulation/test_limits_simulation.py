@@ -8,16 +8,28 @@ from collections.abc import Callable
 
 import pytest
 
+from kvloom_common.tenancy import answer_runs
+from kvloom_common.tenancy.prices import Price
+from router.core.events import Request
 from router.core.lease_messages import LeaseGrant, LeaseWant
 from router.core.relay.lifecycle import Lifecycle
 from router.core.tenancy.budget_lease import BudgetLease
+from router.core.tenancy.limit_plan import LimitPlan
 from router.core.tenancy.rate_lease import RateLease
 from router.core.tenancy.request_charge import RequestCharge
 from tools.dst.checker import Checker
 from tools.dst.checkers import LIMIT_CHECKERS
-from tools.dst.checkers.limits import BudgetsKept, ChargesExact, LeasesConserved, RatesKept
+from tools.dst.checkers.limits import (
+    BudgetsKept,
+    ChargesExact,
+    ClaimsMoveNoLimit,
+    ComputedIsMetered,
+    LeasesConserved,
+    RatesKept,
+)
 from tools.dst.run_seed import run_seed
 from tools.dst.scenario import has_limits
+from tools.dst.tenancy import hostile
 from tools.dst.tenancy.lease_owners import Budget
 from tools.dst.trace import join_lines
 
@@ -131,6 +143,40 @@ def never_settles(patch: Patch) -> None:
     patch.setattr(Lifecycle, "_end_charged", lambda *_arguments: None)
 
 
+def believes_claims(patch: Patch) -> None:
+    """A request whose choices have output counts as one that has been admitted elsewhere, whoever says so."""
+    patch.setattr(
+        Request, "num_earlier_tokens", property(lambda self: sum(len(one.output_token_ids) for one in self.choices))
+    )
+
+
+def prefills_claims_for_nothing(patch: Patch) -> None:
+    """What the choices have is no part of the prompt."""
+    patch.setattr(Request, "num_prompt_tokens", property(lambda self: len(self.prompt_token_ids)))
+
+
+def counts_the_furthest_run(patch: Patch) -> None:
+    """Of all runs of an answer only one counts, as for answers of edges."""
+    patch.setattr(answer_runs, "last_runs", lambda runs: [max(runs)])
+
+
+def issues_tickets_for_any_request(patch: Patch) -> None:
+    """A ticket is not bound to what determines the answer."""
+    patch.setattr(hostile, "_digest", lambda _request: "")
+
+
+def continues_without_being_counted(patch: Patch) -> None:
+    """No limit per minute counts a continuation, as those of processes of the fabric."""
+    original = RequestCharge.__init__
+
+    def init(self: RequestCharge, request: Request, plan: LimitPlan, price: Price) -> None:
+        original(self, request, plan, price)
+        if self.is_continued:
+            self.num_rated_tokens = 0
+
+    patch.setattr(RequestCharge, "__init__", init)
+
+
 BUGS: list[tuple[Callable[[Patch], None], type[Checker]]] = [
     (reserves_what_is_expected, BudgetsKept),
     (forgets_the_cap, BudgetsKept),
@@ -140,6 +186,11 @@ BUGS: list[tuple[Callable[[Patch], None], type[Checker]]] = [
     (asks_anew_after_a_lost_answer, LeasesConserved),
     (takes_one_grant_for_two, LeasesConserved),
     (charges_what_has_no_answer, ChargesExact),
+    (believes_claims, ClaimsMoveNoLimit),
+    (issues_tickets_for_any_request, ClaimsMoveNoLimit),
+    (prefills_claims_for_nothing, ComputedIsMetered),
+    (counts_the_furthest_run, ComputedIsMetered),
+    (continues_without_being_counted, RatesKept),
 ]
 
 

@@ -176,6 +176,11 @@ class ObservedRequest:
         return any(choice.spec.output_token_ids for choice in self.choices)
 
     @property
+    def is_believed(self) -> bool:
+        """Whether that is believed: a process of the fabric says so, or a ticket proves it."""
+        return self.is_continued and not self.request.num_claimed_tokens
+
+    @property
     def has_deadline(self) -> bool:
         """Whether its caller gave it one."""
         return self.request.objectives is not None and self.request.objectives.deadline_seconds is not None

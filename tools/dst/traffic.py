@@ -117,6 +117,8 @@ class Traffic:
 
     def _submit(self, stream: ClientStream, request: Request) -> None:
         self.num_requests += 1
+        if self._env.limits is not None:
+            request = self._env.limits.hostile.claims(stream.node.name, request, stream.take_slot)
         self.prompts[request.model, request.tenant, tuple(request.prompt_token_ids), request.adapter] = None
         stream.submit(request)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+import msgspec
+
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
+from kvloom_common.tenancy.answer_runs import Run, last_runs
 from kvloom_common.tenancy.usage_record import TIER_SHADOW
 from kvloom_common.usage_witness import WitnessLine
 
@@ -42,15 +45,10 @@ def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessLine]
     """An answer that is complete must be metered with exactly the tokens that were delivered, and one that was broken
     off with at least these."""
     found = Reconciliation()
-    lines: dict[_Name, WitnessLine] = {}
+    by_name: dict[_Name, list[WitnessLine]] = {}
     for line in witnessed:
-        earlier = lines.get((line.request_id, line.answer_id))
-        # An answer that moved to another edge has a line of each; the later one has more of it.
-        if earlier is None or (line.is_complete, line.num_output_tokens) >= (
-            earlier.is_complete,
-            earlier.num_output_tokens,
-        ):
-            lines[line.request_id, line.answer_id] = line
+        by_name.setdefault((line.request_id, line.answer_id), []).append(line)
+    lines = {name: _whole(found) for name, found in by_name.items()}
     tokens: dict[_Name, int] = {}
     prompts: dict[_Name, int] = {}
     for answer in metered:
@@ -68,6 +66,21 @@ def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessLine]
     for name, line in lines.items():
         _compare(found, name[0], line, tokens.get(name), prompts.get(name, 0))
     return found
+
+
+def _whole(lines: Sequence[WitnessLine]) -> WitnessLine:
+    """Of one answer."""
+    last = max(lines, key=lambda line: (line.is_complete, line.num_output_tokens))
+    if len(lines) == 1 or not last.answer_id:
+        return last  # an answer that moved to another edge has a line of each; the later one has more of it
+    runs = (Run(line.num_resumed_tokens, line.num_output_tokens, ("", at)) for at, line in enumerate(lines))
+    counting = [lines[run.name[1]] for run in last_runs(runs)]
+    return msgspec.structs.replace(
+        last,
+        num_output_tokens=sum(line.num_output_tokens for line in counting),
+        num_prompt_tokens=sum(line.num_prompt_tokens for line in counting),
+        is_complete=all(line.is_complete for line in counting),
+    )
 
 
 def _compare(found: Reconciliation, name: str, line: WitnessLine, num_metered: int | None, num_prompt: int) -> None:

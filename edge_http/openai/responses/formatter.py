@@ -95,7 +95,7 @@ class ResponsesFormatter(ResponseFormatter):
         """Tokens belong to the text that their output ends with. If it has not come out yet, they belong to the text
         that is open, or to the one that the output begins with."""
         [entries] = logprobs
-        if events:
+        if events or not entries:
             return self._output(events, entries)
         if self._items and self._items[-1].kind is PartKind.TEXT:
             return (self._delta(self._items[-1], "", entries),)

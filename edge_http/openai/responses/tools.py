@@ -10,7 +10,7 @@ import msgspec
 
 from edge_http.formatting.client_tools import ClientTool, GivenTools, custom_tool, flat_name
 from edge_http.formatting.decoding import decode_body
-from edge_http.openai.requests import Body
+from edge_http.openai.requests import OpenStruct
 from edge_http.openai.responses.requests import AllowedTool, ResponsesBody, ToolChoiceBody
 from kvloom.conversation.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import invalid_argument, unsupported
@@ -19,7 +19,7 @@ _CALLED_KINDS: Final = ("function", "custom")
 _MODES: Final = {"none": NONE, "auto": AUTO, "required": REQUIRED}
 
 
-class FunctionTool(Body, kw_only=True):
+class FunctionTool(OpenStruct, kw_only=True):
     type: str
     name: str
     description: str | None = None

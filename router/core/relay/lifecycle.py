@@ -107,6 +107,8 @@ class Lifecycle:
         request, num_cached_tokens = live.request, max(0, start.num_cached_tokens - live.num_prepared_tokens)
         if live.split is not None and live.split.is_used:
             num_cached_tokens = live.split.num_cached_tokens
+        if request.most_cached_tokens is not None:
+            num_cached_tokens = min(num_cached_tokens, request.most_cached_tokens)
         choice.num_cached_tokens = num_cached_tokens = min(num_cached_tokens, len(request.prompt_token_ids))
         if choice is live.choices[0]:
             live.num_cached_tokens = num_cached_tokens
@@ -310,6 +312,9 @@ class Lifecycle:
             choice.request.first_sent_at = now
             if self._brownout is not None and not choice.request.cached:
                 self._brownout.note_first_token(choice.request, now)
+            issue_ticket = choice.request.request.issue_ticket
+            if issue_ticket is not None:
+                start.continuation_ticket = issue_ticket(start.num_cached_tokens)
         if self._limiter is not None and choice.request.charge is not None:
             start.limits = self._limiter.state(choice.request.charge, now)
         self._action_buffer.step(choice.client).starts.append(start)

@@ -129,6 +129,9 @@ class RateLease:
         """A request used so much less than it had taken, or, below 0, more."""
         if self.local_at is not None:
             self._local_level = min(self._local_level + units, self._local_share)
+        elif units > 0 and (self._level < 0 or self._told_debt) and self.units >= 0:
+            # It was taken although there was nothing: for another request there is nothing still.
+            self._returned += units
         else:
             self.units += units
 

@@ -41,6 +41,7 @@ class RequestCharge:
         "most_tokens",
         "num_expected_tokens",
         "num_prompt_tokens",
+        "num_rated_tokens",
         "num_resumed_tokens",
         "plan",
         "price",
@@ -65,6 +66,11 @@ class RequestCharge:
         reservation."""
         self.is_continued = self.num_resumed_tokens > 0
         """Whether the answer was begun elsewhere, where the request and its prompt have been charged."""
+        self.num_rated_tokens = self.num_prompt_tokens
+        """What limits per minute count of it, beside new output. A continuation is not refused by them; but one of a
+        client outside the fabric counts in full, because how often and where it continues only the client says."""
+        if self.is_continued:
+            self.num_rated_tokens = self.num_prompt_tokens + self.num_resumed_tokens if request.answer_id else 0
         self.num_expected_tokens = 0
         """New output tokens that it takes from limits of tokens until it is known how many there are."""
         self.most_tokens = 0
@@ -110,8 +116,8 @@ class RequestCharge:
         for limit in self.plan.rates:
             units = 1
             if limit.kind is LeaseKind.TOKENS:
-                units = self.num_expected_tokens + (0 if self.is_continued else self.num_prompt_tokens)
-            if not (self.is_continued and limit.kind is LeaseKind.REQUESTS):
+                units = self.num_expected_tokens + self.num_rated_tokens
+            if self.num_rated_tokens or limit.kind is not LeaseKind.REQUESTS:
                 needs.append(RateNeed(limit, units, self.is_continued or limit.is_shadow))
         return needs
 
@@ -201,10 +207,10 @@ class RequestCharge:
 
     def _used_tokens(self, num_cached: int, num_output: int, num_reasoning: int, *, is_free: bool) -> list[int]:
         """Of limits per minute, by the position of weights. An answer that was begun elsewhere is charged for what is
-        new."""
+        new, unless its client is outside the fabric."""
         if is_free:
             return [0] * len(self.plan.weights)
-        num_prompt = 0 if self.is_continued else self.num_prompt_tokens
+        num_prompt = self.num_rated_tokens
         num_cached = min(num_cached, num_prompt)
         num_new = num_output - self.num_resumed_tokens
         num_reasoning = max(0, num_reasoning - self.num_resumed_tokens)  # it usually comes first

@@ -87,7 +87,7 @@ def is_explained(
         return (
             is_resumable and "redis" in by_part and any(one.kind.verb in _EDGE_VERBS for one in by_part.get("edge", []))
         )
-    if code == "internal_error":
+    if code == "response_unavailable":
         return is_resumable and "edge" in by_part and "redis" in by_part
     if code not in _ALL_SHARDS:
         return False

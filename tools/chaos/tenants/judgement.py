@@ -18,7 +18,9 @@ from tools.chaos.tenants.trespass import Trespass
 from tools.usage.reconcile import Reconciliation
 
 REVOCATION_SECONDS: Final = 1.0
-"""Within which a revoked key is refused everywhere (docs/tenancy.md)."""
+"""Within which a revoked key is refused everywhere (docs/security.md)."""
+RECONNECTED_SECONDS: Final = 2.0
+"""The same, after an edge, a router or the control service is back."""
 _DELAYS_REVOCATION: Final = frozenset(
     {"control", "edge", "router", "clients", "disk-full", "emfile", "hostile-neighbour"}
 )
@@ -59,6 +61,7 @@ def judge_tenants(
         *(problem for row in rows for problem in row.pop("problems")),
         *_charged_refusals(records, books.answers),
         *_served_trespasses(trespasses, disturbances, end),
+        *(f"{one.kind}: {one.what} was answered 500" for one in trespasses if one.status == 500),
     ]
     served = Counter(f"{one.kind}: {one.status or 'no answer'}" for one in trespasses)
     return {
@@ -142,5 +145,8 @@ def _is_allowed(one: Trespass, disturbances: Sequence[Disturbance], end: float) 
     if one.sent_at <= one.since + REVOCATION_SECONDS:
         return True
     return one.sent_at < end and any(
-        fault.kind.part in _DELAYS_REVOCATION and fault.is_felt(one.since, one.sent_at) for fault in disturbances
+        fault.kind.part in _DELAYS_REVOCATION
+        and fault.began_at <= one.sent_at
+        and (fault.ended_at is None or one.sent_at <= fault.ended_at + RECONNECTED_SECONDS)
+        for fault in disturbances
     )

@@ -103,7 +103,11 @@ class Trespasser:
         client = Client(address, api_key=key.secret, max_retries=0, reattach_seconds=0.0, connect_timeout_seconds=2.0)
         try:
             async with asyncio.timeout(_GRPC_SECONDS), client:
-                async for _ in client.generate(model=model, token_ids=[1, 2, 3], max_tokens=1):
+                if self._rng.random() < 0.5:  # by an RPC of its own, or over a stream of many requests
+                    answer = client.generate(model=model, text="x", max_tokens=1)
+                else:
+                    answer = client.generate(model=model, token_ids=[1, 2, 3], max_tokens=1)
+                async for _ in answer:
                     status = 200
         except KvloomError as error:
             status = status or error.kind.http_status

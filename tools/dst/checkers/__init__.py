@@ -10,7 +10,7 @@ fleet.py       the fleet reports that clients get
 handoffs.py    prompts that one shard computes for the answer of another
 health.py      hung and draining shards, and the bounds of suspicion
 kv_shares.py   guaranteed shares of cached blocks
-limits.py      budgets, rates, leases and charges, in seeds with limits
+limits.py      budgets, rates, leases, charges and claims, in seeds with limits
 integrity.py   the core's own consistency check
 models.py      shards of several models, and models that are loaded and unloaded
 brownout.py    degraded requests
@@ -49,7 +49,14 @@ from tools.dst.checkers.handoffs import HandoffsCollected, HandoffsKept, LegsFit
 from tools.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
 from tools.dst.checkers.kv_shares import KvSharesKept
-from tools.dst.checkers.limits import BudgetsKept, ChargesExact, LeasesConserved, RatesKept
+from tools.dst.checkers.limits import (
+    BudgetsKept,
+    ChargesExact,
+    ClaimsMoveNoLimit,
+    ComputedIsMetered,
+    LeasesConserved,
+    RatesKept,
+)
 from tools.dst.checkers.models import ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
 from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
@@ -136,6 +143,8 @@ LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
     RatesKept,
     LeasesConserved,
     ChargesExact,
+    ClaimsMoveNoLimit,
+    ComputedIsMetered,
 )
 """Of seeds with limits. The others expect that a request is queued or placed as soon as it has arrived."""
 

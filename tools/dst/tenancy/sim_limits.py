@@ -21,6 +21,7 @@ from router.core.actions import LeasesWanted, RequestEnded
 from router.core.events import Event, LeasesGranted, Request
 from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant
 from router.core.tenancy.limiter import Limiter
+from tools.dst.tenancy.hostile import HostileTenant
 from tools.dst.tenancy.lease_owners import Budget, BudgetOwner, RateOwner
 
 NOON: Final = 1_764_072_000.0
@@ -70,6 +71,7 @@ class SimLimits:
         self.num_faults = 0
         """Those after which rates may be exceeded."""
         self.is_calm = True
+        self.hostile = HostileTenant(seed, tenants, lambda: NOON + timeline.now)
         self._kind = self.rng.choice(("rates", "budgets", "budgets", "both"))
         self._fill_table(tenants)
         share = self.rng.choice((0.0, 0.5, 1.0))
@@ -113,6 +115,7 @@ class SimLimits:
 
     def record(self, node: LimitedRouter, ended: RequestEnded) -> None:
         """The usage record of a request has arrived at control."""
+        self.hostile.note_end(node.name, ended)
         if ended.usage is None:
             return
         for charge in ended.usage.charges:
@@ -205,6 +208,8 @@ class SimLimits:
             shadow=rng.random() < 0.1,
             cached_token_percent=rng.choice((0, 50, 100)),
         )
+        if account == f"tenant:{self.hostile.tenant}" and self.hostile.rng.random() < 0.5:
+            limits = msgspec.structs.replace(limits, requests_per_minute=3, shadow=False)
         self.limits_of[account] = limits
         return limits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom_common.tenancy.usage_record import merged
+from kvloom_common.tenancy.usage_record import counting
 from tests.fakes.usage import usage_record
 
 
@@ -16,4 +16,4 @@ def test_the_last_router_of_an_answer_knows_what_was_delivered() -> None:
     """A router meters what it hands to a connection; what was lost with it is delivered, and metered, by the next."""
     hung = usage_record(1, "a", "r0/1", num_output_tokens=10)
     stopped_early = usage_record(1, "a", "r1/1", num_output_tokens=8, num_resumed_tokens=7)
-    assert merged([hung, stopped_early]) == merged([stopped_early, hung]) == stopped_early
+    assert counting([hung, stopped_early]) == counting([stopped_early, hung]) == [stopped_early]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
-from router.core.events import ChoiceSpec, Request
+from router.core.events import ChoiceSpec, Request, RequestArrived
 from router.core.frames import Finish, Step
 from router.metering.delivery_witness import DeliveryWitness
 
@@ -20,8 +21,9 @@ class World:
         self._witness = UsageWitness(self.file)
         self.tap = DeliveryWitness(self._witness)
 
-    def ask(self, answer_id: str, *choices: ChoiceSpec, client: str = "c") -> None:
-        self.tap.arrived(Request("r", client, "m", [1, 2, 3], "", choices, answer_id=answer_id))
+    def ask(self, answer_id: str, *choices: ChoiceSpec, client: str = "c", **fields: Any) -> None:
+        request = Request("r", client, "m", [1, 2, 3], "", choices, answer_id=answer_id, **fields)
+        self.tap.arrived(RequestArrived(request))
 
     def lines(self) -> list[WitnessLine]:
         self._witness.flush()
@@ -32,7 +34,7 @@ class World:
 def test_each_request_is_counted_by_itself(tmp_path: Path) -> None:
     """They may have the same id, and what their choices have was computed, too."""
     world = World(tmp_path)
-    world.ask("a", ChoiceSpec(1, 0), ChoiceSpec(2, 1, [7, 7, 7, 7]))
+    world.ask("a", ChoiceSpec(1, 0), ChoiceSpec(2, 1, [7, 7, 7, 7]), num_claimed_tokens=4)
     world.ask("b", ChoiceSpec(3, 0))
     world.ask("", ChoiceSpec(1, 0), client="edge")
     world.tap.stepped("edge", Step(slots=[1], token_ids=[7], deltas=["x"]))
@@ -46,6 +48,15 @@ def test_each_request_is_counted_by_itself(tmp_path: Path) -> None:
         WitnessLine("r", 4, answer_id="a", num_prompt_tokens=7),
         WitnessLine("r", 2, answer_id="b", num_prompt_tokens=3),
     ]
+
+
+def test_a_continuation_has_what_came_before(tmp_path: Path) -> None:
+    """A ticket proves that it is the same answer: its earlier output is no prompt, and that of ended choices counts."""
+    world = World(tmp_path)
+    world.ask("a", ChoiceSpec(1, 0, [7, 7]), num_ended_tokens=5)
+    step = Step(slots=[1], token_ids=[7], deltas=["x"], finishes=[Finish(1, FINISH_REASON_STOP)])
+    world.tap.stepped("c", step)
+    assert world.lines() == [WitnessLine("r", 8, answer_id="a", num_prompt_tokens=3, num_resumed_tokens=7)]
 
 
 def test_an_answer_whose_client_leaves_is_incomplete(tmp_path: Path) -> None:

@@ -102,14 +102,17 @@ def test_a_revoked_key_may_be_served_for_a_second_only():
     assert problems(trespasses=[dataclasses.replace(late, sent_at=10.9)]) == []
     assert problems(trespasses=[dataclasses.replace(late, status=401)]) == []
     assert problems(trespasses=[dataclasses.replace(late, sent_at=END + 1.0)], struck=away)
+    assert problems(trespasses=[dataclasses.replace(late, sent_at=13.1)], struck=away)
 
 
 def test_another_tenant_s_answer_may_never_be_read():
-    """No fault explains it."""
+    """No fault explains it, nor a 500: what is away for a while is a 503."""
     struck = [Disturbance(FaultKind.KILL_CONTROL, "control", 0.0, 50.0)]
     read = Trespass("other tenant", "b reads a's", since=0.0, sent_at=12.0, status=200)
     assert problems(trespasses=[read], struck=struck)
     assert problems(trespasses=[dataclasses.replace(read, status=404)]) == []
+    assert problems(trespasses=[dataclasses.replace(read, status=503)]) == []
+    assert problems(trespasses=[dataclasses.replace(read, status=500)], struck=struck)
 
 
 def test_an_answer_that_a_budget_cuts_short_is_the_beginning_of_the_right_one():

@@ -11,8 +11,9 @@ from kvloom_common.tenancy.limits import Limits, limits_to_proto
 from kvloom_common.tenancy.prices import Price
 from router.core.actions import Action, LeasesWanted, LimitsCounted, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, ClientGone, DrainEnded, RequestCancelled, SlotsCancelled, Tick
-from router.core.lease_messages import LeaseKind, LimitCount
+from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LimitCount
 from router.core.tenancy.budget_lease import MAX_SPARE_FACTOR, NUM_SPARE_REQUESTS
+from router.core.tenancy.rate_lease import RateLease
 from tests.fakes.core_rig import has, only, sent
 from tests.fakes.limited_rig import LimitedRig, error_of, tenant_table
 
@@ -284,6 +285,36 @@ def test_a_continued_answer_is_charged_once_for_its_request_and_prompt():
     after = _units(world)
     assert after["key:k1 requests_per_minute"] == before["key:k1 requests_per_minute"]
     assert before["key:k1 tokens_per_minute"] - after["key:k1 tokens_per_minute"] == 6
+
+
+def test_what_was_taken_beyond_a_limit_and_given_back_is_not_there_for_others():
+    """A continuation is not refused, so it is taken where there is nothing. If it then fails, or its client leaves, its
+    unit is the bucket's, which lacks more of them: clients could otherwise make room for requests as they liked.
+    (`kvloom dst` found it.)"""
+    lease = RateLease(LeaseName("key:k1", LeaseKind.REQUESTS, ""), 3)
+    lease.take(1)
+    want = lease.want(1.0)
+    assert want is not None
+    assert want.debt == 1
+    lease.on_grant(LeaseGrant(want.name, 0, -3, asked_at=1.0), 1.0)
+    lease.give_back(1)
+    assert not lease.has(1, 1.0)
+    again = lease.want(2.0)
+    assert again is not None
+    assert (again.returned, again.held) == (1, 0)
+
+
+def test_a_continuation_of_a_client_outside_the_fabric_counts_in_full():
+    """Where and how often it continues only the client says. It is not refused, and the next request is."""
+    world = LimitedRig(tenant_table(key=Limits(requests_per_minute=2, tokens_per_minute=400)))
+    answer = {"choices": [ChoiceSpec(1, 0, [7] * 20)], "max_tokens": 21, "answer_id": "a", "num_ended_tokens": 100}
+    for number in range(3):
+        choices = [ChoiceSpec(number, 0, [7] * 20)]
+        assert error_of(world.submit(f"r{number}", **(answer | {"choices": choices}))) == ""
+    left = _units(world)
+    assert left["key:k1 requests_per_minute"] <= 0
+    assert left["key:k1 tokens_per_minute"] <= 400 - 3 * (5 + 20 + 100)
+    assert error_of(world.submit("new", choices=[ChoiceSpec(9, 0)])) == "RATE_LIMITED"
 
 
 def claiming(number: int = 0) -> dict[str, Any]:

@@ -1,0 +1,47 @@
+"""Which runs of one answer continue each other, where a client outside the fabric says where each begins. Pure.
+
+A run is what one router has computed of the answer: from the token behind which it began to its last one. An honest
+client begins the next run where the one before had ended. A client that begins one earlier has had a part computed
+twice, so that run counts as an answer of its own, from its first token on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+MAX_LOST_TOKENS: Final = 16
+"""So many tokens of one answer may be computed again without being counted again: they were on their way when a router
+was killed. Without this, honest clients would be charged for what they never got."""
+
+
+class Run(NamedTuple):
+    """Positions are numbers of tokens, those of all choices together."""
+
+    begin: int
+    end: int
+    name: tuple[str, int]
+    """Unique."""
+
+
+def last_runs(runs: Iterable[Run]) -> list[Run]:
+    """The runs that count, each for the whole chain that it ends: the one that came furthest. Any order gives the same.
+    They count at least what all runs together have computed, but for MAX_LOST_TOKENS."""
+    lasts: list[Run] = []
+    num_left = MAX_LOST_TOKENS
+    for run in sorted(runs):
+        before = max((last for last in lasts if last.end <= run.begin), key=_end, default=None)
+        if before is None and run.begin > 0 and lasts:
+            nearest = min(lasts, key=_end)
+            num_lost = min(nearest.end, run.end) - run.begin
+            if num_lost <= num_left:
+                before, num_left = nearest, num_left - num_lost
+        if before is None:
+            lasts.append(run)
+        elif run.end >= before.end:
+            lasts[lasts.index(before)] = run
+    return lasts
+
+
+def _end(run: Run) -> int:
+    return run.end

@@ -1,0 +1,61 @@
+"""An answer whose client says where it continues is counted at least as far as it was computed."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS, Run, last_runs
+from kvloom_common.tenancy.usage_record import counting
+from tests.fakes.usage import usage_record
+
+
+def spans(*runs: tuple[int, int]) -> list[tuple[int, int]]:
+    """Those that count, in order."""
+    found = [Run(begin, end, ("", number)) for number, (begin, end) in enumerate(runs)]
+    return sorted((run.begin, run.end) for run in last_runs(found))
+
+
+def test_a_killed_router_loses_nothing() -> None:
+    """Its record is behind what it had delivered, or a little ahead of it; the next router knows better."""
+    assert spans((0, 80), (100, 120)) == [(100, 120)]
+    assert spans((0, 100), (97, 120), (119, 150)) == [(119, 150)]
+
+
+def test_repetitions_count_by_themselves() -> None:
+    """A ticket that is used again has the same tokens computed again."""
+    assert spans((0, 20), (0, 20), (0, 20)) == [(0, 20)] * 3
+    assert spans((0, 20), (1, 20)) == [(0, 20), (1, 20)]
+    assert spans((0, 100), (50, 100), (100, 120)) == [(50, 100), (100, 120)]
+
+
+def test_a_claim_beyond_what_was_delivered_counts_as_output() -> None:
+    """Nothing else bounds what is prefilled for it."""
+    assert spans((0, 1), (6000, 6002)) == [(6000, 6002)]
+
+
+def test_edges_are_believed() -> None:
+    """The last router of their answers begins behind what was delivered, however much was lost before."""
+    hung = usage_record(1, "a", "r0/1", num_output_tokens=100)
+    last = usage_record(1, "a", "r1/1", num_output_tokens=90, num_resumed_tokens=30)
+    assert counting([hung, last]) == [last]
+    outside = [msgspec.structs.replace(record, answer_id="x") for record in (hung, last)]
+    assert sorted(record.producer for record in counting(outside)) == ["r0/1", "r1/1"]
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), min_size=1, max_size=6)
+
+
+@given(RUNS)
+def test_what_is_computed_counts(runs: list[tuple[int, int]]) -> None:
+    """Whatever positions a client names, and in whatever order records arrive."""
+    named = [Run(begin, end, ("", number)) for number, (begin, end) in enumerate(runs)]
+    counted = last_runs(named)
+    computed = sum(run.end - run.begin for run in named)
+    total = sum(run.end for run in counted)
+    assert total >= max(computed - MAX_LOST_TOKENS, *(run.end for run in named), 0)
+    for order in itertools.islice(itertools.permutations(named), 24):
+        assert sorted(last_runs(order)) == sorted(counted)
