@@ -364,3 +364,17 @@ async def test_markers_that_are_special_tokens_are_shown(path: str, body: dict[s
         assert status == 200, answered
         shown = world.link.requests[0].request.sampling.shown_special_token_ids
         assert list(shown) == marked.special_token_ids(["[TOOL_CALLS]"]) != []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_demanded_calls_are_checked_when_they_have_ended(world: EdgeWorld, *, streams: bool) -> None:
+    """A guide drops what it cannot follow of a schema; the operator learns how often that shows."""
+    ids = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"ids": ids}}}}
+    for text in ('{"ids": ["a", "a"]}', '{"ids": ["a", "b"]}'):
+        world.link.script = answer(*pieces(f'{{"name": "f", "arguments": {text}}}'))
+        status, _ = await world.chat(tools=[tool], tool_choice="required") if not streams else (200, None)
+        assert status == 200
+        if streams:
+            await streamed(world, chat_body(tools=[tool], tool_choice="required"))
+    assert b"kvloom_edge_nonconforming_calls_total 1.0" in world.edge.metrics.exposition()
