@@ -11,8 +11,8 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
-from edge_http.openai.guide import with_calls
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.input_items import conversation
 from edge_http.openai.responses.parameters import as_chat, echo_of, max_tokens_of, template_options, text_guide

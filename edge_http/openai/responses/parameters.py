@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
+from edge_http.formatting.body_guide import BodyGuide
 from edge_http.formatting.json_bytes import Json, encode_json
-from edge_http.openai.guide import BodyGuide
 from edge_http.openai.requests import ChatBody
 from edge_http.openai.responses.requests import ResponsesBody, TextFormat, ToolChoiceBody
 from edge_http.openai.responses.tools import ResponseTools

@@ -112,6 +112,7 @@ def test_messages_of_grpc_and_of_the_sdk() -> None:
         (["user", "user", "system"], 1),
         (["user", "assistant"], None),
         (["user", "assistant", "tool"], None),
+        (["user", "assistant", "tool", "user"], None),  # the image that the tool has read
         (["system"], None),
         ([], None),
     ],
