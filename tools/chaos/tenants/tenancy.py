@@ -16,7 +16,8 @@ from tools.chaos.checking.record import Record
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Disturbance
 from tools.chaos.tenants.control import ControlDesk
-from tools.chaos.tenants.judgement import Books, judge_tenants
+from tools.chaos.tenants.hostile import HostileTenant
+from tools.chaos.tenants.judgement import Books, judge_hostile, judge_tenants
 from tools.chaos.tenants.operator import Operator
 from tools.chaos.tenants.population import make_tenants
 from tools.chaos.tenants.trespass import OpenAnswer, Trespasser
@@ -36,13 +37,14 @@ class Tenancy:
         self.tenants = make_tenants(count)
         self.open_answers: dict[str, OpenAnswer] = {}
         self._operator = Operator(cluster, self.tenants, seed)
+        self.hostile = HostileTenant(cluster, seed)
         self._trespasser = Trespasser(cluster, self.tenants, self.open_answers, seed)
         self._books: Books | None = None
         self._ended_at = 0.0
 
     async def set_up(self) -> None:
         """Returns when all keys are known. Raises CommandError and KvloomError."""
-        await self._operator.set_up()
+        await self._operator.set_up(self.hostile.tenant)
         self._cluster.probe_key = self.tenants[0].lasting_key.secret
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -50,6 +52,7 @@ class Tenancy:
         async with self._trespasser, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._operator.run(stop), name="operator")
             tasks.create_task(self._trespasser.run(stop), name="trespasser")
+            tasks.create_task(self.hostile.run(stop), name="hostile tenant")
 
     async def close(self) -> None:
         """At the end, when all faults are over: try all revoked keys once more, and wait until nothing is on its
@@ -72,11 +75,14 @@ class Tenancy:
         if self._books is None:
             return {"problems": ["control could not be asked what was metered"]}
         found = judge_tenants(self.tenants, records, disturbances, self._trespasser.found, self._books, self._ended_at)
-        return {**found, "changes": dict(self._operator.changes)}
+        hostile = judge_hostile(self.hostile.tenant, self.hostile.made, disturbances, self._books)
+        found["problems"] += hostile.pop("problems")
+        return {**found, "hostile": hostile, "changes": dict(self._operator.changes)}
 
     async def _close_books(self) -> Books:
         answers = await self._desk.answers()
-        budgets = {tenant.id: await self._budget_of(tenant.id) for tenant in self.tenants}
+        tenants = [*self.tenants, self.hostile.tenant]
+        budgets = {tenant.id: await self._budget_of(tenant.id) for tenant in tenants}
         files = witness_files(self._cluster.folder.data_dir)
         witnessed = await asyncio.to_thread(lambda: list(read_witness(files)))
         return Books(answers, budgets, reconcile(answers, witnessed))
