@@ -182,7 +182,9 @@ class _Run:
         self._cluster.user_seed, self._cluster.attacks = plan.seed, plan.attacks
         self._records: list[Record] = []
         self._memory = MemoryWatch()
-        self._tenancy = Tenancy(self._cluster, plan.num_tenants, plan.seed) if plan.num_tenants else None
+        self._tenancy: Tenancy | None = None
+        if plan.num_tenants:
+            self._tenancy = Tenancy(self._cluster, plan.num_tenants, plan.seed, self._may_attack)
 
     async def run(self) -> dict[str, Any]:
         try:
@@ -203,6 +205,12 @@ class _Run:
         finally:
             await self._cluster.stop()
         return self._report(problems)
+
+    def _may_attack(self) -> bool:
+        """Of the hostile tenant, which attacks all the time, or only when all attackers do."""
+        if not self._plan.attack_seconds:
+            return True
+        return any(one.ended_at is None for one in self._injector.disturbances)
 
     async def _set_up_tenants(self, tenancy: Tenancy) -> None:
         try:
@@ -315,7 +323,12 @@ class _Run:
         if plan.attack_seconds:
             (attack,) = self._injector.disturbances
             answers = self._cluster.attack_answers
-            figures["attack"] = attack_figures(self._records, attack, answers, self._memory, self._begin)
+            tenants = [] if self._tenancy is None else self._tenancy.tenants
+            calm = {tenant.id for tenant in tenants if not tenant.refusal_codes} or {""}
+            figures["attack"] = attack_figures(self._records, attack, answers, self._memory, self._begin, calm)
+            if self._tenancy is not None:
+                figures["attack"]["over_served"] = figures["tenancy"]["over_served"]
+                figures["attack"]["mis_metered"] = figures["tenancy"]["mis_metered"]
         elif not plan.kinds:
             figures["problems"] += soak_problems(memory)
         return {

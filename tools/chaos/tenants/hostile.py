@@ -12,6 +12,7 @@ import dataclasses
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -51,7 +52,7 @@ class Claimed:
     request_id: str
     num_prompt: int
     num_claimed: int
-    """Tokens that its choices were said to have."""
+    """Tokens that its choices were said to have, but for those that were said to be done: these are not computed."""
     has_ticket: bool
     """It sent one, which may hold or not."""
     sent_at: float
@@ -72,7 +73,9 @@ class _Begun:
 class HostileTenant:
     """`made` has all of its requests. `tenant` has a key once it is set up."""
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    def __init__(self, cluster: Cluster, seed: int, may_attack: Callable[[], bool] = lambda: True) -> None:
+        """It waits while `may_attack` says no."""
+        self._may_attack = may_attack
         self.tenant = hostile_tenant()
         self.made: list[Claimed] = []
         self._cluster = cluster
@@ -87,13 +90,14 @@ class HostileTenant:
 
     async def _run_client(self, stub: RouterServiceStub, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            await self._ask(stub, self._draw())
+            if self._may_attack():
+                await self._ask(stub, self._draw())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PAUSE_SECONDS):
                     await stop.wait()
 
     async def _ask(self, stub: RouterServiceStub, request: GenerateRequest) -> None:
-        num_claimed = sum(len(choice.token_ids) for choice in request.partial_choices)
+        num_claimed = sum(len(choice.token_ids) for choice in request.partial_choices if not choice.done)
         made = Claimed(
             request.request_id,
             len(request.token_ids.ids),

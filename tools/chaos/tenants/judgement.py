@@ -56,13 +56,19 @@ def judge_tenants(
     metering = compare_metering(deliveries, usage)
     found = books.reconciliation
     rows = [_row(tenant, records, books) for tenant in tenants]
-    problems = [
+    over_served = [
+        *(problem for row in rows for problem in row.pop("problems")),
+        *_served_trespasses(trespasses, disturbances, end),
+    ]
+    mis_metered = [
         *(f"control has metered too much: {line}" for line in metering.over[:MAX_LISTED]),
         *(f"control has metered too little: {line}" for line in metering.under[:MAX_LISTED]),
         *([] if found.is_exact else (f"usage reconcile: {line}" for line in found.differences)),
-        *(problem for row in rows for problem in row.pop("problems")),
         *_charged_refusals(records, books.answers),
-        *_served_trespasses(trespasses, disturbances, end),
+    ]
+    problems = [
+        *mis_metered,
+        *over_served,
         *(f"{one.kind}: {one.what} was answered 500" for one in trespasses if one.status == 500),
     ]
     served = Counter(f"{one.kind}: {one.status or 'no answer'}" for one in trespasses)
@@ -79,6 +85,8 @@ def judge_tenants(
         "exact_for_clients": metering.num_exact,
         "lost_with_their_router": metering.num_lost_records,
         "trespasses": dict(sorted(served.items())),
+        "mis_metered": len(mis_metered),
+        "over_served": len(over_served),
         "problems": problems,
     }
 
@@ -101,14 +109,14 @@ def judge_hostile(
     for answer in books.answers:
         if answer.tenant == tenant.id:
             metered.setdefault(_name_of(answer), []).append(answer)
-    problems, num_unknown = [], 0
+    mis_metered, num_unknown = [], 0
     for name, requests in by_name.items():
         if any(fault.is_felt(one.sent_at, one.ended_at + 1.0) for one in requests for fault in lost):
             num_unknown += 1  # what a killed router delivered in its last second may not be recorded
         elif problem := _unmetered(name, requests, metered.get(name, ())):
-            problems.append(problem)
+            mis_metered.append(problem)
     most_prompt = tenant.limits["max_prompt_tokens"]
-    problems += [
+    over_served = [
         f"{tenant.id}: a prompt of {one.num_prompt}, with {one.num_claimed} claimed tokens, was answered; at most "
         f"{most_prompt} are allowed"
         for one in made
@@ -116,7 +124,7 @@ def judge_hostile(
     ]
     received = sum(OUTPUT_NANOS * one.num_received for one in made)
     cost = sum(one.cost_nanos for answers in metered.values() for one in answers)
-    problems += _budget_problems(tenant, received, cost, books.budgets[tenant.id])
+    over_served += _budget_problems(tenant, received, cost, books.budgets[tenant.id])
     return {
         "requests": len(made),
         "with_claims": sum(one.num_claimed > 0 for one in made),
@@ -128,7 +136,9 @@ def judge_hostile(
         "names_that_a_fault_felt": num_unknown,
         "spent_nanos": books.budgets[tenant.id].spent,
         "budget_nanos": tenant.largest_budget_nanos,
-        "problems": problems[:MAX_LISTED],
+        "mis_metered": len(mis_metered),
+        "over_served": len(over_served),
+        "problems": [*mis_metered[:MAX_LISTED], *over_served[:MAX_LISTED]],
     }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
@@ -30,14 +30,15 @@ _POLL_SECONDS: Final = 1.0
 
 
 class Tenancy:
-    def __init__(self, cluster: Cluster, count: int, seed: int) -> None:
+    def __init__(self, cluster: Cluster, count: int, seed: int, may_attack: Callable[[], bool] = lambda: True) -> None:
+        """`may_attack`: whether the hostile tenant may, at this moment."""
         self._cluster = cluster
         self._seed = seed
         self._desk = ControlDesk(cluster)
         self.tenants = make_tenants(count)
         self.open_answers: dict[str, OpenAnswer] = {}
         self._operator = Operator(cluster, self.tenants, seed)
-        self.hostile = HostileTenant(cluster, seed)
+        self.hostile = HostileTenant(cluster, seed, may_attack)
         self._trespasser = Trespasser(cluster, self.tenants, self.open_answers, seed)
         self._books: Books | None = None
         self._ended_at = 0.0
@@ -46,6 +47,7 @@ class Tenancy:
         """Returns when all keys are known. Raises CommandError and KvloomError."""
         await self._operator.set_up(self.hostile.tenant)
         self._cluster.probe_key = self.tenants[0].lasting_key.secret
+        self._cluster.attackers_key = self.hostile.tenant.lasting_key.secret
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set and the last change has been made."""
@@ -76,7 +78,8 @@ class Tenancy:
             return {"problems": ["control could not be asked what was metered"]}
         found = judge_tenants(self.tenants, records, disturbances, self._trespasser.found, self._books, self._ended_at)
         hostile = judge_hostile(self.hostile.tenant, self.hostile.made, disturbances, self._books)
-        found["problems"] += hostile.pop("problems")
+        for name in ("problems", "mis_metered", "over_served"):
+            found[name] += hostile.pop(name)
         return {**found, "hostile": hostile, "changes": dict(self._operator.changes)}
 
     async def _close_books(self) -> Books:
