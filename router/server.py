@@ -524,7 +524,7 @@ class RouterServer:
             if ended.usage is not None and ended.usage.answer_id:
                 record = b""  # what a client outside the fabric says of lost tokens is no reason to charge less
         if self._tickets is not None:
-            self._tickets.request_ended(ended.client_id, ended.tenant, was_computed=ended.num_attempts > 0)
+            self._tickets.request_ended(ended)
         self._usage_records.request_ended(ended, record)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)

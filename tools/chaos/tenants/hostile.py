@@ -23,7 +23,7 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice, TokenIds
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from tools.chaos.fabric.cluster import Cluster
-from tools.chaos.tenants.population import ChaosTenant
+from tools.chaos.tenants.population import AMPLE_NANOS, ChaosTenant
 
 MAX_PROMPT_TOKENS: Final = 60
 _BUDGET_NANOS: Final = 20_000_000
@@ -43,6 +43,11 @@ def hostile_tenant() -> ChaosTenant:
         "max_prompt_tokens": MAX_PROMPT_TOKENS,
     }
     return ChaosTenant("hostile/app", limits, _BUDGET_NANOS)
+
+
+def greedy_tenant() -> ChaosTenant:
+    """That of the attackers' process (tools/chaos/attackers/). No limit of its own protects the others."""
+    return ChaosTenant("greedy/app", {"monthly_budget_nanos": AMPLE_NANOS}, AMPLE_NANOS)
 
 
 @dataclasses.dataclass(slots=True)

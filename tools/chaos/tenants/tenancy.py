@@ -16,7 +16,7 @@ from tools.chaos.checking.record import Record
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Disturbance
 from tools.chaos.tenants.control import ControlDesk
-from tools.chaos.tenants.hostile import HostileTenant
+from tools.chaos.tenants.hostile import HostileTenant, greedy_tenant
 from tools.chaos.tenants.judgement import Books, judge_hostile, judge_tenants
 from tools.chaos.tenants.operator import Operator
 from tools.chaos.tenants.population import make_tenants
@@ -39,15 +39,16 @@ class Tenancy:
         self.open_answers: dict[str, OpenAnswer] = {}
         self._operator = Operator(cluster, self.tenants, seed)
         self.hostile = HostileTenant(cluster, seed, may_attack)
+        self._greedy = greedy_tenant()
         self._trespasser = Trespasser(cluster, self.tenants, self.open_answers, seed)
         self._books: Books | None = None
         self._ended_at = 0.0
 
     async def set_up(self) -> None:
         """Returns when all keys are known. Raises CommandError and KvloomError."""
-        await self._operator.set_up(self.hostile.tenant)
+        await self._operator.set_up(self.hostile.tenant, self._greedy)
         self._cluster.probe_key = self.tenants[0].lasting_key.secret
-        self._cluster.attackers_key = self.hostile.tenant.lasting_key.secret
+        self._cluster.attackers_key = self._greedy.lasting_key.secret
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set and the last change has been made."""
@@ -84,7 +85,7 @@ class Tenancy:
 
     async def _close_books(self) -> Books:
         answers = await self._desk.answers()
-        tenants = [*self.tenants, self.hostile.tenant]
+        tenants = [*self.tenants, self.hostile.tenant, self._greedy]
         budgets = {tenant.id: await self._budget_of(tenant.id) for tenant in tenants}
         files = witness_files(self._cluster.folder.data_dir)
         witnessed = await asyncio.to_thread(lambda: list(read_witness(files)))
