@@ -19,8 +19,10 @@ from edge_http.resume.table import ResumeTable
 from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.cors import Cors
 from edge_http.wire.fair_yield import FairYield
+from edge_http.wire.keep_alive import KeepAlive
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
+from edge_http.wire.unknown_fields import UnknownFields
 from kvloom.adapters import unknown_name
 from kvloom.errors import KvloomError, unsupported
 from kvloom.router_link.link import RouterLink
@@ -99,11 +101,14 @@ class Edge:
         self.routes = routes
         self.losses = losses
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
+        self.fields = UnknownFields(self.metrics.on_ignored_field, refuses_all=config.strict_fields)
         self.resume = ResumeTable(config.resume, self.metrics)
         self.kept_answers = KeptAnswers(config.resume)
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
+        self.may_connect: Callable[[asyncio.BaseTransport], bool] = lambda _: True
+        """Says if a new connection is served."""
         self.access_log = access_log
         self.cors = Cors(config.cors_origins) if config.cors_origins else None
         self.bodies = ByteBudget(
@@ -121,6 +126,7 @@ class Edge:
         """Of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
+        self.keep_alive = KeepAlive(config.stream_keep_alive_seconds)
         self.has_result_cache = False
         """Whether routers have one; then responses tell whether it had the answer."""
         self.class_names: frozenset[str] = frozenset()

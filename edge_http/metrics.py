@@ -112,6 +112,13 @@ class EdgeMetrics:
             ("route", "model", "continued_by"),
             registry=registry,
         )
+        self._ignored_fields = CounterFamily(
+            "kvloom_edge_ignored_fields",
+            "Fields of requests that are not known and were left out, by name; of many names, most are `other`. Unit: "
+            "fields.",
+            ("field",),
+            registry,
+        )
         running = Gauge(
             "kvloom_edge_running_requests", "Generation requests under way now. Unit: requests.", registry=registry
         )
@@ -168,6 +175,10 @@ class EdgeMetrics:
         if series is None:
             series = self._responses[route, status] = self._requests.labels(route, str(status))
         series.total += 1
+
+    def on_ignored_field(self, field: str) -> None:
+        """`field` is one of a bounded number of names."""
+        self._ignored_fields.labels(field).total += 1
 
     def on_disconnect(self) -> None:
         self._disconnects.inc()

@@ -19,7 +19,7 @@ MAX_PATTERN_BYTES: Final = 16 * 2**10
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_BYTES: Final = 64 * 2**10
 """The limit for all choices together."""
-MAX_TAGS: Final = 128
+MAX_TAGS: Final = 1024
 MAX_TRIGGERS: Final = 16
 MAX_TRIGGER_BYTES: Final = 256
 MAX_TAG_BYTES: Final = 1024
@@ -75,7 +75,7 @@ class _Multiples:
 
     def check(self, field: str) -> None:
         """Raises KvloomError (INVALID_ARGUMENT)."""
-        if sum(map(_digits, self.values)) > MAX_MULTIPLES or (
+        if sum(map(digits_of_multiple, self.values)) > MAX_MULTIPLES or (
             self.are_combined and self._least_common() > MAX_MULTIPLES
         ):
             message = f"{field}: the multipleOf of the schema are too many or too large together."
@@ -103,7 +103,7 @@ def _check_node(node: Any, field: str, levels_left: int, multiples: _Multiples) 
     elif isinstance(node, dict):
         multiple = node.get("multipleOf")
         if isinstance(multiple, int | Decimal):
-            if _digits(multiple) > MAX_MULTIPLE:
+            if digits_of_multiple(multiple) > MAX_MULTIPLE:
                 raise invalid_argument(f"{field}: multipleOf must not have more digits than {MAX_MULTIPLE}.", field)
             multiples.values.add(multiple)
         multiples.are_combined = multiples.are_combined or not _COMBINING.isdisjoint(node)
@@ -111,10 +111,10 @@ def _check_node(node: Any, field: str, levels_left: int, multiples: _Multiples) 
             _check_node(child, field, levels_left - 1, multiples)
 
 
-def _digits(number: int | Decimal) -> int:
-    """The number without its decimal point: 0.25 → 25, 1500 → 1500."""
+def digits_of_multiple(number: float | Decimal) -> int:
+    """The number without its decimal point: 0.25 → 25, 1500 → 1500. Above MAX_MULTIPLE for what has too many places."""
     try:
-        digits = Decimal(number).normalize().as_tuple()
+        digits = Decimal(repr(number) if isinstance(number, float) else number).normalize().as_tuple()
     except InvalidOperation:
         return MAX_MULTIPLE + 1
     value = int("".join(map(str, digits.digits)))

@@ -20,6 +20,7 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
+MAX_REASONING_MARKERS: Final = 8
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100.0
 MAX_PREDICTED_TOKENS: Final = 65_536
@@ -95,6 +96,13 @@ def check_stop(stop: StopConditions, at: str = "") -> None:
         if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
             field = f"{at}stop[{i}]"
             raise invalid_argument(f"{field} must have 1 to {MAX_STOP_STRING_CHARS} characters.", field)
+    if stop.HasField("reasoning"):
+        for name in ("openings", "closings"):
+            texts = getattr(stop.reasoning, name)
+            if len(texts) > MAX_REASONING_MARKERS or not all(0 < len(text) <= MAX_STOP_STRING_CHARS for text in texts):
+                field = f"{at}reasoning.{name}"
+                most = f"{MAX_REASONING_MARKERS} texts of 1 to {MAX_STOP_STRING_CHARS} characters"
+                raise invalid_argument(f"{field} has at most {most}.", field)
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         field = f"{at}stop_token_ids"
         raise invalid_argument(f"{field} has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}.", field)
@@ -124,12 +132,6 @@ def _check_range(value: float, low: float, high: float, field: str) -> None:
         raise invalid_argument(f"{field} must be between {low:g} and {high:g}, got {value:g}.", field)
 
 
-def _check_top_p(value: float, field: str) -> None:
-    _check_range(value, 0.0, 1.0, field)
-    if value == 0.0:
-        raise invalid_argument(f"{field} must be greater than 0.", field)
-
-
 def _check_num_logprobs(value: int, field: str) -> None:
     if value > MAX_LOGPROBS:
         raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {value}.", field)
@@ -137,7 +139,7 @@ def _check_num_logprobs(value: int, field: str) -> None:
 
 _CHECKS: Final[Mapping[str, Callable[[Any, str], None]]] = {
     "temperature": lambda value, field: _check_range(value, 0.0, 2.0, field),
-    "top_p": _check_top_p,
+    "top_p": lambda value, field: _check_range(value, 0.0, 1.0, field),
     "presence_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
     "frequency_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
     "logprobs": _check_num_logprobs,

@@ -2,9 +2,10 @@
 no service.
 
 config.py        the configuration file as one typed tree
+unknown_key.py   which key a user may have meant who wrote one that does not exist
 models/          the models of a fabric: their configuration, cards and catalogue
 plugins.py       parts of a fabric that other packages bring, as entry points
-private_file.py  files that only this user can read
+private_file.py  files that only this user can read, and the one place where files are replaced
 access/          who may use the fabric from outside: API keys, tenants, TLS for clients
 tenancy/         what is known of tenants, their keys, limits and prices
 limits/          bounds on what a process holds, and a share of it for each caller
@@ -14,6 +15,7 @@ class_rank.py    how urgent a request is, as a shard is told
 kv_share.py      a guaranteed share of the KV blocks of a shard
 replay/          events kept of a response, so that its client can resume it
 conversation/    conversations with tools: prompts, guides and parsers for them
+json_schema/     JSON Schemas as guides can follow them
 parsers/         a model's output becomes text, reasoning and tool calls
 text/            tokenizers, chat templates, detokenizing, block hashes
 transport/       the server side of streams between processes

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT
 from kvloom_common.private_file import write_private_file
+from kvloom_common.unknown_key import meant_key
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -255,6 +256,9 @@ class EdgeConfig(Section):
     max_messages: PositiveInt = 4096
     max_buffered_bytes: PositiveInt = 256 * 2**10
     """The bytes that may wait for a slow reader, per stream. Beyond that the request is cancelled."""
+    stream_keep_alive_seconds: Annotated[float, Meta(ge=0)] = 10.0
+    """After so long without an event a stream gets an SSE comment (of /v1/messages a `ping`), so that no proxy cuts it;
+    before the first token it begins with that. 0: never."""
     max_concurrent_requests: PositiveInt = 8192
     max_concurrent_requests_per_caller: PositiveInt = 4096
     """Running requests of one caller (docs/http-api.md). Beyond that it gets a 429, while the others are served."""
@@ -271,6 +275,9 @@ class EdgeConfig(Section):
     only pages of the edge itself."""
     api_docs: bool = True
     """Whether the API is described at /openapi.json and /docs, also to callers without an API key."""
+    strict_fields: bool = False
+    """Whether requests with fields that are not known are refused (docs/http-api.md). The header x-kvloom-strict says
+    it for one request."""
     allow_adapter_changes: bool = False
     """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served, to all callers of the API."""
     adapters_dir: str = ""
@@ -1018,12 +1025,16 @@ class TlsConfig(Section):
     key_file: str = ""
     client_ca_file: str = ""
     """The authorities of clients' certificates. Empty: clients need none."""
+    client_crl_file: str = ""
+    """Lists of the certificates that these authorities have revoked. Empty: none are."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate_file) != bool(self.key_file):
             raise ValueError("certificate_file and key_file are needed together")
         if self.client_ca_file and not self.certificate_file:
             raise ValueError("client_ca_file needs certificate_file")
+        if self.client_crl_file and not self.client_ca_file:
+            raise ValueError("client_crl_file needs client_ca_file")
 
 
 class RedisConfig(Section):
@@ -1096,7 +1107,9 @@ def load_config(path: Path | None) -> KvloomConfig:
             return msgspec.json.decode(raw, type=KvloomConfig)
         return msgspec.toml.decode(raw, type=KvloomConfig)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"The configuration file {path} is not valid: {error}") from error
+        raise ConfigError(
+            f"The configuration file {path} is not valid: {error}{meant_key(str(error), KvloomConfig)}"
+        ) from error
 
 
 def dump_config(config: KvloomConfig, path: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Final
 import msgspec
 import structlog
 
+from kvloom_common.private_file import make_own_folder, move_file, open_private_file
+
 log = structlog.get_logger()
 
 FLUSH_SECONDS: Final = 1.0
@@ -84,10 +86,10 @@ class UsageWitness:
         if not lines:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_own_folder(self._path.parent)
             if self._path.exists() and self._path.stat().st_size > MAX_BYTES:
-                self._path.replace(self._path.with_name(self._path.name + ".1"))
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                move_file(self._path, self._path.with_name(self._path.name + ".1"))
+            fd = open_private_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             with os.fdopen(fd, "wb") as file:
                 file.write(b"\n".join(lines) + b"\n")
         except OSError as error:

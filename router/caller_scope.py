@@ -37,6 +37,11 @@ class CallerScope:
         """The id inside the router of a request that the caller calls `given`."""
         return given if self.caller is None else given + _suffix(self.caller)
 
+    def link_id(self, given: str) -> str:
+        """The id inside the router of a link that the caller calls `given`; "": none. Otherwise one caller could end
+        another one's stream by its link's name."""
+        return self.request_id(given) if given else ""
+
     def given_id(self, request_id: str) -> str:
         """The inverse of `request_id`."""
         return request_id if self.caller is None else shown_id(request_id, self.caller)

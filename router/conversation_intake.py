@@ -32,7 +32,7 @@ def wanted_messages(wanted: GenerateRequest) -> list[ChatMessage]:
         raise invalid_argument(
             f"{MESSAGES} has {len(messages)} messages; at most {MAX_MESSAGES} are allowed.", MESSAGES
         )
-    return checked_messages([_message(message, f"{MESSAGES}[{i}]") for i, message in enumerate(messages)], MESSAGES)
+    return checked_messages([_message(message, f"{MESSAGES}[{i}]") for i, message in enumerate(messages)])
 
 
 def wanted_tools(wanted: GenerateRequest) -> tuple[Sequence[Tool], ToolChoice]:

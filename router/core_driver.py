@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+import msgspec
 import structlog
 
 from kvloom.errors import KvloomError
@@ -164,8 +165,8 @@ class Tap(Protocol):
     """Follows requests and their answers on their way through the driver, and may have requests of its own. Its methods
     never block and never raise."""
 
-    def arrived(self, request: Request) -> Request:
-        """Called with every request. Returns what the core is to be given instead."""
+    def arrived(self, event: RequestArrived) -> Request:
+        """Called with every request, on its way to the core. Returns what the core is to be given instead."""
         ...
 
     def stepped(self, client_id: str, step: Step) -> None:
@@ -314,13 +315,13 @@ class CoreDriver:
             if type(event) is RequestArrived:
                 self._num_live_requests += 1
                 self._idle.clear()
-                for tap in self._taps:
-                    event = RequestArrived(tap.arrived(event.request))
                 if self._keeper is not None:
                     passed = self._keeper.arrived(event.request)
                     if passed is None:
                         return
                     event = passed
+                if self._taps:
+                    event = self._tapped(event)
             elif self._keeper is not None:
                 self._keeper.release()
         if self._dispatching:
@@ -350,9 +351,17 @@ class CoreDriver:
 
     def pass_on(self, event: RequestArrived) -> None:
         """Handle a request that the keeper has held. Raises as `dispatch` does."""
-        self._pending.append(event)
+        self._pending.append(self._tapped(event))
         if not self._dispatching:
             self.dispatch(Tick())  # and then what is pending
+
+    def _tapped(self, event: RequestArrived) -> RequestArrived:
+        """The keeper has seen the client's own request: what a tap asks for besides changes no key of an answer."""
+        for tap in self._taps:
+            request = tap.arrived(event)
+            if request is not event.request:
+                event = msgspec.structs.replace(event, request=request)
+        return event
 
     @property
     def num_live_requests(self) -> int:

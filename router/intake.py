@@ -36,7 +36,8 @@ from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopC
 from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from kvloom.v1.router_service_pb2 import Objectives as WantedObjectives
 from kvloom_common.access.cache_salts import CacheSalts
-from kvloom_common.conversation.model_output import prompted, show_markers
+from kvloom_common.conversation.call_guide import ToolPlace
+from kvloom_common.conversation.model_output import fit_to_parser, prompted
 from kvloom_common.conversation.prompt import conversation_prompt, screened_text
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom_common.kv_share import KvShare
@@ -304,12 +305,15 @@ class Intake:
         choices = wanted_choices(wanted, model.tokenizer, self._max_prompt_tokens)
         is_embedding = wanted.HasField("pooling")
         sampling = _with_seed(wanted.sampling, model)
+        stop = _copied(wanted.stop)
         plan, parser = NO_TOOLS, None
         if wanted.WhichOneof("input") == "conversation":
             if is_embedding:
                 raise invalid_argument("An embedding is one of text or token_ids, not of a conversation.", "pooling")
             plan = self._tool_plan(wanted, model, sampling)
-            token_ids, text, parser = await self._tokenized_conversation(wanted, model, plan, sampling, cache_salt)
+            token_ids, text, parser = await self._tokenized_conversation(
+                wanted, model, plan, sampling, stop, cache_salt
+            )
         else:
             check_only_for_conversations(wanted)
             token_ids, text = await self._tokenized(wanted, model, cache_salt, add_special_tokens=is_embedding)
@@ -326,7 +330,7 @@ class Intake:
             choices=choices,
             max_tokens=_max_tokens(wanted.stop, model),
             sampling=sampling,
-            stop=_copied(wanted.stop),
+            stop=stop,
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=tier,
             tenant=tenant,
@@ -456,7 +460,8 @@ class Intake:
         if not (wanted.tools or wanted.HasField("tool_choice") or has_reasoning):
             return NO_TOOLS
         tools, choice = wanted_tools(wanted)
-        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=model.output, at="")
+        place = ToolPlace(at="")
+        plan = plan_tools(tools, choice, is_parallel=wanted.parallel_tool_calls, model=model.output, place=place)
         if plan.demands_call and sampling.HasField("guide"):
             raise invalid_argument("tool_choice demands a call, which has no room for another form.", GUIDE_FIELD)
         if plan.guide is not None and not sampling.HasField("guide"):
@@ -471,10 +476,11 @@ class Intake:
         model: ServedModel,
         plan: ToolPlan,
         sampling: SamplingParams,
+        stop: StopConditions,
         cache_salt: str,
     ) -> tuple[Sequence[int], str, ParserSpec | None]:
-        """Returns (token ids, text for the safety service, parser of the answer). `sampling` then shows the markers
-        that the parser has to see."""
+        """Returns (token ids, text for the safety service, parser of the answer). `sampling` and `stop` then fit the
+        parser."""
         messages = wanted_messages(wanted)
         options = template_options(wanted)
         text = screened_text(messages, plan.tools)
@@ -487,7 +493,7 @@ class Intake:
             raise conversation_error(error) from error
         self._check_prompt(token_ids, model, MESSAGES)
         parser = prompted(plan.parser, rendered)
-        show_markers(sampling, parser, model.tokenizer)
+        fit_to_parser(sampling, stop, parser, model.tokenizer)
         return token_ids, text, parser
 
     def _check_prompt(self, token_ids: Sequence[int], model: ServedModel | None, field: str) -> None:

@@ -13,7 +13,7 @@ from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest
 from kvloom.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
 from kvloom_common.models.card_service import ModelCardServicer
 from kvloom_common.process import service
-from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.transport.checked_server import CheckedServer, MayCall
 from kvloom_common.transport.local_server import LocalServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from router.router_servicer import RouterServicer
@@ -30,13 +30,15 @@ class RouterListener:
         cards: ModelCardServicer,
         options: Sequence[tuple[str, Any]],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        may_call: MayCall | None = None,
     ) -> None:
+        """`may_call`: for a listener that only processes of the fabric reach."""
         self.servicer = servicer
         self.server = grpc.aio.server(
             interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
         )
-        add_RouterServiceServicer_to_server(servicer, CheckedServer(self.server))
-        add_ModelCardServiceServicer_to_server(cards, CheckedServer(self.server))
+        add_RouterServiceServicer_to_server(servicer, CheckedServer(self.server, may_call))
+        add_ModelCardServiceServicer_to_server(cards, CheckedServer(self.server, may_call))
         self.address = ""
         """The latest that was bound."""
         self.ports: set[int] = set()

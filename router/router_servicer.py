@@ -197,14 +197,15 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
         if not request.request_id:
             await abort(context, invalid_argument("request_id is required.", "request_id"))
-        request_id = self._scopes.of(context).request_id(request.request_id)
+        scope = self._scopes.of(context)
+        request_id = scope.request_id(request.request_id)
         if request.resume_token:
             name = name_of(request.request_id, request.resume_token, owner_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
             found = self._named_calls.settle(name, request_id, num_tokens)
             return CancelResponse(found=found)
         if request.link_id:
-            link_id = request.link_id[:MAX_NAME_CHARS]
+            link_id = scope.link_id(request.link_id[:MAX_NAME_CHARS])
             found = self._link_sessions.settle(link_id, request_id, request.num_received_tokens)
             return CancelResponse(found=found)
         if self._core.has_request(request_id):

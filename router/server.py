@@ -92,6 +92,7 @@ from router.result_cache.shared import SharedResultCache
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
+from router.rpc.certificate_check import CertificateCheck
 from router.rpc.limits import RpcLimits
 from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
@@ -266,7 +267,8 @@ class RouterServer:
                 self._clear_result_cache,
                 self._side_calls,
             )
-            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks])
+            may_call = trust.may_call if trusts_all else None
+            return RouterListener(servicer, ModelCardServicer(self._card), options, [*interceptors, *checks], may_call)
 
         checks: list[grpc.aio.ServerInterceptor] = [self._limits]
         if callers.api_keys is not None:
@@ -275,6 +277,9 @@ class RouterServer:
             checks.insert(0, ProviderCheck(callers, callers.verifier))
         if callers.identities is not None:
             checks.insert(0, TenantCheck(callers.identities))
+
+        if self._tls is not None and self._tls.revoked is not None:
+            checks.insert(0, CertificateCheck(self._tls.revoked))
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         for_clients = service.sharing_port(options) if shares_port else options

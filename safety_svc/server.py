@@ -151,7 +151,7 @@ async def serve(
     stopping = stop_event()
     server = grpc.aio.server(options=sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS)
     servicer = SafetyServicer(policy_file)
-    safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, CheckedServer(server))
+    safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, CheckedServer(server, trust.may_call))
     health = add_health_and_reflection(server, [SERVICE_NAME], with_reflection=config.safety.reflection)
     address = bind(server, fabric_host(config, config.safety.host), port, trust.add_port)
     local = LocalServer(lambda stream: servicer.Screen(None, stream), safety_service_pb2.ScreenRequest)

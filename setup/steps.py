@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from kvloom_common.private_file import replacement
 
 
 def say(text: str) -> None:
@@ -68,6 +69,5 @@ class Steps:
         self._write()
 
     def _write(self) -> None:
-        temporary = self._file.with_suffix(".new")
-        temporary.write_text(json.dumps(self._done))
-        os.replace(temporary, self._file)
+        with replacement(self._file) as file:
+            file.write(json.dumps(self._done).encode())

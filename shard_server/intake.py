@@ -16,7 +16,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, Choice, SequenceFinish
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from kvloom_common.process.request_context import request_fields
-from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
+from kvloom_common.text.detokenizer import TokenText, stopping_detokenizer
 from shard_server.connection import RouterConnection
 from shard_server.engines.base import Engine, EngineError, EngineRequest, RequestRefusedError
 from shard_server.live_sequences import LiveSequence, LiveSequences, visible_output
@@ -103,13 +103,7 @@ class Intake:
     ) -> None:
         stop_strings, shown = submit.stop.stop, submit.sampling.shown_special_token_ids
         output = visible_output(request), choice.num_delivered_chars
-        if stop_strings and request.min_tokens:
-            num_exempt = request.min_tokens
-            detokenizer = LateStopDetokenizer(
-                self._tokenizer, stop_strings, *output, shown, num_exempt_tokens=num_exempt
-            )
-        else:
-            detokenizer = IncrementalDetokenizer(self._tokenizer, stop_strings, *output, shown)
+        detokenizer = stopping_detokenizer(self._tokenizer, submit.stop, *output, shown)
         sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now, names)
         reason = sequence.already_ended()
         if reason is None:

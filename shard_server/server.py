@@ -160,8 +160,10 @@ class ShardServer:
             await self._multiplexer.adapters.add_configured(adapter.name, adapter.path)
         drain_timeout_seconds = self._config.shard.drain_timeout_seconds
         servicer = ShardServicer(self._multiplexer, self._on_drain_call, self._sleep, self._wake, drain_timeout_seconds)
-        add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))
-        add_ModelCardServiceServicer_to_server(ModelCardServicer(self._card_of), CheckedServer(self._server))
+        add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server, self._trust.may_call))
+        add_ModelCardServiceServicer_to_server(
+            ModelCardServicer(self._card_of), CheckedServer(self._server, self._trust.may_call)
+        )
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
         self._health = add_health_and_reflection(
             self._server, SERVICE_NAMES, with_reflection=self._config.shard.reflection

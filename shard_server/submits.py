@@ -142,11 +142,12 @@ def _sampling(
     sampling: SamplingParams, seed: int, logit_bias: tuple[tuple[int, float], ...], choice: Choice
 ) -> Sampling:
     # An earlier attempt has reported the prompt's logprobs with its first token.
+    takes_likeliest = sampling.HasField("top_p") and sampling.top_p == 0
     wants_prompt_logprobs = sampling.HasField("prompt_logprobs") and not choice.output_token_ids
     return Sampling(
         temperature=sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE,
-        top_p=sampling.top_p if sampling.HasField("top_p") else DEFAULT_TOP_P,
-        top_k=sampling.top_k,
+        top_p=DEFAULT_TOP_P if takes_likeliest or not sampling.HasField("top_p") else sampling.top_p,
+        top_k=1 if takes_likeliest else sampling.top_k,
         seed=seed,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -164,7 +165,7 @@ def guide_of(sampling: SamplingParams) -> Guide:
     guide = sampling.guide
     match guide.WhichOneof("form"):
         case "json_schema":
-            return Guide(GuideKind.JSON_SCHEMA, guide.json_schema)
+            return Guide(GuideKind.JSON_SCHEMA, guide.json_schema, tuple(guide.relaxable_definitions))
         case "regex":
             return Guide(GuideKind.REGEX, guide.regex)
         case "choice":

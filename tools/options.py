@@ -102,6 +102,7 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     config.tls.certificate_file = _absolute(config.tls.certificate_file, base)
     config.tls.key_file = _absolute(config.tls.key_file, base)
     config.tls.client_ca_file = _absolute(config.tls.client_ca_file, base)
+    config.tls.client_crl_file = _absolute(config.tls.client_crl_file, base)
     config.safety.policy_file = _absolute(config.safety.policy_file, base)
     config.router.receipts.key_file = _absolute(config.router.receipts.key_file, base)
     config.shard.spot_notice_file = _absolute(config.shard.spot_notice_file, base)

@@ -17,7 +17,7 @@ import contextlib
 import fcntl
 import math
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -30,6 +30,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from control.database.failures import DatabaseAwayError
+from kvloom_common.private_file import make_private, make_private_folder, open_private_file
 
 log = structlog.get_logger()
 
@@ -97,6 +98,22 @@ class Database:
             connection = await connection.execution_options(**options)
             async with connection.begin():
                 yield connection
+
+    @contextlib.asynccontextmanager
+    async def listening(self, channel: str, on_notice: Callable[[str], None]) -> AsyncIterator[AsyncConnection]:
+        """A connection to PostgreSQL, without transactions. What is notified on `channel` meanwhile, `on_notice` gets.
+        Raises DatabaseAwayError."""
+        async with self._connected() as connection:
+            connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
+            driver: Any = (await connection.get_raw_connection()).driver_connection
+            try:
+                await driver.add_listener(channel, lambda *notice: on_notice(notice[-1]))
+            except Exception as error:  # SQLAlchemy does not see what the driver is asked for
+                raise DatabaseAwayError(f"{type(error).__name__}: {error}") from error
+            try:
+                yield connection
+            finally:
+                await connection.invalidate()  # the next user of the connection must not be the listener
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[AsyncConnection]:
@@ -202,10 +219,13 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 @contextlib.contextmanager
 def _own_file(path: Path) -> Iterator[None]:
     """Make the file, and hold its lock. The lock goes with the process, however that ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    make_private_folder(path.parent)
+    os.close(open_private_file(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its mode to the files beside it
+    for name in ("-wal", "-shm"):  # left by a process that was killed
+        with contextlib.suppress(FileNotFoundError):
+            make_private(path.with_name(path.name + name))
     # A file of its own: closing any descriptor of the database itself would drop SQLite's locks.
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    lock = open_private_file(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,6 +18,8 @@ from control.directory.actor import Actor, failed_precondition
 Kind = Literal["organisation", "tenant", "key", "prices"]
 IdKind = Literal["organisation", "tenant", "user"]
 
+VERSIONS_CHANNEL: Final = "kvloom_table"
+"""On which PostgreSQL tells all control services each version of the table."""
 MAX_CHANGES: Final = 10_000
 """In one version. Beyond that nothing is logged, and all followers get the whole table."""
 MAX_LOGGED_VERSIONS: Final = 10_000
@@ -94,6 +96,9 @@ class DirectoryChange:
     async def _next_version(self) -> None:
         next_version = sa.update(table_state).values(version=table_state.c.version + 1).returning(table_state.c.version)
         version: int = (await self.connection.execute(next_version)).scalar_one()
+        if self.connection.dialect.name == "postgresql":
+            # It is delivered when the transaction is committed.
+            await self.connection.execute(sa.select(sa.func.pg_notify(VERSIONS_CHANNEL, str(version))))
         if len(self._touched) > MAX_CHANGES:
             await self._forget_until(version)
             return

@@ -1,5 +1,9 @@
 """Waits for the next version of the table. A change that was made through this process is known at once, and one that
-another process has made in the same PostgreSQL database within POLL_SECONDS."""
+another process has made in the same PostgreSQL database as well, since the database announces each version.
+
+An announcement may not arrive: a pooler stands between, or an earlier version of control has made the change. So the
+version is also looked up now and then, and in short intervals while the latest one was not announced.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,30 @@ import asyncio
 from typing import Final
 
 import structlog
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.database import Database
 from control.database.failures import DATABASE_ERRORS
+from control.directory.transaction import VERSIONS_CHANNEL
 from control.replication.changelog import read_state
 
 log = structlog.get_logger()
 
+CHECK_SECONDS: Final = 1.0
+"""How often the version is looked up while announcements arrive."""
 POLL_SECONDS: Final = 0.05
+"""Likewise, while they do not."""
 _RETRY_SECONDS: Final = 1.0
 
 
 class Versions:
-    """`run` polls, where another process may change the database."""
+    """`run` listens, where another process may change the database."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, check_seconds: float = CHECK_SECONDS) -> None:
         self._database = database
+        self._check_seconds = check_seconds
+        self._announced = 0
+        """The highest version that the database has announced."""
         self._changed = asyncio.Event()
         self._num_waiting = 0
         self.closed = asyncio.Event()
@@ -56,21 +68,33 @@ class Versions:
         """Runs until it is cancelled; returns at once for SQLite, whose file belongs to this process."""
         if self._database.is_sqlite:
             return
-        known = 0
         while True:
-            await asyncio.sleep(POLL_SECONDS)
-            if not self._num_waiting:
-                continue
             try:
-                version = await self._database.uninterrupted(self._version())
+                async with self._database.listening(VERSIONS_CHANNEL, self._on_announced) as connection:
+                    await self._watch(connection)
             except DATABASE_ERRORS as error:
                 log.warning("the database cannot be read", cause=type(error).__name__)
-                await asyncio.sleep(_RETRY_SECONDS)
-                continue
-            if version != known:
-                known = version
-                self.notify()
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _version(self) -> int:
-        async with self._database.reading() as connection:
-            return (await read_state(connection)).version
+    async def _watch(self, connection: AsyncConnection) -> None:
+        """Never returns. Raises what transactions raise."""
+        begun_with = known = await self._database.uninterrupted(_version(connection))
+        self.notify()  # whatever has changed before
+        while True:
+            is_announced = known == begun_with or known <= self._announced
+            await asyncio.sleep(self._check_seconds if is_announced else POLL_SECONDS)
+            if not self._num_waiting:
+                continue
+            version = await self._database.uninterrupted(_version(connection))
+            if version > max(known, self._announced):
+                self.notify()
+            known = version
+
+    def _on_announced(self, version: str) -> None:
+        if version.isdecimal():
+            self._announced = max(self._announced, int(version))
+        self.notify()
+
+
+async def _version(connection: AsyncConnection) -> int:
+    return (await read_state(connection)).version

@@ -114,7 +114,7 @@ async def _serve(
     versions: Versions,
     stopping: asyncio.Event,
 ) -> None:
-    checked = CheckedServer(server)
+    checked = CheckedServer(server, trust.may_call)
     control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
     directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(
         DirectoryServicer(database, versions, quotas=configured(config.control)), checked

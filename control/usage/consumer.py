@@ -134,7 +134,7 @@ class UsageConsumer:
         ids = [entry_id for entry_id, _ in raw_entries]
         pipeline = self._client.pipeline(transaction=True)
         for producer, known in stored.items():
-            pipeline.hset(self._stream.stored, producer, self._stream.stored_value(known))
+            pipeline.hset(self._stream.stored, producer, self._stream.stored_value(producer, known))
         pipeline.xack(self._stream.stream, GROUP, *ids)
         pipeline.xdel(self._stream.stream, *ids)
         await pipeline.execute()

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.v1.generation_pb2 import StopConditions
-from kvloom_common.text.detokenizer import IncrementalDetokenizer, TokenText
+from kvloom_common.text.detokenizer import IncrementalDetokenizer, TokenText, stopping_detokenizer
 
 
 class CarriedText(NamedTuple):
@@ -47,9 +47,12 @@ def progress_in_tokens(
     if not text.endswith(carried.text) or text[:before].strip(" "):
         return None
     num_chars = before + carried.num_delivered
-    stop_strings = () if carried.num_tokens < stop.min_tokens else stop.stop
+    conditions = StopConditions()
+    if carried.num_tokens >= stop.min_tokens:
+        conditions.CopyFrom(stop)
+        conditions.min_tokens = 0
     try:
-        detokenizer = IncrementalDetokenizer(tokenizer, stop_strings, token_ids, num_chars)
+        detokenizer = stopping_detokenizer(tokenizer, conditions, token_ids, num_chars)
     except KvloomError:  # more was shown than these stop strings allow
         return None
     if detokenizer.stop_string is not None:

@@ -78,6 +78,8 @@ class CollectedAnswer(Answer):
 
     def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._note_first_token()
+        if self._formatter.drops_output:
+            return
         choice = self._choices[index]
         if self._parsed:
             self._add_output(index, self._parsed[index].feed(delta, len(token_ids)))

@@ -10,6 +10,7 @@ import msgspec
 
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.anthropic.formatter import MessageOptions, MessagesFormatter
+from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, client_tools_of
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
@@ -66,7 +67,12 @@ def formatter_of(
 
 
 def _chat(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> ResponseFormatter:
-    return ChatFormatter(envelope, tokenizer, has_legacy_functions=bool(options.get("has_legacy_functions")))
+    return ChatFormatter(
+        envelope,
+        tokenizer,
+        has_legacy_functions=bool(options.get("has_legacy_functions")),
+        client_tools=client_tools_of(options) if "client_tools" in options else NO_CLIENT_TOOLS,
+    )
 
 
 def _completion(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> ResponseFormatter:  # noqa: ARG001

@@ -21,7 +21,8 @@ SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 
 
 class StreamedAnswer(Answer):
-    """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status."""
+    """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status. If
+    that takes long, the connection is kept alive."""
 
     __slots__ = (
         "_begun",
@@ -96,6 +97,17 @@ class StreamedAnswer(Answer):
         return self._events.num_events
 
     @property
+    def is_over(self) -> bool:
+        """See WatchedStream (edge_http/wire/keep_alive.py), likewise the next one."""
+        return self.ended.done()
+
+    def keep_alive(self) -> None:
+        if not self._events.has_begun:
+            # From here on an error can have no status of its own; most of them have come by now.
+            self._events.begin(self._headers)
+        self._events.comment(self._formatter.keep_alive)
+
+    @property
     def has_begun(self) -> bool:
         """The client may have a part of it."""
         return self._events.has_begun
@@ -126,6 +138,8 @@ class StreamedAnswer(Answer):
         if prefix is not None and not logprobs:
             if delta and not self._events.send(prefix, encode_json(delta), self._suffix):
                 self._on_slow_reader()
+            return
+        if self._formatter.drops_output:
             return
         events: list[Event] = [TextDelta(delta)] if delta else []
         if self._parsed:
@@ -188,7 +202,7 @@ class StreamedAnswer(Answer):
 
     def _begin(self, index: int) -> None:
         self._begun.add(index)
-        if self._formatter.prefixes and not self._parsed:
+        if self._formatter.prefixes and not self._parsed and not self._formatter.drops_output:
             self._prefixes[index] = self._formatter.prefixes[index]
 
     def _send_all(self, chunks: Sequence[bytes]) -> None:

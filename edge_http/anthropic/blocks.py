@@ -1,107 +1,189 @@
-"""The content blocks of messages, as clients post them."""
+"""The content blocks of messages, as clients post them.
+
+Fields that are not listed are left out: other software adds its own to what it keeps.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal, Union
+from typing import TYPE_CHECKING, Any, Final, Union
 
 import msgspec
 
 
-class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a client would like its prompt to be cached. It is accepted and not needed: every prefix is cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+class Block(msgspec.Struct, kw_only=True, tag_field="type"):
     """A block of a message's content."""
-
-    cache_control: CacheControl | None = None
 
 
 class TextBlock(Block, kw_only=True, tag="text"):
-    text: str
-    citations: list[Any] | None = None
-    """Clients return what an answer of another service had; it is ignored."""
+    text: str | None = None
+    cache_control: Any = None
+    """Where a client would like its prompt to be cached. It is accepted and not needed: every prefix is cached."""
 
 
 class ThinkingBlock(Block, kw_only=True, tag="thinking"):
-    thinking: str
-    signature: str = ""
+    thinking: str | None = None
+    signature: str | None = None
     """Not checked: kvloom has nothing to hide from the client in it."""
 
 
 class RedactedThinkingBlock(Block, kw_only=True, tag="redacted_thinking"):
     """Another service's encrypted thinking, which is left out of the prompt."""
 
-    data: str = ""
+    data: Any = None
 
 
 class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
-    id: str
-    name: str
-    input: msgspec.Raw
-    caller: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    """Who called; ignored."""
-    toolset_name: str | None = None
-    """Ignored: kvloom refuses toolsets."""
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+class ServerToolUseBlock(ToolUseBlock, kw_only=True, tag="server_tool_use"):
+    """A call that another server answered."""
+
+
+class McpToolUseBlock(ToolUseBlock, kw_only=True, tag="mcp_tool_use"):
+    """A call that another server answered by a server of MCP."""
+
+
+class MediaBlock(Block, kw_only=True):
+    """What a model that reads text cannot take."""
+
+
+class ImageBlock(MediaBlock, kw_only=True, tag="image"):
+    pass
+
+
+class AudioBlock(MediaBlock, kw_only=True, tag="audio"):
+    pass
+
+
+class BrowserStateBlock(MediaBlock, kw_only=True, tag="browser_state"):
+    pass
+
+
+class ContainerUploadBlock(MediaBlock, kw_only=True, tag="container_upload"):
+    pass
+
+
+class DocumentSource(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    data: str | None = None
+    content: Any = None
+
+
+class DocumentBlock(Block, kw_only=True, tag="document"):
+    """A document; only one that is text can be read."""
+
+    source: DocumentSource | None = None
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(Block, kw_only=True, tag="search_result"):
+    """Texts that a search has found."""
+
+    content: list[Any] | None = None
+    source: str | None = None
+    title: str | None = None
+
+
+class ToolReferenceBlock(Block, kw_only=True, tag="tool_reference"):
+    tool_name: str | None = None
+    name: str | None = None
+
+
+class CompactionBlock(Block, kw_only=True, tag="compaction"):
+    """The summary of an earlier part of the conversation."""
+
+    content: str | None = None
+
+
+class DirectiveBlock(msgspec.Struct, tag_field="type"):
+    """A block that says something to a server, and nothing to a model."""
+
+
+def _directives(*kinds: str) -> list[type]:
+    """Each has a name of its own, by which the description of the API tells them apart."""
+    names = [f"{kind.title().replace('_', '')}Block" for kind in kinds]
+    pairs = zip(names, kinds, strict=True)
+    return [msgspec.defstruct(name, [], bases=(DirectiveBlock,), tag=kind) for name, kind in pairs]
+
+
+_DIRECTIVES: Final = _directives("tool_addition", "tool_removal", "fallback")
 
 
 class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
-    tool_use_id: str
+    tool_use_id: str | None = None
     content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
-    toolset_name: str | None = None
-    """Ignored: kvloom refuses toolsets."""
 
 
-class RefusedBlock(msgspec.Struct, tag_field="type"):
-    """A block of a kind that kvloom does not support, whatever it has."""
+class ServerResultBlock(Block, kw_only=True):
+    """The result of a call that another server answered."""
 
-    @classmethod
-    def kind(cls) -> str:
-        """Its type, e.g. "image"."""
-        return str(cls.__struct_config__.tag)
+    tool_use_id: str | None = None
+    content: Any = None
+    is_error: bool | None = None
 
 
-def _refused(*kinds: str) -> list[type]:
-    """Each has a name of its own, by which the description of the API tells them apart."""
-    names = [f"Refused{kind.title().replace('_', '')}Block" for kind in kinds]
+def _server_results(*kinds: str) -> list[type]:
+    names = [f"{kind.title().replace('_', '')}Block" for kind in kinds]
     pairs = zip(names, kinds, strict=True)
-    return [msgspec.defstruct(name, [], bases=(RefusedBlock,), tag=kind) for name, kind in pairs]
+    return [msgspec.defstruct(name, [], bases=(ServerResultBlock,), tag=kind, kw_only=True) for name, kind in pairs]
 
 
-_REFUSED_RESULTS: Final = _refused("image", "document", "search_result", "tool_reference", "browser_state")
-_REFUSED: Final = _refused(
-    "server_tool_use",
+_SERVER_RESULTS: Final = _server_results(
     "web_search_tool_result",
     "web_fetch_tool_result",
     "code_execution_tool_result",
     "bash_code_execution_tool_result",
     "text_editor_code_execution_tool_result",
     "tool_search_tool_result",
-    "mcp_tool_use",
     "mcp_tool_result",
-    "container_upload",
-    "compaction",
-    "fallback",
 )
 
 if TYPE_CHECKING:
-    ResultBlock = TextBlock | RefusedBlock
-    ContentBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | RefusedBlock
+    ResultBlock = TextBlock | MediaBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
+    ContentBlock = (
+        ResultBlock
+        | ThinkingBlock
+        | RedactedThinkingBlock
+        | ToolUseBlock
+        | ToolResultBlock
+        | ServerResultBlock
+        | CompactionBlock
+        | DirectiveBlock
+    )
 else:
-    ResultBlock = Union[(TextBlock, *_REFUSED_RESULTS)]
+    _SHARED: Final = (
+        TextBlock,
+        ImageBlock,
+        AudioBlock,
+        DocumentBlock,
+        SearchResultBlock,
+        ToolReferenceBlock,
+        BrowserStateBlock,
+    )
+    ResultBlock = Union[(*_SHARED,)]
     """What the result of a tool may hold."""
     ContentBlock = Union[
         (
-            TextBlock,
+            *_SHARED,
             ThinkingBlock,
             RedactedThinkingBlock,
             ToolUseBlock,
+            ServerToolUseBlock,
+            McpToolUseBlock,
             ToolResultBlock,
-            *_REFUSED_RESULTS,
-            *_REFUSED,
+            CompactionBlock,
+            ContainerUploadBlock,
+            *_SERVER_RESULTS,
+            *_DIRECTIVES,
         )
     ]
+
+
+def kind_of(block: msgspec.Struct) -> str:
+    """Its type, e.g. "image"."""
+    return str(block.__struct_config__.tag)

@@ -63,6 +63,8 @@ class MessagesFormatter(ResponseFormatter):
             self.prefixes = [_delta_prefix(0, "text_delta", "text")]
         self.suffix = b"}}"
 
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
         usage = usage_object(Usage(self._envelope.num_prompt_tokens, 0, num_cached_tokens))
         message = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}

@@ -6,13 +6,15 @@ all others are refused by name, and so are unknown ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from edge_http.anthropic.blocks import CacheControl, ContentBlock, TextBlock
-from edge_http.formatting.decoding import check_num_messages, decode_body
+from edge_http.anthropic.blocks import ContentBlock, ResultBlock, TextBlock
+from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules, Refused
+from edge_http.formatting.decoding import check_num_messages
+from kvloom.conversation.earlier import asked_message
 from kvloom.errors import invalid_argument, unsupported
 from kvloom_common.models.model_routes import MAX_CANDIDATES
 
@@ -23,10 +25,10 @@ models do, so they are accepted with either."""
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a body."""
+    """A part of a body. What becomes of other fields is the rule of edge_http/formatting/body_fields.py."""
 
 
-class Message(Part, kw_only=True):
+class Message(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
@@ -63,7 +65,7 @@ class ContextEdit(msgspec.Struct, kw_only=True):
     type: str
 
 
-class ContextManagement(Part, kw_only=True):
+class ContextManagement(msgspec.Struct, kw_only=True):
     edits: list[ContextEdit] | None = None
 
 
@@ -79,23 +81,13 @@ class PromptBody(Part, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The predecessor of `output_config.format`."""
-    cache_control: CacheControl | None = None
+    cache_control: Any = None
     """Accepted and not needed: every prefix is cached."""
     context_management: ContextManagement | None = None
     diagnostics: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """Ignored: it asks about Anthropic's cache."""
     betas: list[str] | None = None
     """Ignored, like the header anthropic-beta."""
-    speed: Any = None
-    mcp_servers: Any = None
-    container: Any = None
-    compaction: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
-    thread: Any = None
-    inference_geo: Any = None
-    user_profile_id: Any = None
-    billing_policy: Any = None
 
 
 class MessagesBody(PromptBody, kw_only=True):
@@ -111,30 +103,29 @@ class MessagesBody(PromptBody, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-_HARMLESS: Final[Mapping[str, Sequence[Any]]] = {
-    "speed": ("standard",),
-    "mcp_servers": ([],),
-    "container": (),
-    "compaction": (),
-    "fallbacks": ([],),
-    "fallback_credit_token": (),
-    "thread": (),
-    "inference_geo": ("global",),
-    "user_profile_id": (),
-    "billing_policy": (),
+_REFUSED: Final = {
+    "speed": Refused(("standard",)),
+    "mcp_servers": Refused(),
+    "container": Refused(),
+    "compaction": Refused(),
+    "fallbacks": Refused(),
+    "thread": Refused(),
+    "inference_geo": Refused(("global",)),
 }
-"""The parameters that kvloom does not support, and the values besides null that ask for nothing."""
+"""The parameters that kvloom does not support, and the values that ask for nothing."""
 _HARMLESS_EDIT: Final = "clear_thinking_"
 """Context edits of this kind leave out old thinking, as chat templates do by themselves."""
 
-_MESSAGES: Final = msgspec.json.Decoder(MessagesBody)
-_PROMPT: Final = msgspec.json.Decoder(PromptBody)
+_CONTENT_BLOCK: Final = msgspec.json.Decoder(ContentBlock)
+_RESULT_BLOCK: Final = msgspec.json.Decoder(ResultBlock)
 _Body = TypeVar("_Body", bound=PromptBody)
 
 
-def decode_messages(raw: bytes, max_messages: int) -> MessagesBody:
+def decode_messages(
+    raw: bytes, max_messages: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> MessagesBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = _checked(decode_body(_MESSAGES, raw), max_messages)
+    body = _checked(_MESSAGES.read(raw, rules, headers), max_messages)
     user_id = body.metadata.user_id if body.metadata is not None else None
     if user_id is not None and len(user_id) > MAX_USER_ID_CHARS:
         field = "metadata.user_id"
@@ -142,9 +133,43 @@ def decode_messages(raw: bytes, max_messages: int) -> MessagesBody:
     return body
 
 
-def decode_count_tokens(raw: bytes, max_messages: int) -> PromptBody:
+def decode_count_tokens(
+    raw: bytes, max_messages: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> PromptBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    return _checked(decode_body(_PROMPT, raw), max_messages)
+    return _checked(_PROMPT.read(raw, rules, headers), max_messages)
+
+
+def _with_known_blocks(raw: bytes) -> bytes:
+    """The body with nothing in the place of the blocks of its history that cannot be decoded. Those of the message by
+    which the new turn asks for something are left, so that the error names them."""
+    try:
+        body: Any = msgspec.json.decode(raw)
+        messages = [message for message in body["messages"] if isinstance(message["content"], list)]
+        asked = asked_message([message["role"] for message in body["messages"]])
+        asked_one = None if asked is None else body["messages"][asked]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
+        return raw
+    for message in messages:
+        for block in message["content"]:
+            if (
+                isinstance(block, dict)
+                and block.get("type") == "tool_result"
+                and isinstance(block.get("content"), list)
+            ):
+                block["content"] = [_known(each, _RESULT_BLOCK) for each in block["content"]]
+        if message is not asked_one:
+            message["content"] = [_known(block, _CONTENT_BLOCK) for block in message["content"]]
+    return msgspec.json.encode(body)
+
+
+def _known(block: Any, decoder: msgspec.json.Decoder[Any]) -> Any:
+    try:
+        decoder.decode(msgspec.json.encode(block))
+    except (msgspec.MsgspecError, RecursionError):
+        text = block.get("text") if isinstance(block, dict) else None
+        return {"type": "text", "text": text if isinstance(text, str) else ""}
+    return block
 
 
 def check_version(version: str | None) -> None:
@@ -155,12 +180,12 @@ def check_version(version: str | None) -> None:
 
 def _checked(body: _Body, max_messages: int) -> _Body:
     check_num_messages(len(body.messages), max_messages)
-    for name, harmless in _HARMLESS.items():
-        value = getattr(body, name)
-        if value is not None and value not in harmless:
-            raise unsupported(f"{name} is not supported.", name)
     for number, edit in enumerate((body.context_management.edits if body.context_management else None) or ()):
         if not edit.type.startswith(_HARMLESS_EDIT):
             field = f"context_management.edits[{number}]"
             raise unsupported(f"{field}: edits of type {edit.type[:64]!r} are not supported.", field)
     return body
+
+
+_MESSAGES: Final = BodyReader(MessagesBody, _REFUSED, _with_known_blocks)
+_PROMPT: Final = BodyReader(PromptBody, _REFUSED, _with_known_blocks)

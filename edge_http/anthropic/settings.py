@@ -25,9 +25,10 @@ def sampling_of(body: MessagesBody, guide: Guide | None) -> SamplingParams:
         raise invalid_argument(
             f"temperature must be between 0 and {MAX_TEMPERATURE:g}, got {body.temperature:g}.", "temperature"
         )
-    if body.top_k is not None and not 0 <= body.top_k <= _MAX_UINT32:
+    if body.top_k is not None and not -1 <= body.top_k <= _MAX_UINT32:
         raise invalid_argument(f"top_k must be between 0 and {_MAX_UINT32}.", "top_k")
-    sampling = SamplingParams(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, guide=guide)
+    top_k = None if body.top_k is None else max(0, body.top_k)  # many clients say -1 for all tokens
+    sampling = SamplingParams(temperature=body.temperature, top_p=body.top_p, top_k=top_k, guide=guide)
     check_sampling(sampling)
     return sampling
 

@@ -62,7 +62,7 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-from kvloom_common.conversation.model_output import show_markers
+from kvloom_common.conversation.model_output import fit_to_parser
 from kvloom_common.limits.byte_budget import ByteLease
 from kvloom_common.models.served_model import ServedModel
 
@@ -150,6 +150,7 @@ async def generate(
     begin_answer(name, job.model.name, streamed)
     if edge.usage is not None and wants_details(request):
         streamed.bill = _bill(edge.usage, edge, request, job)
+    edge.keep_alive.add(streamed)
     try:
         if held is None:
             await run(edge, submission_of(edge, request, job, name), streamed)
@@ -158,6 +159,8 @@ async def generate(
     except KvloomError:
         if not events.has_begun:
             raise
+    finally:
+        edge.keep_alive.discard(streamed)
     return events.response()
 
 
@@ -187,7 +190,7 @@ def check_job_window(edge: Edge, job: GenerationJob) -> None:
     """To be called before a job's submission: it also asks for the markers that its parser needs. Raises KvloomError
     (CONTEXT_LENGTH_EXCEEDED)."""
     if job.shape.parser is not None:
-        show_markers(job.sampling, job.shape.parser, job.model.tokenizer)
+        fit_to_parser(job.sampling, job.stop, job.shape.parser, job.model.tokenizer)
     window = edge.window(job.model.name)
     if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
@@ -315,6 +318,7 @@ async def _stream_resumable(
     begin_answer(name, job.model.name, answer)
     if edge.usage is not None and wants_details(request):
         answer.bill = _bill(edge.usage, edge, request, job)
+    edge.keep_alive.add(answer)
     edge.resume.start(stream, running, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from edge_http.edge import EMBED, Edge, ServedModel
 from edge_http.endpoints.answering import deliver_whole, read_prompt_body
 from edge_http.endpoints.embedding_body import EmbeddingJob, embedding_body
 from edge_http.endpoints.model_choice import NamesModels, pass_on, route_headers, share_key
+from edge_http.formatting.body_fields import FieldRules
 from edge_http.resume.kept_answers import WholeBody
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.wire.body import digest_of
@@ -40,7 +41,7 @@ class EmbeddingApi(Generic[Body]):
     use: str
     """The capability that a model needs besides that to embed: "rerank" or "score". "": none, because its vectors are
     compared by the client, also with those of other requests."""
-    decode: Callable[[bytes], Body]
+    decode: Callable[[bytes, FieldRules, Mapping[str, str]], Body]
     make_job: Callable[[Edge, web.BaseRequest, Body, ServedModel], Awaitable[EmbeddingJob]]
     """Validates the body and tokenizes it for a model."""
     user_text: Callable[[Body], str]
@@ -53,7 +54,7 @@ async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingAp
     with edge.admit(caller) as permit:
         with edge.bodies.lease(caller) as lease:
             raw = await read_prompt_body(edge, request, lease)
-            body = api.decode(raw)
+            body = api.decode(raw, edge.fields, request.headers)
             edge.check_requested_models(request, body.model, body.models)
             job = None
             if not edge.routes.is_needed(body.model, body.models, edge.models, is_answer=False):

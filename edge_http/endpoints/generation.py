@@ -12,9 +12,10 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.guide import guide_of, with_calls
 from edge_http.openai.messages import chat_messages
-from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens
+from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens, truncated
 from edge_http.openai.prompt_report import prompt_report
 from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
 from edge_http.openai.sampling import (
@@ -24,17 +25,23 @@ from edge_http.openai.sampling import (
     completion_max_tokens,
     completion_sampling,
     num_choices,
+    show_special_tokens,
     stop_conditions,
     tier_of,
 )
-from edge_http.openai.tools import tools_of
+from edge_http.openai.tools import place_of, tools_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
+from kvloom.conversation.json_depth import check_depth
+from kvloom.errors import invalid_argument, unsupported
 from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom_common.conversation.call_guide import IN_FUNCTIONS
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import Feature
 from kvloom_common.models.served_model import ServedModel
+
+MAX_OPTIONS_DEPTH: Final = 32
 
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -53,14 +60,21 @@ async def _chat_job(
     """Validate and tokenize a body. Raises KvloomError."""
     n = num_choices(body)
     given = tools_of(body)
-    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
-    guide = with_calls(guide_of(body), plan, "functions" if given.has_legacy_functions else "tools")
+    place = place_of(given) if given.tools else IN_FUNCTIONS
+    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output, place=place)
+    guide = with_calls(guide_of(body), plan, place.tools)
     max_tokens, max_tokens_field = chat_max_tokens(body)
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
     window = edge.generation_window(model.name)
     scope, options = edge.callers.cache_scope_of(request), template_options(body)
-    prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, scope=scope)
+    prompt, rendered = await chat_prompt(
+        messages, plan.tools, options, model.tokenizer, window, scope=scope, is_continued=is_continued(body)
+    )
+    if body.truncate_prompt_tokens is not None:
+        prompt = truncated(prompt, body.truncate_prompt_tokens, window, max_tokens)
+    if body.skip_special_tokens is False:
+        show_special_tokens(sampling, model.tokenizer)
     if body.prediction is not None:
         predicted = await predicted_tokens(body.prediction, model.tokenizer, window, scope=scope)
         sampling.predicted_token_ids.extend(predicted)
@@ -82,7 +96,14 @@ async def _chat_job(
         tier=tier_of(body),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("chat", parser, plan.tools, has_legacy_functions=given.has_legacy_functions),
+        shape=shape_of(
+            "chat",
+            parser,
+            plan.tools,
+            has_legacy_functions=given.has_legacy_functions,
+            **(options_of(given.client_tools) if given.client_tools else {}),
+        ),
+        headers=left_out_headers(given.left_out) if given.left_out else {},
         guide_field="" if guide is None else guide.field,
         prompt_report=prompt_report(body, sampling, [prompt], n),
     )
@@ -97,6 +118,10 @@ async def _completion_job(
     sampling, stop = completion_sampling(body, guide), stop_conditions(body, completion_max_tokens(body))
     window, scope = edge.generation_window(model.name), edge.callers.cache_scope_of(request)
     prompts = await completion_prompts(body, n, model.tokenizer, window, scope=scope)
+    if body.truncate_prompt_tokens is not None:
+        prompts = [truncated(prompt, body.truncate_prompt_tokens, window, stop.max_tokens) for prompt in prompts]
+    if body.skip_special_tokens is False:
+        show_special_tokens(sampling, model.tokenizer)
     return GenerationJob(
         operation="text_completion",
         id_prefix="cmpl-",
@@ -126,10 +151,34 @@ def _includes_usage(body: GenerationBody) -> bool:
 def template_options(body: ChatBody) -> Mapping[str, Any]:
     """The variables that the request gives to the chat template."""
     options = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
-        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    if options:
+        check_depth(options, "chat_template_kwargs", MAX_OPTIONS_DEPTH)
+    effort = body.reasoning_effort
+    if body.reasoning is not None:
+        effort = effort or body.reasoning.effort
+        if body.reasoning.enabled is not None:
+            options.setdefault("enable_thinking", body.reasoning.enabled)
+    if body.enable_thinking is not None:
+        options.setdefault("enable_thinking", body.enable_thinking)
+    if body.thinking is not None and body.thinking.type is not None:
+        options.setdefault("enable_thinking", body.thinking.type != "disabled")
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
+        options.setdefault("enable_thinking", effort != "none")
     return options
+
+
+def is_continued(body: ChatBody) -> bool:
+    """Whether the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
+    UNSUPPORTED_PARAMETER)."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid_argument("Give either add_generation_prompt or continue_final_message.", "continue_final_message")
+    if body.add_generation_prompt is False and not body.continue_final_message:
+        raise unsupported(
+            "add_generation_prompt: without continue_final_message, a prompt ends where an answer begins.",
+            "add_generation_prompt",
+        )
+    return bool(body.continue_final_message)
 
 
 def _features(body: GenerationBody) -> frozenset[Feature]:
@@ -153,7 +202,7 @@ def _is_batch(body: GenerationBody) -> bool:
 
 
 _CHAT: Final[GenerationApi[ChatBody]] = GenerationApi(
-    decode=lambda edge, raw: decode_chat(raw, edge.config.max_messages),
+    decode=lambda edge, request, raw: decode_chat(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_chat_job,
     features=_features,
     is_batch=_is_batch,
@@ -161,7 +210,7 @@ _CHAT: Final[GenerationApi[ChatBody]] = GenerationApi(
     user_text=lambda body: last_user_text(body.messages),
 )
 _COMPLETION: Final[GenerationApi[CompletionBody]] = GenerationApi(
-    decode=lambda _, raw: decode_completion(raw),
+    decode=lambda edge, request, raw: decode_completion(raw, edge.fields, request.headers),
     make_job=_completion_job,
     features=_features,
     is_batch=_is_batch,

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.anthropic.formatter import MessageOptions
-from edge_http.anthropic.messages import chat_messages, check_continued, is_continued
+from edge_http.anthropic.messages import chat_messages, is_continued
 from edge_http.anthropic.requests import MessagesBody, PromptBody, check_version, decode_count_tokens, decode_messages
 from edge_http.anthropic.settings import (
     max_tokens_of,
@@ -27,6 +27,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.client_tools import left_out_headers
 from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.side_call import side_call
 from edge_http.wire.body import digest_of
@@ -36,6 +37,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Guide
+from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -68,7 +70,7 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
-        body = decode_count_tokens(raw, edge.config.max_messages)
+        body = decode_count_tokens(raw, edge.config.max_messages, edge.fields, request.headers)
         model = edge.usable_model(request, body.model)
         async with side_call(edge, request, len(raw)) as call:
             prepared = await _prepared(edge, edge.callers.cache_scope_of(request), body, model)
@@ -108,7 +110,7 @@ async def _job(
         session_key=session_key(request, None),
         tier=router_service_pb2.TIER_INTERACTIVE,
         body_digest=digest_of(raw),
-        headers={ANTHROPIC_REQUEST_ID: request_id(request)},
+        headers={ANTHROPIC_REQUEST_ID: request_id(request), **left_out_headers(prepared.tools.left_out)},
         shape=shape_of("messages", prepared.parser, prepared.plan.tools, **msgspec.structs.asdict(options)),
         guide_field=prepared.guide_field,
     )
@@ -117,18 +119,19 @@ async def _job(
 async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel) -> _Prepared:
     """Raises KvloomError."""
     tools = tools_of(body)
-    plan = plan_tools(tools.tools, tools.choice, model=model.output, at="")
+    plan = plan_tools(
+        tools.tools,
+        tools.choice,
+        model=model.output,
+        place=ToolPlace(at="", schema="input_schema", numbers=tools.numbers),
+    )
     guide, guide_field = output_guide(body) or (None, "")
     if guide is not None and plan.tools:
         raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)
     chat, continues = chat_messages(body), is_continued(body)
-    if continues:
-        check_continued(chat)
-        if guide is not None or plan.guide is not None or thinks(body):
-            message = (
-                "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
-            )
-            raise invalid_argument(message, "messages")
+    if continues and (guide is not None or plan.guide is not None or thinks(body)):
+        message = "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
+        raise invalid_argument(message, "messages")
     prompt, rendered = await chat_prompt(
         chat,
         plan.tools,
@@ -169,7 +172,7 @@ def _features(body: MessagesBody) -> frozenset[Feature]:
 
 
 _API: Final[GenerationApi[MessagesBody]] = GenerationApi(
-    decode=lambda edge, raw: decode_messages(raw, edge.config.max_messages),
+    decode=lambda edge, request, raw: decode_messages(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_job,
     features=_features,
     max_answer_tokens=lambda body: body.max_tokens,

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from edge_http.anthropic.blocks import RefusedBlock
+from edge_http.anthropic.blocks import Block, kind_of
 from edge_http.edge import Edge
 from edge_http.wire.headers import IDEMPOTENCY_KEY, MODEL, ROUTE, session_key, wants_resume
 from kvloom.errors import KvloomError
@@ -49,20 +49,17 @@ def last_user_text(messages: Sequence[Any]) -> str:
 
 
 def has_images(messages: Sequence[Any]) -> bool:
-    """Whether some message, in the form of any API, has an image. Whether it can be read is a matter of the model."""
-    for message in messages:
-        if isinstance(message, msgspec.Raw):
-            if b"input_image" not in bytes(message):
-                continue
-            message = msgspec.json.decode(message)
-        content = _field(message, "content")
-        if isinstance(content, list) and any(_kind(part) in IMAGE_KINDS for part in content):
-            return True
-    return False
+    """Whether the message by which the new turn asks for something, in the form of any API, has an image. Whether it
+    can be read is a matter of the model. Images of the history are left out for one that cannot."""
+    seen = [msgspec.json.decode(message) if isinstance(message, msgspec.Raw) else message for message in messages[-1:]]
+    if not seen or _field(seen[0], "role") != "user":
+        return False
+    content = _field(seen[0], "content")
+    return isinstance(content, list) and any(_kind(part) in IMAGE_KINDS for part in content)
 
 
 def _kind(part: Any) -> Any:
-    return part.kind() if isinstance(part, RefusedBlock) else _field(part, "type")
+    return kind_of(part) if isinstance(part, Block) else _field(part, "type")
 
 
 def _field(value: Any, name: str) -> Any:

@@ -24,7 +24,7 @@ async def moderations(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_json_body(request, edge.config, lease)
-        texts = moderation_texts(decode_moderation(raw), MAX_TEXTS, MAX_CHARS)
+        texts = moderation_texts(decode_moderation(raw, edge.fields, request.headers), MAX_TEXTS, MAX_CHARS)
         async with side_call(edge, request, sum(map(len, texts))):
             answer = await edge.link.moderate(ModerateRequest(texts=texts))
     return json_response(_body(answer))

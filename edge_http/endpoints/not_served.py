@@ -3,6 +3,7 @@ does not take the refusal for a wrong URL."""
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from kvloom.errors import KvloomError
@@ -33,6 +34,32 @@ _APIS: Final = {
     "/v1/vector_stores": ("Vector stores", _FILES),
     "/v1/videos": ("Videos", _CHAT),
 }
+
+
+_OWN_HISTORY: Final = "Nothing is stored here: keep the conversation, and send it with each request."
+_OPERATIONS: Final = (
+    (r"POST /v1/responses/compact", "compact conversations", _OWN_HISTORY.replace("keep", "shorten")),
+    (r"GET /v1/responses/[^/]+/input_items", "list the input of responses", _OWN_HISTORY),
+    (r"DELETE /v1/responses/[^/]+", "delete responses", _OWN_HISTORY),
+    (
+        r"UPGRADE /v1/responses",
+        "serve the Responses API over WebSocket",
+        "Stream by POST /v1/responses with stream: true.",
+    ),
+    (r"(GET|POST|DELETE) /v1/chat/completions/[^/]+", "list, change or delete completions", _OWN_HISTORY),
+    (r"GET /v1/chat/completions/[^/]+/messages", "list the messages of completions", _OWN_HISTORY),
+    (r".* /v1/messages/batches(/.*)?", "process batches of messages", _MANY.replace("chat/completions", "messages")),
+)
+"""Operations of APIs that are served otherwise: what this server does not do, and what to do instead."""
+
+
+def refuse_operation(method: str, path: str) -> None:
+    """Raises KvloomError (NOT_IMPLEMENTED) for an operation that the API has elsewhere, and not here: to say that the
+    method is wrong would mislead."""
+    for pattern, what, instead in _OPERATIONS:
+        if re.fullmatch(pattern, f"{method} {path}"):
+            message = f"This server does not {what} ({method} {path[:128]}). {instead}"
+            raise KvloomError(ErrorReason.ERROR_REASON_NOT_IMPLEMENTED, message)
 
 
 def refuse_unserved(path: str) -> None:

@@ -8,9 +8,10 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob
+from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.guide import with_calls
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.input_items import conversation
@@ -20,7 +21,9 @@ from edge_http.openai.responses.tools import tools_of
 from edge_http.openai.sampling import chat_sampling, stop_conditions, tier_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
+from edge_http.wire.json_response import json_response
 from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import Feature
@@ -32,13 +35,24 @@ async def responses(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     return await serve_generation(edge, request, _API)
 
 
+async def count_input_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/responses/input_tokens: the size of the prompt that a response would have."""
+    caller = edge.callers.caller_of(request)
+    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+        raw = await read_prompt_body(edge, request, lease)
+        body = decode_responses(raw, edge.config.max_messages, edge.fields, request.headers)
+        job = await _job(edge, request, raw, body, edge.usable_model(request, body.model))
+        return json_response({"object": "response.input_tokens", "input_tokens": job.prompt_sizes[0]})
+
+
 async def _job(
     edge: Edge, request: web.BaseRequest, raw: bytes, body: ResponsesBody, model: ServedModel
 ) -> GenerationJob:
     """Validate and tokenize a body. Raises KvloomError."""
     given = tools_of(body)
     is_parallel = bool(body.parallel_tool_calls)
-    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, at="")
+    place = ToolPlace(at="", numbers=given.numbers)
+    plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, place=place)
     guide = with_calls(text_guide(body), plan, "tools")
     shared = as_chat(body)
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))
@@ -63,7 +77,8 @@ async def _job(
         tier=tier_of(shared),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given)),
+        shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given), **options_of(given.client_tools)),
+        headers=left_out_headers(given.left_out),
         guide_field="" if guide is None else guide.field,
     )
 
@@ -82,7 +97,7 @@ def _features(body: ResponsesBody) -> frozenset[Feature]:
 
 
 _API: Final[GenerationApi[ResponsesBody]] = GenerationApi(
-    decode=lambda edge, raw: decode_responses(raw, edge.config.max_messages),
+    decode=lambda edge, request, raw: decode_responses(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_job,
     features=_features,
     max_answer_tokens=lambda body: body.max_output_tokens or 0,

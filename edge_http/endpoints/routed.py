@@ -35,7 +35,7 @@ class GenerationApi(Generic[Body]):
     """How the requests of an API are read. `decode` and `make_job` raise KvloomError; the others are what routes tell
     requests apart by."""
 
-    decode: Callable[[Edge, bytes], Body]
+    decode: Callable[[Edge, web.BaseRequest, bytes], Body]
     make_job: Callable[[Edge, web.BaseRequest, bytes, Body, ServedModel], Awaitable[GenerationJob]]
     """Validates the body and tokenizes it for a model."""
     features: Callable[[Body], frozenset[Feature]]
@@ -52,7 +52,7 @@ async def serve_generation(edge: Edge, request: web.BaseRequest, api: Generation
     with edge.admit(caller) as permit:
         with edge.bodies.lease(caller) as lease:
             raw = await read_prompt_body(edge, request, lease)
-            body = api.decode(edge, raw)
+            body = api.decode(edge, request, raw)
             edge.check_requested_models(request, body.model, body.models)
             job, model = None, edge.models.get(body.model)
             if model is not None and body.models is None and body.model not in edge.routes.by_name:

@@ -14,7 +14,7 @@ from edge_http.openai.logprobs import shown_token
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, check_token_ids, text_prompt
 from edge_http.openai.tokenization import TokenizeBody, conversation_of, decode_detokenize, decode_tokenize
-from edge_http.openai.tools import tools_of
+from edge_http.openai.tools import place_of, tools_of
 from edge_http.side_call import side_call
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.json_response import json_response
@@ -31,7 +31,7 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
-        body = decode_tokenize(raw, edge.config.max_messages)
+        body = decode_tokenize(raw, edge.config.max_messages, edge.fields, request.headers)
         model = edge.usable_model(request, body.model)
         window = edge.window(model.name)
         async with side_call(edge, request, len(raw)) as call:
@@ -52,7 +52,7 @@ async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
     """Serve POST /detokenize."""
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
-        body = decode_detokenize(await read_prompt_body(edge, request, lease))
+        body = decode_detokenize(await read_prompt_body(edge, request, lease), edge.fields, request.headers)
         tokenizer = edge.usable_model(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
         async with side_call(edge, request, BYTES_PER_TOKEN * len(body.tokens)):
@@ -77,7 +77,9 @@ async def _token_ids(body: TokenizeBody, model: ServedModel, window: int, scope:
         return prompt.token_ids
     chat = conversation_of(body)
     given = tools_of(chat)
-    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
+    plan = plan_tools(
+        given.tools, given.choice, is_parallel=given.is_parallel, model=model.output, place=place_of(given)
+    )
     prompt, _ = await chat_prompt(
         chat_messages(chat.messages),
         plan.tools,

@@ -95,6 +95,6 @@ class CollectedChoice:
             self.logprobs = [bytearray(more) for more in lists]
         else:
             for known, more in zip(self.logprobs, lists, strict=True):
-                known += b","
+                known += b"," if known and more else b""
                 known += more
         return sum(map(len, lists)) + len(lists)

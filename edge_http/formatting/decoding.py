@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Final, TypeVar
 
@@ -11,6 +12,10 @@ from kvloom.errors import KvloomError, invalid_argument, unsupported
 
 _T = TypeVar("_T")
 
+_LONE_SURROGATE: Final = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a whole pair, which is passed over
+    rb"|(?P<first>\\u[dD][89abAB][0-9a-fA-F]{2})|(?P<second>\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
 _AT: Final = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
@@ -24,11 +29,31 @@ def decode_body(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, at:
     except msgspec.ValidationError as error:
         raise _field_error(str(error), at) from error
     except UnicodeDecodeError as error:
-        raise invalid_argument("The body is not valid UTF-8.") from error
+        raise invalid_argument(_why_no_text(bytes(raw)) or "The body is not valid UTF-8.") from error
     except msgspec.DecodeError as error:
-        raise invalid_argument(f"The body is not valid JSON: {error}.") from error
+        why = _why_no_text(bytes(raw)) or f"The body is not valid JSON: {error}."
+        raise invalid_argument(why) from error
     except RecursionError as error:
         raise invalid_argument("The body is nested too deeply.") from error
+
+
+def _why_no_text(raw: bytes) -> str:
+    """Names a fault that users would not find by what the JSON library says; "" if there is none of these."""
+    if raw.startswith(codecs.BOM_UTF8):
+        return "The body begins with a byte order mark, which JSON must not have: send it without."
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "The body is UTF-16: send UTF-8, without a byte order mark."
+    at = raw.find(b"\0")
+    if at >= 0:
+        return f"The body is not valid JSON: it has a null byte at position {at}. In a string, write it as \\u0000."
+    halves = (match["first"] or match["second"] for match in _LONE_SURROGATE.finditer(raw))
+    half = next(filter(None, halves), b"")
+    if half:
+        return (
+            f"The body is not valid JSON: {half.decode()} is one half of a surrogate pair, as if a character such as "
+            "an emoji had been cut in the middle. Leave it out, or send the whole pair."
+        )
+    return ""
 
 
 def check_num_messages(num_messages: int, max_messages: int) -> None:

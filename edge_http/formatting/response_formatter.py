@@ -61,9 +61,12 @@ class ResponseFormatter(abc.ABC):
     """One object formats one response. Methods are called in the order of the response's events; a format may keep
     state between calls. Choices are numbered across all prompts."""
 
-    __slots__ = ("_envelope", "prefixes", "report", "suffix")
+    __slots__ = ("_envelope", "drops_output", "prefixes", "report", "suffix")
 
     call_id_prefix = "call_"
+    keep_alive = b": keep-alive\n"
+    """What a stream sends that has no event for a while. A comment is a line, and needs no empty one behind it: clients
+    that have got an event's id would take that for an event."""
 
     def __init__(self, envelope: Envelope) -> None:
         self._envelope = envelope
@@ -72,6 +75,8 @@ class ResponseFormatter(abc.ABC):
         format have no constant frame, and `output` makes them."""
         self.suffix = b""
         """The bytes after the text."""
+        self.drops_output = False
+        """The answer has nothing but what it repeats of its prompt."""
         self.report: object | None = None
         """Set if the answer repeats something of its prompt; see `echo` and `prompt_logprobs`."""
 

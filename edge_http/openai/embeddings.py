@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import mul
 from typing import Any, Final, Literal
 
-import msgspec
-
-from edge_http.formatting.decoding import decode_body
+from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.prompt import Prompt, text_prompt, token_prompt
 from edge_http.openai.requests import Body, FallbackModels
@@ -51,9 +49,11 @@ class EmbeddingsBody(Body, kw_only=True):
     """Without effect: its purpose is OpenAI's abuse monitoring."""
 
 
-def decode_embeddings(raw: bytes) -> EmbeddingsBody:
+def decode_embeddings(
+    raw: bytes, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> EmbeddingsBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = decode_body(_EMBEDDINGS_DECODER, raw)
+    body = _EMBEDDINGS.read(raw, rules, headers)
     if body.dimensions is not None and body.dimensions < 1:
         raise invalid_argument("dimensions must be at least 1.", "dimensions")
     return body
@@ -177,4 +177,4 @@ def response_pieces(
     yield b'],"model":%b,"usage":%b%b}' % (encode_json(model), encode_json(usage), more)
 
 
-_EMBEDDINGS_DECODER: Final = msgspec.json.Decoder(EmbeddingsBody)
+_EMBEDDINGS: Final = BodyReader(EmbeddingsBody)

@@ -17,6 +17,10 @@ _ALL_OUTPUT: Final = "structured_outputs"
 """The field whose form is that of all output, not only of messages."""
 
 
+_GUIDED: Final = "guided_"
+"""What the fields begin with that were its predecessors."""
+
+
 class BodyGuide(NamedTuple):
     guide: Guide
     field: str
@@ -30,6 +34,8 @@ def guide_of(body: GenerationBody) -> BodyGuide | None:
         if found is not None:
             raise invalid_argument("Give either response_format or structured_outputs.", _ALL_OUTPUT)
         found = _of_structured_outputs(body.structured_outputs)
+    if body.guided_json or body.guided_regex or body.guided_choice or body.guided_grammar:
+        found = _of_predecessors(body, is_only=found is None)
     if found is not None:
         check_guide(found.guide, found.field)
     return found
@@ -42,7 +48,7 @@ def with_calls(guide: BodyGuide | None, plan: ToolPlan, field: str) -> BodyGuide
     call is demanded as well."""
     if plan.guide is None:
         return guide
-    if guide is None or (plan.demands_call and not guide.field.startswith(_ALL_OUTPUT)):
+    if guide is None or (plan.demands_call and not guide.field.startswith((_ALL_OUTPUT, _GUIDED))):
         return BodyGuide(plan.guide, field)
     if plan.demands_call:
         raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
@@ -63,6 +69,18 @@ def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
     if not _is_given(wanted.json_schema.schema):
         raise invalid_argument(f"{field} is missing.", field)
     return BodyGuide(Guide(json_schema=json_text(wanted.json_schema.schema, field)), field)
+
+
+def _of_predecessors(body: GenerationBody, *, is_only: bool) -> BodyGuide:
+    """What older clients of vLLM say instead of `structured_outputs`."""
+    names = [name for name in ("json", "regex", "choice", "grammar") if getattr(body, _GUIDED + name)]
+    if not is_only or len(names) > 1:
+        raise invalid_argument(f"{_GUIDED}{names[-1]}: give one form of the answer only.", _GUIDED + names[-1])
+    wanted = StructuredOutputs(
+        json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
+    )
+    found = _of_structured_outputs(wanted)
+    return BodyGuide(found.guide, found.field.replace(f"{_ALL_OUTPUT}.", _GUIDED))
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:

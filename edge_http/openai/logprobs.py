@@ -22,13 +22,16 @@ encode_json: Final = msgspec.json.Encoder().encode
 
 
 def chat_logprobs(tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> bytes:
-    """Return the content of the array `logprobs.content`, one entry per token.
+    """Return the content of the array `logprobs.content`, one entry per token. Special tokens, such as the one that
+    ends the answer, have none: the tokens of the entries are those of the text, which clients align with it.
 
     A token may have 20 alternatives, and a frame the tokens of many choices: an entry is put together from bytes that
     are encoded once per token of the vocabulary, and only the numbers are encoded each time.
     """
     shown: list[bytes] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
+        if not tokenizer.shown_bytes(token_id):
+            continue
         numbers = encode_json([max(number, LOWEST_LOGPROB) for number in (entry.logprob, *entry.top_logprobs)])
         first, *others = numbers[1:-1].split(b",")
         before, after = _around_logprob(tokenizer, token_id)

@@ -2,59 +2,76 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from edge_http.openai.requests import Message, ToolCallBody, message_text
-from kvloom.errors import KvloomError, invalid_argument
+from edge_http.openai.requests import CalledFunction, ContentPart, Message, ToolCallBody, message_text
+from kvloom.conversation.earlier import MEDIA, asked_message, omitted
 from kvloom.text.chat_message import ChatMessage, ToolCall
-from kvloom_common.conversation.history import checked_arguments, turn_of_others
+from kvloom_common.conversation.history import KnownCalls
 from kvloom_common.text.roles import template_role
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    names: dict[str, str] = {}
-    """The tool of each call so far, by the call's id."""
-    return [_message(message, f"messages[{number}]", number, names) for number, message in enumerate(messages)]
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field: for a role that there is not,
+    and for what the last message of the user asks for."""
+    calls = KnownCalls()
+    asked = asked_message([message.role for message in messages])
+    return [_message(message, number, calls, is_asked=number == asked) for number, message in enumerate(messages)]
 
 
-def _message(message: Message, at: str, number: int, names: dict[str, str]) -> ChatMessage:
-    role = template_role(message.role, f"{at}.role")
+def _message(message: Message, number: int, calls: KnownCalls, *, is_asked: bool) -> ChatMessage:
+    role = template_role(message.role, f"messages[{number}].role")
+    content = message.content
+    if not isinstance(content, str):
+        content = message_text(message, number) if is_asked else _kept_text(content)
     if role == "assistant":
-        return _assistant(message, at, number, names)
-    if message.tool_calls or message.function_call or message.reasoning_content:
-        raise _misplaced(message, at)
-    content = message_text(message, number)
-    if message.role == "function":
-        if not message.name:
-            raise invalid_argument(f"{at}.name is missing.", f"{at}.name")
-        return ChatMessage(role, content, tool_call_id=message.name, name=message.name)
-    return turn_of_others(role, content, message.tool_call_id, at, names)
+        return _assistant(message, content, calls)
+    if role == "tool":
+        call_id = message.name if message.role == "function" else message.tool_call_id
+        return calls.result(call_id, message.name, content)
+    return ChatMessage(role, content)
 
 
-def _misplaced(message: Message, at: str) -> KvloomError:
-    names = ("tool_calls", "function_call", "reasoning_content")
-    field = f"{at}.{next(name for name in names if getattr(message, name))}"
-    return invalid_argument(f"{field} goes only with role assistant.", field)
-
-
-def _assistant(message: Message, at: str, number: int, names: dict[str, str]) -> ChatMessage:
-    calls = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
+def _assistant(message: Message, content: str, calls: KnownCalls) -> ChatMessage:
+    made = [_call(call, calls) for call in message.tool_calls or ()]
     if message.function_call is not None:
-        function, field = message.function_call, f"{at}.function_call.arguments"
-        calls.append(ToolCall(function.name, function.name, checked_arguments(function.arguments, field)))
-    names.update((call.id, call.name) for call in calls)
-    has_content = message.content is not None or not calls
+        name = message.function_call.name
+        made.append(calls.add(name, name, _arguments(message.function_call)))
     return ChatMessage(
         "assistant",
-        message_text(message, number) if has_content and message.refusal is None else message.refusal or "",
-        tool_calls=tuple(calls),
-        reasoning=message.reasoning_content or "",
+        content if message.refusal is None else message.refusal,
+        tool_calls=tuple(made),
+        reasoning=_reasoning(message),
     )
 
 
-def _call(call: ToolCallBody, at: str) -> ToolCall:
-    if call.type not in (None, "function") or call.function is None:
-        raise invalid_argument(f"{at}.type: only calls of type 'function' are supported.", f"{at}.type")
-    arguments = checked_arguments(call.function.arguments, f"{at}.function.arguments")
-    return ToolCall(call.id, call.function.name, arguments)
+def _reasoning(message: Message) -> str:
+    for given in (message.reasoning_content, message.reasoning):
+        if isinstance(given, str) and given:
+            return given
+    return ""
+
+
+def _call(call: ToolCallBody, calls: KnownCalls) -> ToolCall:
+    if call.custom is not None:  # the input of a tool that takes text
+        arguments = json.dumps({"input": call.custom.input or ""}, ensure_ascii=False)
+        return calls.add(call.id, call.custom.name, arguments)
+    function = call.function or CalledFunction()
+    return calls.add(call.id, function.name, _arguments(function))
+
+
+def _arguments(function: CalledFunction) -> str:
+    given = function.arguments
+    return given or "" if given is None or isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _kept_text(content: Sequence[ContentPart] | None) -> str:
+    """The text of a message of the history. Images and the like are noted, and other parts without a text left out."""
+    texts: list[str] = []
+    for part in content or ():
+        if part.type in MEDIA:
+            texts.append(omitted(MEDIA[part.type]))
+        else:
+            texts.append(part.text or part.refusal or "")
+    return "".join(texts)

@@ -48,6 +48,16 @@ async def chat_prompt(
     return Prompt(token_ids, text, field), rendered
 
 
+def truncated(prompt: Prompt, most: int, window: int, max_tokens: int | None) -> Prompt:
+    """The prompt with its last tokens only, at most so many; -1: as many as the window has besides the answer. Raises
+    KvloomError (INVALID_ARGUMENT)."""
+    if most < -1 or most == 0:
+        raise invalid_argument("truncate_prompt_tokens must be at least 1, or -1.", "truncate_prompt_tokens")
+    if most == -1:
+        most = max(1, window - (max_tokens or 1))
+    return prompt if len(prompt.token_ids) <= most else prompt._replace(token_ids=prompt.token_ids[-most:], text="")
+
+
 async def predicted_tokens(
     prediction: Prediction, tokenizer: ModelTokenizer, max_model_len: int = 0, *, scope: str
 ) -> Sequence[int]:
@@ -63,9 +73,9 @@ async def completion_prompts(
 ) -> list[Prompt]:
     """Return one prompt for a string or a list of ids, and several for a list of strings or of lists. `max_model_len`
     is the model's window in tokens, or 0 if it is not known. Raises KvloomError."""
-    given = body.prompt
+    given, adds = body.prompt, body.add_special_tokens is not False
     if isinstance(given, str):
-        return [await text_prompt(given, "prompt", tokenizer, max_model_len, scope=scope)]
+        return [await text_prompt(given, "prompt", tokenizer, max_model_len, scope=scope, add_special_tokens=adds)]
     if not given:
         raise invalid_argument("prompt must not be empty.", "prompt")
     texts = [text for text in given if isinstance(text, str)]
@@ -84,7 +94,8 @@ async def completion_prompts(
     if lists:
         return [token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
     return [
-        await text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len, scope=scope) for i, text in enumerate(texts)
+        await text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len, scope=scope, add_special_tokens=adds)
+        for i, text in enumerate(texts)
     ]
 
 

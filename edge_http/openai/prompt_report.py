@@ -29,6 +29,8 @@ class PromptReport(msgspec.Struct, frozen=True):
     """How many of the likeliest tokens the echoed prompt's logprobs have; None: it has no logprobs."""
     prompt_logprobs: int | None = None
     """The same for vLLM's field `prompt_logprobs`."""
+    is_all: bool = False
+    """The client wants nothing else: what engines generate, which is at least one token, is left out."""
 
     def text(self, index: int, tokenizer: ModelTokenizer) -> str:
         """The prompt of a choice as text: as it was given, or decoded."""
@@ -99,4 +101,5 @@ def prompt_report(
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         for prompt in prompts:
             check_prompt_logprobs(sampling, len(prompt.token_ids), n, field)
-    return PromptReport(prompts, n, echoes, echo_logprobs, body.prompt_logprobs)
+    is_all = isinstance(body, CompletionBody) and body.max_tokens == 0
+    return PromptReport(prompts, n, echoes, echo_logprobs, body.prompt_logprobs, is_all)

@@ -6,19 +6,17 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import Any, Final
 
-import msgspec
-
-from edge_http.formatting.decoding import decode_body
+from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules
 from edge_http.openai.embeddings import check_num_inputs, shortened
-from edge_http.openai.requests import Body, FallbackModels
+from edge_http.openai.requests import Body, FallbackModels, OpenStruct
 from kvloom.errors import invalid_argument
 
 
-class Document(Body, kw_only=True):
+class Document(OpenStruct, kw_only=True):
     text: str
 
 
@@ -46,9 +44,9 @@ class ScoreBody(Body, kw_only=True):
     """Without effect."""
 
 
-def decode_rerank(raw: bytes) -> RerankBody:
+def decode_rerank(raw: bytes, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS) -> RerankBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
-    body = decode_body(_RERANK_DECODER, raw)
+    body = _RERANK.read(raw, rules, headers)
     if not body.documents:
         raise invalid_argument("documents must not be empty.", "documents")
     check_num_inputs(len(body.documents), "documents")
@@ -57,9 +55,9 @@ def decode_rerank(raw: bytes) -> RerankBody:
     return body
 
 
-def decode_score(raw: bytes) -> ScoreBody:
+def decode_score(raw: bytes, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS) -> ScoreBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
-    body = decode_body(_SCORE_DECODER, raw)
+    body = _SCORE.read(raw, rules, headers)
     for field in ("text_1", "text_2"):
         texts = getattr(body, field)
         if not texts:
@@ -136,5 +134,5 @@ def score_response(scores: Sequence[float], response_id: str, model: str, num_pr
     }
 
 
-_RERANK_DECODER: Final = msgspec.json.Decoder(RerankBody)
-_SCORE_DECODER: Final = msgspec.json.Decoder(ScoreBody)
+_RERANK: Final = BodyReader(RerankBody)
+_SCORE: Final = BodyReader(ScoreBody)

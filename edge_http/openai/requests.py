@@ -1,19 +1,16 @@
-"""Decodes the bodies that clients post into typed and validated structs. Errors name the field.
-
-Fields that kvloom does not support are declared from the tables in `unsupported.py`: null and "off" values are
-accepted, and all others are rejected by name. Unknown fields are rejected by name, too.
-"""
+"""Decodes the bodies that clients post into typed and validated structs. Errors name the field. What becomes of other
+fields than these is the rule of edge_http/formatting/body_fields.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from edge_http.formatting.decoding import check_num_messages, decode_body
+from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules
+from edge_http.formatting.decoding import check_num_messages
 from edge_http.openai import unsupported
-from edge_http.openai.unsupported import Harmless
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.errors import unsupported as unsupported_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -27,12 +24,22 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
-class ContentPart(Body, kw_only=True):
-    type: str
+TEXT_PARTS: Final = frozenset(("text", "input_text", "output_text", "summary_text", "reasoning_text"))
+"""The types of parts that have a text, in chat completions and in the Responses API."""
+
+
+class OpenStruct(msgspec.Struct):
+    """A part of messages or of tools. Other software adds fields of its own to these, which are left out."""
+
+
+class ContentPart(OpenStruct, kw_only=True):
+    type: str = "text"
     text: str | None = None
+    refusal: str | None = None
+    """With type refusal: what the assistant said instead of an answer."""
 
 
-class FunctionBody(Body, kw_only=True):
+class FunctionBody(OpenStruct, kw_only=True):
     """A function that the model may call."""
 
     name: str
@@ -42,19 +49,20 @@ class FunctionBody(Body, kw_only=True):
     strict: bool | None = None
 
 
-class ToolBody(Body, kw_only=True):
+class ToolBody(OpenStruct, kw_only=True):
     type: str
     function: FunctionBody | None = None
     custom: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
-class NamedFunction(Body, kw_only=True):
+class NamedFunction(OpenStruct, kw_only=True):
     name: str
 
 
-class AllowedTool(Body, kw_only=True):
-    type: Literal["function"]
-    function: NamedFunction
+class AllowedTool(OpenStruct, kw_only=True):
+    type: str
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
 class AllowedTools(Body, kw_only=True):
@@ -65,25 +73,32 @@ class AllowedTools(Body, kw_only=True):
 class ToolChoiceBody(Body, kw_only=True):
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 
-class CalledFunction(Body, kw_only=True):
-    name: str
-    arguments: str
+class CalledFunction(OpenStruct, kw_only=True):
+    name: str | None = None
+    arguments: str | dict[str, Any] | list[Any] | None = None
+    """A JSON object as text. Anything else is mapped to one."""
 
 
-class ToolCallBody(Body, kw_only=True):
+class CustomCall(OpenStruct, kw_only=True):
+    name: str | None = None
+    input: str | None = None
+
+
+class ToolCallBody(OpenStruct, kw_only=True):
     """A call in an assistant's message."""
 
-    id: str
+    id: str | None = None
     type: str | None = None
     function: CalledFunction | None = None
-    index: int | None = None
-    """Clients that put streamed deltas together may leave it in; it is ignored."""
+    custom: CustomCall | None = None
+    """A call of a tool that takes text; it is shown to the model as one with the argument `input`."""
 
 
-class Message(Body, kw_only=True):
+class Message(OpenStruct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -94,12 +109,16 @@ class Message(Body, kw_only=True):
     """The predecessor of `tool_calls`."""
     reasoning_content: str | None = None
     """An extension: what the assistant thought, for templates that show it to the model again."""
+    reasoning: str | list[Any] | dict[str, Any] | None = None
+    """The same, as vLLM and OpenRouter name it; only a text is used."""
     refusal: str | None = None
 
 
 class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's extension: with include_usage, every chunk has the usage so far."""
 
 
 class Prediction(Body, kw_only=True):
@@ -131,6 +150,11 @@ class StructuredOutputs(Body, kw_only=True):
     json_object: bool | None = None
 
 
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+"""Those of the official clients."""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class GenerationBody(Body, kw_only=True):
     """The fields that chat and plain completions share."""
 
@@ -140,7 +164,7 @@ class GenerationBody(Body, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """An extension. 0 means all tokens."""
+    """An extension. 0 or -1 means all tokens, which is the default."""
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -163,17 +187,47 @@ class GenerationBody(Body, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """An extension."""
-    user: str | None = None
-    """Without effect, like the next three: their purposes are OpenAI's abuse monitoring, storage and billing."""
+    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    """The predecessors of `structured_outputs`, of which one may be given: a JSON Schema."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    skip_special_tokens: bool | None = None
+    """vLLM's extension. The default is true; with false, the text of the answer has the names of special tokens."""
+    truncate_prompt_tokens: int | None = None
+    """vLLM's extension: only the last tokens of the prompt are used, at most so many; -1: as many as the window has."""
+    spaces_between_special_tokens: bool | None = None
+    """Without effect, like the next ones: there are no spaces to leave out, and no beams whose length could count."""
+    length_penalty: float | None = None
+    early_stopping: Any = None
+    guided_decoding_backend: str | None = None
+    user: str | int | None = None
+    """Without effect, like the next ones: their purposes are abuse monitoring, caching, storage and billing."""
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
-    metadata: dict[str, str] | None = None
+    prompt_cache_options: Any = None
+    cache_salt: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
     prompt_cache_key: str | None = None
     """Requests with the same key belong together, e.g. to one conversation. It is a hint for placement."""
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     """"flex" requests may wait, and are the first to be rejected under overload. The others are alike."""
     priority: int | None = None
     """vLLM's extension: values above 0 are less urgent, like service_tier "flex"."""
+
+
+class ReasoningBody(OpenStruct, kw_only=True):
+    """OpenRouter's way to say what `reasoning_effort` says."""
+
+    effort: ReasoningEffort | None = None
+    enabled: bool | None = None
+
+
+class ThinkingBody(OpenStruct, kw_only=True):
+    """Another way of several services: {"type": "enabled"} or {"type": "disabled"}."""
+
+    type: str | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -184,10 +238,21 @@ class ChatBody(GenerationBody, kw_only=True):
     functions: list[FunctionBody] | None = None
     """The predecessor of `tools`."""
     function_call: str | NamedFunction | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """For models whose chat template has such a setting; "none" switches thinking off."""
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    reasoning: ReasoningBody | None = None
+    thinking: ThinkingBody | None = None
+    enable_thinking: bool | None = None
+    """A variable of the chat template, as some services name it in the body."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Without effect: a hint for OpenAI's models."""
+    chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's extension: further variables of the chat template, e.g. {"enable_thinking": false}."""
+    add_generation_prompt: bool | None = None
+    """vLLM's extension: whether the prompt ends with the beginning of an answer, which is the default. It can be false
+    only with the next one."""
+    continue_final_message: bool | None = None
+    """vLLM's extension: whether the last message is the beginning of the answer."""
     max_completion_tokens: int | None = None
     prediction: Prediction | None = None
     logprobs: bool | None = None
@@ -198,6 +263,9 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    """Whether the answer begins with the prompt."""
+    add_special_tokens: bool | None = None
+    """vLLM's extension: whether texts get the tokens that the tokenizer adds, which is the default."""
 
 
 class ModerationPart(Body, kw_only=True):
@@ -212,9 +280,11 @@ class ModerationBody(Body, kw_only=True):
     """Ignored: the safety policy decides."""
 
 
-def decode_moderation(raw: bytes) -> ModerationBody:
+def decode_moderation(
+    raw: bytes, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> ModerationBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    return decode_body(_MODERATION_DECODER, raw)
+    return _MODERATION.read(raw, rules, headers)
 
 
 def moderation_texts(body: ModerationBody, max_texts: int, max_chars: int) -> list[str]:
@@ -239,27 +309,21 @@ def moderation_texts(body: ModerationBody, max_texts: int, max_chars: int) -> li
     return texts
 
 
-def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
+def decode_chat(
+    raw: bytes, max_messages: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> ChatBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = _plain(_PLAIN_CHAT_DECODER, raw)
-    is_plain = body is not None
-    if body is None:
-        body = decode_body(_CHAT_DECODER, raw)
-        unsupported.refuse(body, unsupported.CHAT)
+    body = _CHAT.read(raw, rules, headers)
     _check_shared(body)
     check_num_messages(len(body.messages), max_messages)
-    if not is_plain:
-        for i, message in enumerate(body.messages):
-            unsupported.refuse(message, unsupported.MESSAGE, f"messages[{i}].")
     return body
 
 
-def decode_completion(raw: bytes) -> CompletionBody:
+def decode_completion(
+    raw: bytes, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> CompletionBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = _plain(_PLAIN_COMPLETION_DECODER, raw)
-    if body is None:
-        body = decode_body(_COMPLETION_DECODER, raw)
-        unsupported.refuse(body, unsupported.COMPLETION)
+    body = _COMPLETION.read(raw, rules, headers)
     _check_shared(body)
     return body
 
@@ -281,10 +345,9 @@ def parts_text(parts: Sequence[ContentPart], field: str) -> str:
 
 
 def _part_text(part: ContentPart, at: str) -> str:
-    if part.type != "text":
+    if part.type not in TEXT_PARTS:
         field = f"{at}.type"
         raise unsupported_error(f"{field}: content parts of type {_quoted(part.type)} are not supported.", field)
-    unsupported.refuse(part, unsupported.CONTENT_PART, f"{at}.")
     if part.text is None:
         raise invalid_argument(f"{at}.text is missing.", f"{at}.text")
     return part.text
@@ -304,39 +367,6 @@ def _quoted(text: str, max_chars: int = 32) -> str:
     return repr(text if len(text) <= max_chars else text[:max_chars] + "…")
 
 
-_T = TypeVar("_T")
-
-
-def _with_refused_fields(base: type[_T], harmless: Harmless, **replaced: Any) -> type[_T]:
-    """Return a subclass of `base` with an additional field of any type for every name in `harmless`."""
-    fields = [(name, Any, None) for name in harmless]
-    fields += [(name, annotation, *default) for name, (annotation, *default) in replaced.items()]
-    # The type of defstruct does not show that it returns a subclass.
-    return msgspec.defstruct(  # pyright: ignore[reportReturnType]
-        base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True
-    )
-
-
-_CONTENT_PART = _with_refused_fields(ContentPart, unsupported.CONTENT_PART)
-_CONTENT: Final = (str | list[_CONTENT_PART] | None, None)  # pyright: ignore[reportInvalidTypeForm]
-_MESSAGE = _with_refused_fields(Message, unsupported.MESSAGE, content=_CONTENT)
-_PLAIN_MESSAGE = _with_refused_fields(Message, {}, content=_CONTENT)
-_PLAIN_CHAT_DECODER: Final = msgspec.json.Decoder(
-    _with_refused_fields(ChatBody, {}, messages=(list[_PLAIN_MESSAGE],))  # pyright: ignore
-)
-_PLAIN_COMPLETION_DECODER: Final = msgspec.json.Decoder(CompletionBody)
-_CHAT_DECODER: Final = msgspec.json.Decoder(
-    _with_refused_fields(ChatBody, unsupported.CHAT, messages=(list[_MESSAGE],))  # pyright: ignore
-)
-_COMPLETION_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(CompletionBody, unsupported.COMPLETION))
-
-_MODERATION_DECODER: Final = msgspec.json.Decoder(ModerationBody)
-
-
-def _plain(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T | None:
-    """Decode a body without unsupported fields, as nearly all are, so that no field needs to be checked for rejection.
-    Returns None for a body with such a field and for an invalid body."""
-    try:
-        return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+_CHAT: Final = BodyReader(ChatBody, unsupported.CHAT)
+_COMPLETION: Final = BodyReader(CompletionBody, unsupported.COMPLETION)
+_MODERATION: Final = BodyReader(ModerationBody)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
+from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, ClientTool, custom_input
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.error_formats import OPENAI_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
@@ -17,7 +18,7 @@ from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs
 from edge_http.openai.prompt_report import PromptReport
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
-from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from kvloom_common.text.tokenizer import ModelTokenizer
 
 DONE: Final = DATA + b"[DONE]"
@@ -46,6 +47,7 @@ class OpenAiFormatter(ResponseFormatter):
     def repeat_prompt(self, report: PromptReport) -> None:
         """The answer repeats something of its prompt. Call this before anything else."""
         self.report = report
+        self.drops_output = report.is_all
 
     def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
         return [self._text(index, event.text) for event in events if isinstance(event, TextDelta)]
@@ -121,17 +123,29 @@ class OpenAiFormatter(ResponseFormatter):
 class ChatFormatter(OpenAiFormatter):
     """Formats chat.completion and chat.completion.chunk."""
 
-    __slots__ = ("_has_legacy_functions",)
+    __slots__ = ("_client_tools", "_custom_calls", "_has_legacy_functions")
 
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
     logprobs_frame = (b'{"content":[', b'],"refusal":null}')
     _around_logprobs = (b'},"logprobs":', b',"finish_reason":null}')
 
-    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, *, has_legacy_functions: bool = False) -> None:
-        """`has_legacy_functions`: the request had `functions` instead of `tools`, so a call is a `function_call`."""
+    def __init__(
+        self,
+        envelope: Envelope,
+        tokenizer: ModelTokenizer,
+        *,
+        has_legacy_functions: bool = False,
+        client_tools: Mapping[str, ClientTool] = NO_CLIENT_TOOLS,
+    ) -> None:
+        """`has_legacy_functions`: the request had `functions` instead of `tools`, so a call is a `function_call`.
+        `client_tools`: see GivenTools."""
         super().__init__(envelope, tokenizer)
         self._has_legacy_functions = has_legacy_functions
+        self._client_tools = client_tools
+        self._custom_calls: dict[tuple[int, int], bytearray] = {}
+        """The arguments so far of calls of tools that take text, by choice and call: the text is sent when it is
+        whole."""
 
     def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
         delta = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null' % index
@@ -142,6 +156,11 @@ class ChatFormatter(OpenAiFormatter):
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:  # noqa: ARG002
         return (chat_logprobs(self._tokenizer, token_ids, entries),)
+
+    def output_with_logprobs(self, index: int, events: Sequence[Event], logprobs: Sequence[bytes]) -> Sequence[bytes]:
+        if not any(logprobs):  # special tokens alone
+            return self.output(index, events)
+        return super().output_with_logprobs(index, events, logprobs)
 
     def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
         reason = self._finish_reason(finish.reason)
@@ -166,6 +185,17 @@ class ChatFormatter(OpenAiFormatter):
                 return self._delta(index, {"function_call": {"name": event.name, "arguments": ""}})
             case ToolCallArguments() if self._has_legacy_functions:
                 return self._delta(index, {"function_call": {"arguments": event.text}})
+            case ToolCallStart() if event.name in self._client_tools:
+                self._custom_calls[index, event.index] = bytearray()
+                tool = {"name": self._client_tools[event.name].name, "input": ""}
+                call = {"index": event.index, "id": self.call_id(index, event.index), "type": "custom", "custom": tool}
+                return self._delta(index, {"tool_calls": [call]})
+            case ToolCallArguments() if (index, event.index) in self._custom_calls:
+                self._custom_calls[index, event.index] += encode_json(event.text)[1:-1]
+                return None
+            case ToolCallEnd() if (index, event.index) in self._custom_calls:
+                text = custom_input(self._custom_calls.pop((index, event.index)))
+                return self._delta(index, {"tool_calls": [{"index": event.index, "custom": {"input": text}}]})
             case ToolCallStart():
                 call = {
                     "index": event.index,
@@ -201,6 +231,11 @@ class ChatFormatter(OpenAiFormatter):
             return [b',"function_call":', *_function(calls[0])]
         pieces: list[Buffer] = [b',"tool_calls":[']
         for number, call in enumerate(calls):
+            if call.name in self._client_tools:
+                tool = {"name": self._client_tools[call.name].name, "input": custom_input(call.content)}
+                shown: Json = {"id": call.call_id, "type": "custom", "custom": tool}
+                pieces += [b"," if number else b"", encode_json(shown)]
+                continue
             head = b',{"id":%b,"type":"function","function":' % encode_json(call.call_id)
             pieces += [head if number else head[1:], *_function(call), b"}"]
         return [*pieces, b"]"]

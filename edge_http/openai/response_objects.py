@@ -333,6 +333,11 @@ class TokenCount(msgspec.Struct, kw_only=True):
     input_tokens: int
 
 
+class InputTokens(msgspec.Struct, kw_only=True):
+    object: str
+    input_tokens: int
+
+
 class Tokens(msgspec.Struct, kw_only=True):
     count: int
     max_model_len: int

@@ -7,19 +7,17 @@ from typing import Final
 
 from edge_http.openai.guide import BodyGuide
 from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody
-from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument
-from kvloom.sampling import MAX_LOGPROBS, check_num_choices, check_sampling, check_stop
+from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
+from kvloom.sampling import MAX_LOGPROBS, MAX_SHOWN_SPECIAL_TOKENS, check_num_choices, check_sampling, check_stop
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom_common.text.tokenizer import ModelTokenizer
 
 _MAX_UINT32: Final = 2**32 - 1
 _MAX_UINT64: Final = 2**64 - 1
 MAX_CHARS_PER_TOKEN: Final = 16
 """A limit for the average over a whole prompt. Ordinary text has 3 to 5."""
-MAX_METADATA_PAIRS: Final = 16
-MAX_METADATA_KEY_CHARS: Final = 64
-MAX_METADATA_VALUE_CHARS: Final = 512
 DEFAULT_COMPLETION_MAX_TOKENS: Final = 16
 """OpenAI's default for plain completions."""
 
@@ -35,7 +33,7 @@ def chat_sampling(body: ChatBody, guide: BodyGuide | None = None) -> SamplingPar
     logprobs = None
     if body.logprobs:
         logprobs = _whole_number(body.top_logprobs or 0, "top_logprobs", MAX_LOGPROBS)
-    elif body.top_logprobs is not None:
+    elif body.top_logprobs:
         raise invalid_argument("top_logprobs goes only with logprobs: true.", "top_logprobs")
     return _sampling(body, logprobs, guide)
 
@@ -59,6 +57,9 @@ def chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
 
 
 def completion_max_tokens(body: CompletionBody) -> int:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    if body.max_tokens == 0 and (body.echo or body.prompt_logprobs is not None):
+        return 1  # of which the answer has nothing: the prompt is to be scored
     limit = _max_tokens(body.max_tokens, "max_tokens")
     return DEFAULT_COMPLETION_MAX_TOKENS if limit is None else limit
 
@@ -120,7 +121,7 @@ def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | Non
     sampling = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=None if body.top_k is None else _whole_number(body.top_k, "top_k", _MAX_UINT32),
+        top_k=None if body.top_k is None else top_k(body.top_k),
         seed=None if body.seed is None else _seed(body.seed),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
@@ -131,9 +132,22 @@ def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | Non
         guide=None if guide is None else guide.guide,
     )
     check_sampling(sampling)
-    if body.metadata:
-        _check_metadata(body.metadata)
     return sampling
+
+
+def show_special_tokens(sampling: SamplingParams, tokenizer: ModelTokenizer) -> None:
+    """Have the names of special tokens appear in the text. Raises KvloomError (UNSUPPORTED_PARAMETER) for a model that
+    has more than can be shown."""
+    token_ids = set(tokenizer.special_token_ids(tokenizer.special_tokens)) - tokenizer.eos_token_ids
+    if len(token_ids) > MAX_SHOWN_SPECIAL_TOKENS:
+        message = f"skip_special_tokens: this model has more than {MAX_SHOWN_SPECIAL_TOKENS} special tokens to show."
+        raise unsupported(message, "skip_special_tokens")
+    sampling.shown_special_token_ids.extend(sorted(token_ids))
+
+
+def top_k(given: int) -> int:
+    """vLLM and SGLang say -1 for all tokens. Raises KvloomError (INVALID_ARGUMENT)."""
+    return 0 if given == -1 else _whole_number(given, "top_k", _MAX_UINT32)
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
@@ -143,16 +157,6 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
             raise invalid_argument(f"logit_bias: {name[:16]!r} is not a token id.", "logit_bias")
         biases[int(name)] = bias
     return biases
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    """OpenAI's limits. Metadata would be stored with the response, which is not stored here."""
-    if len(metadata) > MAX_METADATA_PAIRS:
-        raise invalid_argument(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS}.", "metadata")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
-            limits = f"{MAX_METADATA_KEY_CHARS} and {MAX_METADATA_VALUE_CHARS}"
-            raise invalid_argument(f"metadata: keys and values have at most {limits} characters.", "metadata")
 
 
 def _seed(seed: int) -> int:

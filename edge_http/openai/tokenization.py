@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-import msgspec
-
-from edge_http.formatting.decoding import check_num_messages, decode_body
+from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules
+from edge_http.formatting.decoding import check_num_messages
 from edge_http.openai.requests import Body, ChatBody, Message, ToolBody
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -22,7 +22,7 @@ class TokenizeBody(Body, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[ToolBody] | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     """Whether a text gets the tokens that the tokenizer adds, as a prompt does. The default is true. Conversations have
     those of their template."""
@@ -38,9 +38,11 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: list[int]
 
 
-def decode_tokenize(raw: bytes, max_messages: int) -> TokenizeBody:
+def decode_tokenize(
+    raw: bytes, max_messages: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> TokenizeBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = decode_body(_TOKENIZE_DECODER, raw)
+    body = _TOKENIZE.read(raw, rules, headers)
     if (body.prompt is None) == (body.messages is None):
         raise invalid_argument("Give either prompt or messages.", "messages" if body.messages else "prompt")
     if body.messages is None:
@@ -54,9 +56,11 @@ def decode_tokenize(raw: bytes, max_messages: int) -> TokenizeBody:
     return body
 
 
-def decode_detokenize(raw: bytes) -> DetokenizeBody:
+def decode_detokenize(
+    raw: bytes, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> DetokenizeBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, REQUEST_TOO_LARGE) that names the field."""
-    body = decode_body(_DETOKENIZE_DECODER, raw)
+    body = _DETOKENIZE.read(raw, rules, headers)
     if len(body.tokens) > MAX_TOKENS:
         message = f"tokens has {len(body.tokens)} entries; at most {MAX_TOKENS}."
         raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="tokens")
@@ -86,5 +90,5 @@ def _check_ending(body: TokenizeBody) -> None:
         raise unsupported(message, "add_generation_prompt")
 
 
-_TOKENIZE_DECODER: Final = msgspec.json.Decoder(TokenizeBody)
-_DETOKENIZE_DECODER: Final = msgspec.json.Decoder(DetokenizeBody)
+_TOKENIZE: Final = BodyReader(TokenizeBody)
+_DETOKENIZE: Final = BodyReader(DetokenizeBody)

@@ -3,15 +3,17 @@ and `function_call`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from edge_http.formatting.client_tools import ClientTool, GivenTools, custom_tool
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import ChatBody, FunctionBody, NamedFunction, ToolBody, ToolChoiceBody
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom_common.conversation.call_guide import ToolPlace
 
 _JSON: Final = msgspec.json.Decoder()
 
@@ -24,8 +26,22 @@ class ChatTools(NamedTuple):
     is_parallel: bool
     """Several calls are wanted, not only allowed."""
     has_legacy_functions: bool
+    numbers: Sequence[int] = ()
+    """The places of the tools in the body."""
+    client_tools: Mapping[str, ClientTool] = {}
+    left_out: Sequence[str] = ()
+    """See GivenTools, likewise the one before."""
 
 
+class _CustomTool(msgspec.Struct):
+    """A tool that takes text."""
+
+    name: str
+    description: str | None = None
+    format: Any = None
+
+
+_CUSTOM: Final = msgspec.json.Decoder(_CustomTool)
 _NO_TOOLS = ChatTools((), NONE, is_parallel=False, has_legacy_functions=False)
 
 
@@ -39,11 +55,29 @@ def tools_of(body: ChatBody) -> ChatTools:
         return _NO_TOOLS
     if body.functions:
         return _legacy(body, body.functions)
-    tools = [_tool(tool, number) for number, tool in enumerate(body.tools or ())]
-    check_tools(tools)
-    tools, choice = _choice(body.tool_choice, tools)
+    given = GivenTools()
+    for number, tool in enumerate(body.tools or ()):
+        _add(given, tool, number)
+    check_tools(given.tools, numbers=given.numbers)
+    tools, choice = _choice(body.tool_choice, given.tools)
     check_choice(choice, tools)
-    return ChatTools(tools, choice, bool(body.parallel_tool_calls), has_legacy_functions=False)
+    if not tools:
+        choice = NONE
+    return ChatTools(
+        tools,
+        choice,
+        bool(body.parallel_tool_calls),
+        has_legacy_functions=False,
+        numbers=[given.numbers[given.tools.index(tool)] for tool in tools],
+        client_tools=given.client_tools,
+        left_out=given.left_out,
+    )
+
+
+def place_of(given: ChatTools) -> ToolPlace:
+    if given.has_legacy_functions:
+        return ToolPlace("functions", "")
+    return ToolPlace(numbers=given.numbers)
 
 
 def function_tool(function: FunctionBody, at: str) -> Tool:
@@ -51,19 +85,26 @@ def function_tool(function: FunctionBody, at: str) -> Tool:
     parameters = function.parameters
     if bytes(parameters) not in (b"", b"null"):
         schema = decode_body(_JSON, parameters, f"{at}parameters")
+        if schema in (True, []) and not function.strict:  # [] is PHP's empty object
+            schema = {}
         if not isinstance(schema, dict):
             raise invalid_argument(f"{at}parameters must be a JSON schema.", f"{at}parameters")
         return Tool(function.name, function.description or "", schema, bool(function.strict))
     return Tool(function.name, function.description or "", strict=bool(function.strict))
 
 
-def _tool(tool: ToolBody, number: int) -> Tool:
+def _add(given: GivenTools, tool: ToolBody, number: int) -> None:
     at = f"tools[{number}]"
-    if tool.type != "function":
-        raise unsupported(f"{at}.type: only tools of type 'function' are supported.", f"{at}.type")
-    if tool.function is None:
-        raise invalid_argument(f"{at}.function is missing.", f"{at}.function")
-    return function_tool(tool.function, f"{at}.function.")
+    if tool.type == "function":
+        if tool.function is None:
+            raise invalid_argument(f"{at}.function is missing.", f"{at}.function")
+        given.add(function_tool(tool.function, f"{at}.function."), number)
+    elif tool.type == "custom":
+        custom = decode_body(_CUSTOM, tool.custom, f"{at}.custom")
+        mapped = custom_tool(custom.name, custom.description or "", custom.format)
+        given.add(mapped, number, ClientTool(custom.name, is_custom=True))
+    else:
+        given.leave_out(tool.type)
 
 
 def _choice(wanted: str | ToolChoiceBody | None, tools: list[Tool]) -> tuple[list[Tool], ToolChoice]:
@@ -74,12 +115,18 @@ def _choice(wanted: str | ToolChoiceBody | None, tools: list[Tool]) -> tuple[lis
         return tools, _mode(wanted, "tool_choice")
     if wanted.type == "function":
         return tools, ToolChoice("named", _name(wanted.function, "tool_choice.function"))
+    if wanted.type == "custom":
+        return tools, ToolChoice("named", _name(wanted.custom, "tool_choice.custom"))
     if wanted.type != "allowed_tools":
-        raise unsupported("tool_choice.type must be 'function' or 'allowed_tools'.", "tool_choice.type")
+        raise unsupported("tool_choice.type must be 'function', 'custom' or 'allowed_tools'.", "tool_choice.type")
     allowed = wanted.allowed_tools
     if allowed is None:
         raise invalid_argument("tool_choice.allowed_tools is missing.", "tool_choice.allowed_tools")
-    names = {_name(tool.function, f"tool_choice.allowed_tools.tools[{i}]") for i, tool in enumerate(allowed.tools)}
+    names = {
+        _name(tool.function or tool.custom, f"tool_choice.allowed_tools.tools[{i}]")
+        for i, tool in enumerate(allowed.tools)
+        if tool.type in ("function", "custom")
+    }
     if missing := names - {tool.name for tool in tools}:
         field = "tool_choice.allowed_tools.tools"
         raise invalid_argument(f"{field}: there is no tool {min(missing)[:64]!r}.", field)

@@ -1,58 +1,39 @@
-"""OpenAI parameters that kvloom does not support. They are listed by name, so that each is rejected and never ignored.
-
-For every such field, the tables give the values besides null that request nothing and are therefore accepted.
-"""
+"""Parameters of OpenAI and of other servers that would change the answer and that kvloom does not support, where their
+names do not tell it (edge_http/formatting/body_fields.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from kvloom.errors import unsupported
+from edge_http.formatting.body_fields import Refused
 
-Harmless = Mapping[str, Sequence[Any]]
-"""Maps each field name to the values that mean "off"."""
-
-_BOTH: Final[Harmless] = {
-    "store": (False,),
+_BOTH: Final = {
+    "add_special_tokens": Refused(),
+    "allowed_token_ids": Refused(),
+    "best_of": Refused((1,)),
+    "chat_template": Refused(),
+    "echo": Refused(),
+    "include_stop_str_in_output": Refused(),
+    "include_reasoning": Refused(is_default=True),
+    "kv_transfer_params": Refused(),
+    "moderation": Refused(),
+    "return_hidden_states": Refused(),
+    "return_token_ids": Refused(),
+    "return_tokens_as_token_ids": Refused(),
+    "separate_reasoning": Refused(is_default=True),
+    "stream_reasoning": Refused(is_default=True),
+    "typical_p": Refused((1, 1.0)),
+    "use_beam_search": Refused(),
 }
 
-CHAT: Final[Harmless] = {
+CHAT: Final = {
     **_BOTH,
-    "audio": (),
-    "modalities": (["text"], []),
-    "moderation": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
+    "audio": Refused(),
+    "modalities": Refused((["text"],)),
+    "web_search_options": Refused(),
 }
 
-COMPLETION: Final[Harmless] = {
+COMPLETION: Final = {
     **_BOTH,
-    "best_of": (1,),
-    "suffix": ("",),
+    "suffix": Refused(),
 }
-
-MESSAGE: Final[Harmless] = {
-    "annotations": ([],),
-    "audio": (),
-}
-
-CONTENT_PART: Final[Harmless] = {
-    "file": (),
-    "image_url": (),
-    "input_audio": (),
-    "prompt_cache_breakpoint": (),
-    "refusal": (),
-}
-
-
-def refuse(body: object, harmless: Harmless, at: str = "") -> None:
-    """Raise KvloomError (UNSUPPORTED_PARAMETER) for the first field that requests an unsupported feature.
-
-    `at` prefixes the field's name, e.g. "messages[2].".
-    """
-    for name, values in harmless.items():
-        value = getattr(body, name, None)  # a plain body has no such fields
-        if value is not None and not any(type(value) is type(off) and value == off for off in values):
-            field = at + name
-            raise unsupported(f"{field} is not supported.", field)

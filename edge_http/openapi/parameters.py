@@ -43,6 +43,7 @@ from edge_http.wire.headers import (
     SLO_TPOT_LLM_D,
     SLO_TTFT,
     SLO_TTFT_LLM_D,
+    STRICT,
 )
 from kvloom.objectives import MAX_MILLISECONDS
 
@@ -78,6 +79,7 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     DETAILS: _parameter(DETAILS, "Whether the answer tells its shard and its cached tokens.", _TRUE),
     CACHE: _parameter(CACHE, "Whether the result cache may have the answer, and keep it; on by default.", _SWITCH),
     RECEIPT: _parameter(RECEIPT, "Whether the answer comes with a signed receipt.", _TRUE),
+    STRICT: _parameter(STRICT, "Whether all fields that are not known are refused; otherwise hints pass.", _TRUE),
     EXPLAIN: _parameter(EXPLAIN, "Whether the head of the response tells them.", {"type": "string", "enum": ["1"]}),
     DEADLINE: _parameter(
         DEADLINE, "The answer is complete within so many milliseconds of the request's arrival, or fails.",
@@ -221,7 +223,7 @@ OPENAI_LIMITS: Final = (*OPENAI_LIMIT_HEADERS, LIMITED_BY)
 ANTHROPIC_LIMITS: Final = (ANTHROPIC_REQUEST_ID, *ANTHROPIC_LIMIT_HEADERS, LIMITED_BY)
 """What responses have that are charged to a caller's limits, and refusals."""
 GENERATION: Final = (
-    *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME),
+    *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME, STRICT),
     *(IDEMPOTENCY_KEY, LAST_EVENT_ID, PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, DEADLINE, SLO_TTFT, SLO_TPOT),
 )
 """What requests that generate take."""

@@ -158,6 +158,10 @@ class ResumableStream:
         if self._live is not None:
             self._live.cork()
 
+    def comment(self, data: bytes) -> None:
+        if self._live is not None and self._live.has_begun:
+            self._live.comment(data)
+
     def end(self) -> None:
         self.ended = True
         if self.commit is None or self.commit.end():

@@ -89,6 +89,10 @@ class Connection(web.RequestHandler):
                 )
             )
             return
+        if not self._edge.may_connect(transport):
+            message = "This port is for other edges of the fabric."
+            self._refuse(KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
+            return
         peer = transport.get_extra_info("peername")
         try:
             self._counted_address = self._address_limit.open(str(peer[0]) if isinstance(peer, tuple) else "")

@@ -21,16 +21,17 @@ from edge_http.endpoints.lora_adapters import load_lora_adapter, unload_lora_ada
 from edge_http.endpoints.messages import count_tokens, messages
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.moderations import moderations
-from edge_http.endpoints.not_served import refuse_unserved
+from edge_http.endpoints.not_served import refuse_operation, refuse_unserved
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.ranking import rerank, score
 from edge_http.endpoints.receipts import receipt_keys
-from edge_http.endpoints.responses import responses
+from edge_http.endpoints.responses import count_input_tokens, responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.endpoints.tokenization import detokenize, tokenize
 from edge_http.endpoints.usage import usage
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.server.api_docs import openapi_json
+from edge_http.server.wrong_paths import not_found_message
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
     check_head,
@@ -47,17 +48,21 @@ from kvloom_common.tenancy.scopes import Scope
 log = structlog.get_logger()
 
 Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
+MAX_NAMED_MODELS: Final = 16
 MODEL_ROUTE: Final = "/v1/models/{id}"
 CHAT_ROUTE: Final = "/v1/chat/completions/{id}"
 COMPLETION_ROUTE: Final = "/v1/completions/{id}"
 RESPONSE_ROUTE: Final = "/v1/responses/{id}"
 MESSAGE_ROUTE: Final = "/v1/messages/{id}"
 UNKNOWN_ROUTE: Final = "unknown"
+_NO_IDS: Final = frozenset(("compact", "batches"))
+"""What stands in the place of an id in paths of these APIs that are not served."""
 
 ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/chat/completions": {"POST": chat_completions},
     "/v1/completions": {"POST": completions},
     "/v1/responses": {"POST": responses},
+    "/v1/responses/input_tokens": {"POST": count_input_tokens},
     "/v1/moderations": {"POST": moderations},
     "/v1/embeddings": {"POST": embeddings},
     "/v1/rerank": {"POST": rerank},
@@ -151,6 +156,8 @@ class HttpRouter:
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)
         except KvloomError as error:
+            if error.reason == ErrorReason.ERROR_REASON_MODEL_NOT_FOUND:
+                error = self._with_models(request, error)
             record.error_type = error.reason_name.lower()
             response = _error_response(request, error)
             if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
@@ -166,6 +173,15 @@ class HttpRouter:
             return _error_response(
                 request, KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
             )
+
+    def _with_models(self, request: web.BaseRequest, error: KvloomError) -> KvloomError:
+        """The error, with the models that the caller may use instead."""
+        names = sorted({model.name for model in self._edge.models.values()})
+        usable = [name for name in names if name in set(self._edge.usable(request, names))]
+        if not usable:
+            return error
+        more = ", ..." if len(usable) > MAX_NAMED_MODELS else ""
+        return error.renamed(error.field, f"{error.message} Served are: {', '.join(usable[:MAX_NAMED_MODELS])}{more}.")
 
 
 def _error_response(request: web.BaseRequest, error: KvloomError) -> web.Response:
@@ -188,7 +204,12 @@ def _route(request: web.BaseRequest) -> str:
         folder = route.removesuffix("{id}")
         if path.startswith(folder) and len(path) > len(folder):
             cancel_route = route + "/cancel"
-            return cancel_route if cancel_route in ROUTES and path.endswith("/cancel") else route
+            if cancel_route not in ROUTES:  # names of models may have slashes
+                return route
+            name, _, operation = path.removeprefix(folder).partition("/")
+            if operation == "cancel" and name:
+                return cancel_route
+            return UNKNOWN_ROUTE if operation or name in _NO_IDS else route
     return UNKNOWN_ROUTE
 
 
@@ -200,10 +221,12 @@ def _methods(route: str) -> Sequence[str]:
 def _handler(request: web.BaseRequest, route: str) -> Handler:
     methods = ROUTES.get(route)
     if methods is None:
+        refuse_operation(request.method, request.path)
         refuse_unserved(request.path)
-        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This path does not exist.")
+        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, not_found_message(request.path, ROUTES))
     handler = methods.get(request.method)
     if handler is None:
+        refuse_operation("UPGRADE" if "Upgrade" in request.headers else request.method, request.path)
         message = f"This path does not take {request.method[:16]}, only {', '.join(methods)}."
         raise KvloomError(ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED, message)
     return handler

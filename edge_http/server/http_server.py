@@ -21,6 +21,7 @@ from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
 from edge_http.wire.headers import REQUEST_ID, UnservedVersionRequest, request_id
 from edge_http.wire.request_record import RequestRecord
+from kvloom.transport.addresses import bare_host, join_address
 from kvloom_common.limits.address_limit import AddressLimit
 from kvloom_common.process.request_context import current_request
 from kvloom_common.process.service import StartError
@@ -95,7 +96,7 @@ class EdgeServer:
         await self._set_up()
         site = web.SockSite(self._runner, listener, backlog=BACKLOG, ssl_context=tls)
         host, port = listener.getsockname()[:2]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = join_address(host, port)
         await self._listen(site, address)
         self._handed_over.append(site)
         return address
@@ -106,11 +107,13 @@ class EdgeServer:
         """Listen on a port; 0 picks a free one. With `shares_port`, a successor may listen on it too. Returns
         "host:port". Raises StartError if the port is taken."""
         await self._set_up()
-        site = web.TCPSite(self._runner, host, port, reuse_port=shares_port, backlog=BACKLOG, ssl_context=tls)
-        await self._listen(site, f"{host}:{port}")
+        site = web.TCPSite(
+            self._runner, bare_host(host), port, reuse_port=shares_port, backlog=BACKLOG, ssl_context=tls
+        )
+        await self._listen(site, join_address(host, port))
         if shares_port:
             self._handed_over.append(site)
-        return f"{host}:{site.port}"
+        return join_address(host, site.port)
 
     async def _set_up(self) -> None:
         if self._runner.server is None:

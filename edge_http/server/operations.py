@@ -128,6 +128,12 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         examples={"A question": {"model": _MODEL, "max_tokens": 32, "messages": _MESSAGES}},
     ),
     _operation(
+        "/v1/responses/input_tokens", "POST", "countInputTokens", "Text", "The size of a response's prompt",
+        Answer("The number of tokens.", objects.InputTokens),
+        body=ResponsesBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
+        examples={"A question": {"model": _MODEL, "input": "What is the capital of France?"}},
+    ),
+    _operation(
         "/v1/messages/count_tokens", "POST", "countTokens", "Text", "The size of a message's prompt",
         Answer("The number of tokens.", objects.TokenCount),
         body=PromptBody, parameters=(REQUEST_ID,), errors=(404, 429, 529), error=objects.AnthropicError,

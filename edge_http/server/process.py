@@ -129,6 +129,7 @@ async def _serve(
     name: str,
 ) -> None:
     tls = listener_tls(config.tls)
+    edge.callers.revoked = None if tls is None else tls.revoked
     server = EdgeServer(edge)
     peers: EdgeMembership | None = None
     targets: TargetList | None = None
@@ -138,7 +139,7 @@ async def _serve(
         if listen_options.peer_port is None:
             await wait_to_open(_until_ready(edge, callers), stop)
             address = own_address = await _open(server, config.edge.host, listen_options, tls)
-            peer_address = await _open_to_peers(server, config, address, trust)
+            peer_address = await _open_to_peers(edge, server, config, address, trust)
             peers = join_edges(edge, config.redis, _for_peers(config, peer_address), trust)
         else:
             if listen_options.shares_peer_port and not trust.has_secret:
@@ -149,7 +150,7 @@ async def _serve(
             own_address = await server.listen(
                 config.edge.host, listen_options.peer_port, _context(tls), shares_port=shares_port
             )
-            peer_address = await _open_to_peers(server, config, own_address, trust)
+            peer_address = await _open_to_peers(edge, server, config, own_address, trust)
             peers = join_edges(edge, config.redis, _for_peers(config, peer_address), trust, shares_port=True)
             await wait_to_open(_until_ready(edge, callers), stop)
             address = await _open(server, config.edge.host, listen_options, tls)
@@ -190,13 +191,26 @@ async def _until_ready(edge: Edge, callers: Callers) -> None:
             pass
 
 
-async def _open_to_peers(server: EdgeServer, config: KvloomConfig, own_address: str, trust: FabricTrust) -> str:
+async def _open_to_peers(
+    edge: Edge, server: EdgeServer, config: KvloomConfig, own_address: str, trust: FabricTrust
+) -> str:
     """Where other edges reach this one: with a secret, at a port of their own, which asks for a certificate."""
     tls = trust.server_tls()
     if tls is None:
         return own_address
+    edge.may_connect = peers_at(tls, trust)
     host = fabric_host(config, own_address.rpartition(":")[0])
-    return await server.listen(host.strip("[]"), 0, tls)
+    return await server.listen(host, 0, tls)
+
+
+def peers_at(tls: ssl.SSLContext, trust: FabricTrust) -> Callable[[asyncio.BaseTransport], bool]:
+    """For Edge.may_connect, of a listener with this TLS: a shard's certificate, say, is of the fabric as well."""
+
+    def may_connect(transport: asyncio.BaseTransport) -> bool:
+        is_here = transport.get_extra_info("sslcontext") is tls
+        return not is_here or trust.may_connect("edge/HTTP", transport.get_extra_info("peercert"))
+
+    return may_connect
 
 
 def _for_peers(config: KvloomConfig, address: str) -> str:

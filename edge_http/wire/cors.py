@@ -142,5 +142,7 @@ class Cors:
     def _allowed_headers(self, request: web.BaseRequest) -> list[str]:
         requested = request.headers.get("Access-Control-Request-Headers", "").lower().split(",")
         names = (name.strip() for name in requested[:_MAX_REQUESTED_HEADERS])
-        more = {name for name in names if name.startswith(_ALLOWED_PREFIXES) and _TOKEN.fullmatch(name)}
+        # A page that any origin may serve has no cookies here, so no header of its own can do harm.
+        prefixes = ("",) if self._any else _ALLOWED_PREFIXES
+        more = {name for name in names if name.startswith(prefixes) and _TOKEN.fullmatch(name)}
         return [*_ALLOWED_HEADERS, *sorted(more.difference(_ALLOWED_HEADERS))]

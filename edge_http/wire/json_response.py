@@ -17,6 +17,16 @@ _REST_IS_NOT_READ: Final = (
     ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
     ErrorReason.ERROR_REASON_UNSUPPORTED_TRANSFER_CODING,
 )
+_RETRY_IS_IN_VAIN: Final = frozenset(
+    (
+        ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED,
+        ErrorReason.ERROR_REASON_DEADLINE_IMPOSSIBLE,
+        ErrorReason.ERROR_REASON_NOT_IMPLEMENTED,
+        ErrorReason.ERROR_REASON_UNSUPPORTED_HTTP_VERSION,
+        ErrorReason.ERROR_REASON_UNSUPPORTED_TRANSFER_CODING,
+    )
+)
+"""OpenAI's and Anthropic's clients repeat every 429 and 5xx otherwise."""
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
@@ -29,8 +39,8 @@ def error_response(error: KvloomError, error_format: ErrorFormat = OPENAI_ERRORS
         response.headers[RETRY_AFTER] = str(math.ceil(error.retry_after_seconds))
         response.headers[RETRY_AFTER_MS] = str(round(error.retry_after_seconds * 1e3))  # OpenAI's clients read this one
     response.headers.update(reason(error))
-    if error.reason == ErrorReason.ERROR_REASON_BUDGET_EXHAUSTED:
-        response.headers[SHOULD_RETRY] = "false"  # OpenAI's and Anthropic's clients retry a 429 otherwise
+    if error.reason in _RETRY_IS_IN_VAIN:
+        response.headers[SHOULD_RETRY] = "false"
     if error.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.reason in _REST_IS_NOT_READ:

@@ -25,6 +25,7 @@ from kvloom_common.trust.seal import SealError
 
 if TYPE_CHECKING:
     from kvloom_common.access.identities import Identities
+    from kvloom_common.access.revoked_certificates import RevokedCertificates
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
@@ -45,6 +46,8 @@ class RequestCallers:
         self.cache_scope_of = self._scope_of_tenant if self.have_tenants else self.caller_of
         """Of a request: only those with the same one may be served sooner because of each other's texts."""
         self._trusted_proxies = networks_of(trusted_proxies)
+        self.revoked: RevokedCertificates | None = None
+        """Certificates that no request may come with."""
 
     def caller_of(self, request: web.BaseRequest) -> str:
         """Return the caller's name (kvloom_common/callers.py)."""
@@ -78,6 +81,8 @@ class RequestCallers:
         if API_KEY in headers or len(headers.getall("Authorization", ())) > 1:
             names = ("authorization", API_KEY)
             require_one_of_each((name, value) for name in names for value in headers.getall(name, ()))
+        if self.revoked is not None:
+            self.revoked.check(_own_certificate(request))
         identities = self._callers.identities
         if identities is not None:
             credential = credential_of(request)
@@ -149,7 +154,12 @@ def _credentials(request: web.BaseRequest, names: Sequence[str]) -> Credentials:
 
 def _certificate(request: web.BaseRequest) -> bytes:
     """In DER; b"" without one."""
-    tls = request.get_extra_info("ssl_object") if RELAYED not in request.headers else None
+    return _own_certificate(request) if RELAYED not in request.headers else b""
+
+
+def _own_certificate(request: web.BaseRequest) -> bytes:
+    """That of the connection, whatever the request says; in DER, b"" without one."""
+    tls = request.get_extra_info("ssl_object")
     return (tls.getpeercert(binary_form=True) or b"") if tls is not None else b""
 
 

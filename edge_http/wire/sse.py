@@ -90,6 +90,10 @@ class EventSink(Protocol):
         """Announce more than one event: what is sent in this turn of the event loop may leave in one write."""
         ...
 
+    def comment(self, data: bytes) -> None:
+        """Send bytes that are no event of the answer, and that no client gets again."""
+        ...
+
     def end(self) -> None:
         """The answer is complete."""
         ...
@@ -178,6 +182,13 @@ class EventStream:
         lines.append("Transfer-Encoding: chunked\r\n" if self._chunked else "")
         lines.append("\r\n" if self._keep_alive else "Connection: close\r\n\r\n")
         self._write(_HEAD + _date_line(int(time.time())) + "".join(lines).encode())
+
+    def comment(self, data: bytes) -> None:
+        transport = self._transport
+        if self.ended or transport is None or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() <= self._max_buffered_bytes:
+            self._write(_chunk(data) if self._chunked else data)
 
     def cork(self) -> None:
         if self._corked is None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kvloom.conversation.earlier import MEDIA, asked_message, omitted
 from kvloom.conversation.tools import Tool, check_tools
 from kvloom.errors import invalid_argument
 from kvloom.text.chat_message import ChatMessage
@@ -28,8 +29,10 @@ def set_conversation(request: GenerateRequest, given: Mapping[str, Any]) -> None
                 raise invalid_argument(f"{name} goes only with messages.", name)
         return
     request.conversation.SetInParent()
-    for i, message in enumerate(given["messages"]):
-        _add_message(request.conversation.messages.add(), message, f"messages[{i}]")
+    messages = list(given["messages"])
+    asked = asked_message([_role(message) for message in messages])
+    for i, message in enumerate(messages):
+        _add_message(request.conversation.messages.add(), message, f"messages[{i}]", is_asked=i == asked)
     if "tools" in given:
         _set_tools(request, given["tools"])
     if "tool_choice" in given:
@@ -39,12 +42,16 @@ def set_conversation(request: GenerateRequest, given: Mapping[str, Any]) -> None
         request.template_options = _json(given["template_options"], "template_options")
 
 
-def _add_message(added: Message, message: ChatMessage | Mapping[str, Any], field: str) -> None:
+def _role(message: ChatMessage | Mapping[str, Any]) -> str:
+    return str(message.get("role") if isinstance(message, Mapping) else getattr(message, "role", ""))
+
+
+def _add_message(added: Message, message: ChatMessage | Mapping[str, Any], field: str, *, is_asked: bool) -> None:
     try:
         if isinstance(message, ChatMessage):
             _add_chat_message(added, message)
         else:
-            _add_mapping(added, message)
+            _add_mapping(added, message, is_asked=is_asked)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise invalid_argument(f"{field} must have a role and a content, both text.", field) from error
 
@@ -56,18 +63,29 @@ def _add_chat_message(added: Message, message: ChatMessage) -> None:
         added.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
 
 
-def _add_mapping(added: Message, message: Mapping[str, Any]) -> None:
-    """A message in OpenAI's shape."""
+def _add_mapping(added: Message, message: Mapping[str, Any], *, is_asked: bool) -> None:
+    """A message in OpenAI's shape. Fields that other software has added to an earlier one are left out."""
     calls = message.get("tool_calls") or ()
     added.role = message["role"]
-    content = message.get("content") or "" if calls else message["content"]
-    added.content = content
+    content = message["content"] if is_asked else message.get("content") or ""
+    added.content = (
+        content if isinstance(content, str) else "".join(_part_text(part, is_asked=is_asked) for part in content)
+    )
     for name in ("tool_call_id", "name"):
         setattr(added, name, message.get(name) or "")
     added.reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     for call in calls:
-        function = call["function"]
-        added.tool_calls.add(id=call["id"], name=function["name"], arguments=function.get("arguments") or "")
+        function = call.get("function") or {}
+        arguments = function.get("arguments") or ""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        added.tool_calls.add(id=call.get("id") or "", name=function.get("name") or "", arguments=text)
+
+
+def _part_text(part: Mapping[str, Any], *, is_asked: bool) -> str:
+    kind = part.get("type", "text")
+    if kind in MEDIA and not is_asked:
+        return omitted(MEDIA[kind])
+    return part["text"] if is_asked else part.get("text") or part.get("refusal") or ""
 
 
 def _set_tools(request: GenerateRequest, given: Sequence[Tool | Mapping[str, Any]]) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Final, Literal
 from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument
 
-MAX_TOOLS: Final = 128
-MAX_SCHEMA_DEPTH: Final = 32
+MAX_TOOLS: Final = 1024
+"""More than any API allows: agents bring the tools of all their MCP servers."""
+MAX_SCHEMA_DEPTH: Final = 128
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 
@@ -48,22 +49,32 @@ NONE: Final = ToolChoice("none")
 REQUIRED: Final = ToolChoice("required")
 
 
-def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function.", schema: str = "parameters") -> None:
+def is_tool_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def check_tools(
+    tools: Sequence[Tool],
+    field: str = "tools",
+    at: str = "function.",
+    schema: str = "parameters",
+    numbers: Sequence[int] | None = None,
+) -> None:
     """Raise KvloomError (INVALID_ARGUMENT) for tools that no model can call. `at` leads from a tool to its fields, of
-    which `schema` has the schema of the arguments."""
+    which `schema` has the schema of the arguments; `numbers` are the tools' places in the body."""
     if len(tools) > MAX_TOOLS:
         raise invalid_argument(f"{field} has {len(tools)} entries; at most {MAX_TOOLS}.", field)
     seen: set[str] = set()
-    for number, tool in enumerate(tools):
+    for number, tool in zip(numbers or range(len(tools)), tools, strict=True):
         where = f"{field}[{number}].{at}"
-        if not _NAME.fullmatch(tool.name):
+        if not is_tool_name(tool.name):
             raise invalid_argument(
                 f"{where}name must have 1 to 128 letters, digits, underscores, dots or hyphens.", f"{where}name"
             )
         if tool.name in seen:
             raise invalid_argument(f"{where}name: there is more than one tool {tool.name!r}.", f"{where}name")
         seen.add(tool.name)
-        if tool.parameters.get("type", "object") != "object":
+        if tool.strict and tool.parameters.get("type", "object") != "object":
             raise invalid_argument(f"{where}{schema} must be a schema of type object.", f"{where}{schema}")
         check_depth(tool.parameters, f"{where}{schema}", MAX_SCHEMA_DEPTH)
 

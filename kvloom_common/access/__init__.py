@@ -20,4 +20,5 @@ steady_clock.py  for how long the clock has run evenly
 tokens.py        tokens of OIDC providers
 key_sets.py      the keys with which these providers sign
 client_certificates.py   certificates of clients
+revoked_certificates.py  those that their authorities have revoked
 """

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from kvloom_common.access.revoked_certificates import Number, RevokedCertificates, read_lists
 from kvloom_common.config import ConfigError, TlsConfig
 from kvloom_common.process.watched_files import POLL_SECONDS, WatchedFiles
 
@@ -22,6 +23,8 @@ class TlsFiles(msgspec.Struct, frozen=True):
     key: bytes
     client_ca: bytes | None
     """The authorities whose certificates clients need; None: clients need none."""
+    revoked: frozenset[Number] | None
+    """Certificates of clients; None: no lists are configured."""
     context: ssl.SSLContext
 
 
@@ -31,9 +34,11 @@ class ListenerTls:
     def __init__(self, config: TlsConfig, poll_seconds: float = POLL_SECONDS) -> None:
         """Raises ConfigError if a file cannot be used. `poll_seconds`: the time between two looks at the files."""
         self._config = config
-        names = (config.certificate_file, config.key_file, config.client_ca_file)
+        names = (config.certificate_file, config.key_file, config.client_ca_file, config.client_crl_file)
         self._files = WatchedFiles([Path(name) for name in names if name], poll_seconds)
         self._loaded = _load(config)
+        self.revoked = None if self._loaded.revoked is None else RevokedCertificates(self._loaded.revoked)
+        """Asked by requests; connections are not refused."""
 
     def http_context(self) -> ssl.SSLContext:
         """For an HTTP listener, which follows reloads by itself."""
@@ -67,6 +72,8 @@ class ListenerTls:
     async def watch(self) -> None:
         def use(loaded: TlsFiles) -> None:
             self._loaded = loaded
+            if self.revoked is not None and loaded.revoked is not None:
+                self.revoked.use(loaded.revoked)
 
         await self._files.follow("TLS certificates", lambda: _load(self._config), use)
 
@@ -85,7 +92,10 @@ def _grpc_configuration(loaded: TlsFiles) -> grpc.ServerCertificateConfiguration
 def _load(config: TlsConfig) -> TlsFiles:
     certificate, key = _read(config.certificate_file), _read(config.key_file)
     client_ca = _read(config.client_ca_file) if config.client_ca_file else None
-    return TlsFiles(certificate, key, client_ca, _context(config))
+    revoked = None
+    if client_ca is not None and (file := config.client_crl_file):
+        revoked = read_lists(_read(file), client_ca, file)
+    return TlsFiles(certificate, key, client_ca, revoked, _context(config))
 
 
 def _read(name: str) -> bytes:

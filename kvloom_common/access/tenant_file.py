@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import IO, Final
 import structlog
 
 from kvloom.v1.control_service_pb2 import FollowResponse
+from kvloom_common.private_file import make_own_folder, move_file, new_file_beside, open_private_file
 from kvloom_common.tenancy.table import TenantTable
 
 log = structlog.get_logger()
@@ -47,14 +47,14 @@ class TenantFile:
         self._has_failed = False
         self._new: IO[bytes] | None = None
         """A snapshot that arrives."""
-        self._new_name = ""
+        self._new_path = path
         self._new_bytes = 0
 
     def load(self) -> tuple[TenantTable, float]:
         """The table, which is empty if there is none, and when it was that of `control` (seconds since 1970)."""
         table = TenantTable()
         try:
-            with self._path.open("r+b") as file:
+            with os.fdopen(open_private_file(self._path, os.O_RDWR), "r+b") as file:
                 current_at = os.fstat(file.fileno()).st_mtime
                 file.truncate(self._read(file, table))
                 file.flush()
@@ -96,7 +96,7 @@ class TenantFile:
         """Add changes to the copy."""
         if self._is_whole:
             with self._failures():
-                self._file = self._file or self._path.open("ab")
+                self._file = self._file or os.fdopen(open_private_file(self._path, os.O_WRONLY | os.O_APPEND), "ab")
                 self._changes_bytes += _write(self._file, part)
                 self._file.flush()
 
@@ -111,9 +111,8 @@ class TenantFile:
     def begin_snapshot(self) -> None:
         self.drop_snapshot()
         with self._failures():
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, self._new_name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}")
-            self._new = os.fdopen(descriptor, "w+b")  # of mode 0600
+            make_own_folder(self._path.parent)
+            self._new, self._new_path = new_file_beside(self._path)
             self._new_bytes = 0
 
     def add_to_snapshot(self, part: FollowResponse) -> None:
@@ -132,8 +131,8 @@ class TenantFile:
             replaced = self._file
             if replaced is None:
                 with contextlib.suppress(FileNotFoundError):
-                    replaced = self._path.open("rb")
-            Path(self._new_name).replace(self._path)
+                    replaced = os.fdopen(open_private_file(self._path, os.O_RDONLY), "rb")
+            move_file(self._new_path, self._path)
             self._file, self._new, self._is_whole = file, None, True
             self._snapshot_bytes, self._changes_bytes, self._has_failed = self._new_bytes, 0, False
         return replaced
@@ -144,7 +143,7 @@ class TenantFile:
         if file is not None:
             self._close(file)
             with contextlib.suppress(OSError):
-                Path(self._new_name).unlink()
+                self._new_path.unlink()
 
     def close(self) -> None:
         self.drop_snapshot()

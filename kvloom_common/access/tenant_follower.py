@@ -20,6 +20,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvloom.backoff import Backoff
+from kvloom.transport.addresses import join_address
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
@@ -61,7 +62,7 @@ def control_finder(config: KvloomConfig, own_name: str, trust: FabricTrust) -> P
     """Finds the control service: the configured one, and those that the registry has."""
     host = config.control.host
     host = fabric_host(config, host) if is_loopback(host) else host
-    configured = f"{host}:{config.control.port}" if config.control.port else ""
+    configured = join_address(host, config.control.port) if config.control.port else ""
     return ProcessFinder(config.redis, ROLE, own_name, configured, trust.sealer)
 
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from kvloom.conversation.tools import Tool
 from kvloom.errors import unsupported
 from kvloom.v1.generation_pb2 import Guide, StructuralTag, StructuralTags
+from kvloom_common.conversation.call_guide import IN_FUNCTIONS, ToolPlace, followed
 
 
 class _Form(NamedTuple):
@@ -41,24 +42,31 @@ _SAME_FORM: Final[Mapping[str, str]] = {"deepseek_r1": "deepseek_v3"}
 _ANY_ARGUMENTS: Final = '{"type": "object"}'
 
 
-def strict_guide(tools: Sequence[Tool], family: str | None, at: str = "function.") -> Guide | None:
+def strict_guide(tools: Sequence[Tool], family: str | None, place: ToolPlace = IN_FUNCTIONS) -> Guide | None:
     """The guide for these tools, of which those that are not strict may be called with any arguments; None if no tool
-    is strict, or the family is None: then nothing is a call. `at` leads from a tool to its fields. Raises KvloomError
-    (UNSUPPORTED_PARAMETER) for a family whose calls cannot be guided."""
+    is strict, or the family is None: then nothing is a call. `place` names a tool's fields. Raises KvloomError:
+    UNSUPPORTED_PARAMETER for a family whose calls cannot be guided, INVALID_ARGUMENT for a schema that cannot be."""
     strict = next((number for number, tool in enumerate(tools) if tool.strict), None)
     if strict is None or not family:
         return None
     form = _FORMS.get(_SAME_FORM.get(family, family))
     if form is None:
-        field = f"tools[{strict}].{at}strict"
+        field = place.of(strict, "strict")
         message = f"{field}: calls in the format of {family!r} cannot be guided; with tool_choice required they are."
         raise unsupported(message, field)
     tags = [
         StructuralTag(
             begin=form.begin(tool.name),
-            json_schema=json.dumps(tool.parameters, ensure_ascii=False) if tool.strict else _ANY_ARGUMENTS,
+            json_schema=_arguments(tool, number, place),
             end=form.end,
         )
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     return Guide(structural_tags=StructuralTags(tags=tags, triggers=[form.trigger]))
+
+
+def _arguments(tool: Tool, number: int, place: ToolPlace) -> str:
+    if not tool.strict:
+        return _ANY_ARGUMENTS
+    [found] = followed([tool], place, number)
+    return json.dumps(found.whole(), ensure_ascii=False)

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Final
 
-from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.config import ConfigError, ModelConfig
 from kvloom_common.parsers import registry
 from kvloom_common.parsers.sniff import sniff, starts_in_reasoning
@@ -48,10 +48,20 @@ def prompted(spec: ParserSpec | None, prompt: str) -> ParserSpec | None:
     return dataclasses.replace(spec, starts_in_reasoning=True)
 
 
-def show_markers(sampling: SamplingParams, spec: ParserSpec | None, tokenizer: ModelTokenizer) -> None:
-    """Have the shard show the special tokens by which a parser of these families finds its way."""
+def fit_to_parser(
+    sampling: SamplingParams, stop: StopConditions, spec: ParserSpec | None, tokenizer: ModelTokenizer
+) -> None:
+    """Have the shard show the special tokens by which a parser of these families finds its way, and look for stop
+    strings behind the reasoning only."""
+    if spec is not None and spec.reasoning and stop.stop:
+        openings, closings = registry.reasoning_span(spec.reasoning)
+        if closings:
+            stop.reasoning.begins_inside = spec.starts_in_reasoning
+            stop.reasoning.openings[:] = openings
+            stop.reasoning.closings[:] = closings
     if spec is not None:
-        sampling.shown_special_token_ids.extend(tokenizer.special_token_ids(registry.markers(spec)))
+        shown = sampling.shown_special_token_ids
+        shown.extend([each for each in tokenizer.special_token_ids(registry.markers(spec)) if each not in shown])
 
 
 def _named(family: str) -> str | None:

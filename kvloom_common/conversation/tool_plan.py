@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from kvloom.conversation.tools import AUTO, Tool, ToolChoice
 from kvloom.v1.generation_pb2 import Guide
-from kvloom_common.conversation.call_guide import call_guide
+from kvloom_common.conversation.call_guide import IN_FUNCTIONS, ToolPlace, call_guide
 from kvloom_common.conversation.call_tags import strict_guide
 from kvloom_common.parsers.spec import ParserSpec
 
@@ -36,16 +36,19 @@ def plan_tools(
     *,
     is_parallel: bool = False,
     model: ParserSpec | None = None,
-    at: str = "function.",
+    place: ToolPlace = IN_FUNCTIONS,
 ) -> ToolPlan:
     """`model` says how the model writes calls and reasoning when it is free to. `is_parallel`: several calls are
-    wanted, where a call is certain. The tools and the choice have been checked. `at` leads from a tool to its fields.
-    Raises KvloomError (UNSUPPORTED_PARAMETER) for strict tools of a model whose calls cannot be guided."""
+    wanted, where a call is certain. The tools and the choice have been checked. `place` names a tool's fields. Raises
+    KvloomError: UNSUPPORTED_PARAMETER for strict tools of a model whose calls cannot be guided, INVALID_ARGUMENT for a
+    strict tool whose schema cannot be."""
     reasoning = dataclasses.replace(model, tools=None) if model is not None and model.reasoning else None
     if not tools or choice.mode == "none":
         return ToolPlan(parser=reasoning) if reasoning is not None else _PLAIN
     if choice.mode == "auto":
-        return ToolPlan(tools, strict_guide(tools, model.tools if model is not None else None, at), parser=model)
+        return ToolPlan(tools, strict_guide(tools, model.tools if model is not None else None, place), parser=model)
     allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
-    guide = call_guide(allowed, is_parallel=is_parallel and choice.mode == "required")
-    return ToolPlan(tools, guide, demands_call=True, parser=ParserSpec(tools="json"))
+    first = next((number for number, tool in enumerate(tools) if tool in allowed), 0)
+    is_array = is_parallel and choice.mode == "required"
+    guide = call_guide(allowed, is_parallel=is_array, place=place, first_number=first)
+    return ToolPlan(tools, guide, demands_call=True, parser=ParserSpec(tools="json", only_calls=True))

@@ -14,6 +14,7 @@ from typing import Generic
 import redis.exceptions
 import structlog
 
+from kvloom.transport.addresses import bare_host, join_address, split_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.records import NameTakenError, ProcessRecord, ProcessRole, Record
 from kvloom_common.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS, ProcessRegistry, Registry
@@ -138,9 +139,9 @@ def fabric_host(config: KvloomConfig, host: str) -> str:
 
 def advertised_address(config: KvloomConfig, address: str) -> str:
     """The address at which processes on other machines reach what listens at `address` for its fabric."""
-    host, _, port = address.rpartition(":")
-    is_wildcard = host in ("0.0.0.0", "[::]")
+    host, port = split_address(address)
+    is_wildcard = host in ("0.0.0.0", "::")
     advertised = config.fabric.advertised_host
-    if advertised and (is_wildcard or host == config.fabric.host):
-        return f"[{advertised}]:{port}" if ":" in advertised else f"{advertised}:{port}"
-    return f"{socket.gethostname()}:{port}" if is_wildcard else address
+    if advertised and (is_wildcard or host == bare_host(config.fabric.host)):
+        return join_address(advertised, port)
+    return join_address(socket.gethostname(), port) if is_wildcard else address

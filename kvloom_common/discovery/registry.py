@@ -227,6 +227,11 @@ async def _value(client: Any, name: str) -> bytes | None:
         raise
 
 
+def records_of(key_prefix: str, role: str, name: str) -> list[str]:
+    """Where the records of a shard, or of another process that has a name, are stored; see ServiceIdentity."""
+    return [f"{key_prefix}:{'shard' if role == 'shard' else f'process-{role}'}:{name}"]
+
+
 class ShardRegistry(Registry[ShardRecord]):
     """The announced shards."""
 

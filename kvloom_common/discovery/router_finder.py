@@ -12,6 +12,7 @@ import redis.exceptions
 import structlog
 
 from kvloom.router_link.group import RouterGroup
+from kvloom.transport.addresses import join_address
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.registry import RouterRegistry
@@ -27,7 +28,7 @@ def configured_routers(config: KvloomConfig) -> list[str]:
     """The addresses (host:port) that need no registry: `edge.routers`, otherwise the one of [router]."""
     if config.edge.routers:
         return list(config.edge.routers)
-    return [f"{config.router.host}:{config.router.port}"] if config.router.port else []
+    return [join_address(config.router.host, config.router.port)] if config.router.port else []
 
 
 @contextlib.asynccontextmanager

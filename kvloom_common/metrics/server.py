@@ -21,6 +21,7 @@ import prometheus_client
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.transport.addresses import bare_host, join_address
 from kvloom_common.access.auth_provider import Credentials
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.listener_tls import listener_tls
@@ -54,14 +55,18 @@ class MetricsServer:
         self._callers = configured_scrapers(config)
         self._closing = False
         try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            family, *_, address = socket.getaddrinfo(
+                bare_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
             server_type = type("Server", (_Server,), {"address_family": family, "allow_reuse_port": shares_port})
             self._server = make_server(str(address[0]), port, self._app(), server_type, _Handler)
         except OSError as error:
-            raise StartError(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
+            raise StartError(
+                f"cannot serve metrics on {join_address(host, port)}: {error.strerror or error}"
+            ) from error
         if self._tls is not None:
             self._server.tls = self._tls.http_context()
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = join_address(host, self._server.server_port)
         threading.Thread(target=self._run, name="metrics", daemon=True).start()
 
     def _app(self) -> _Wsgi:

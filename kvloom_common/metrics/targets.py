@@ -6,17 +6,23 @@ so the list is that of all machines that share a Redis.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterable
 from typing import Any, Final
 
 import redis.exceptions
+import structlog
 
+from kvloom.transport.addresses import join_address, split_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import Announcer
 from kvloom_common.discovery.records import MetricsTarget
 from kvloom_common.discovery.registry import MetricsRegistry
 from kvloom_common.trust.fabric_trust import FabricTrust
+from kvloom_common.trust.seal import SealError
+
+log = structlog.get_logger()
 
 _WILDCARDS: Final = ("", "0.0.0.0", "::")
 
@@ -88,6 +94,9 @@ class TargetAnnouncement:
         announcer = Announcer(registry, self.target)
         try:
             await announcer.run()
+        except SealError as error:  # addresses of others would be as good
+            log.warning("Prometheus must be told of this process by its configuration.", cause=str(error))
+            await asyncio.Event().wait()
         finally:
             await announcer.close()
 
@@ -100,8 +109,7 @@ def _model(config: KvloomConfig) -> str:
 def scraped_address(config: KvloomConfig, address: str) -> str:
     """host:port for scrapers: the advertised host or this machine's name instead of a wildcard, and brackets around an
     IPv6 address."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_address(address)
     if host in _WILDCARDS:
         host = config.fabric.advertised_host or socket.gethostname()
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(host, port)

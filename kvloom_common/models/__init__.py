@@ -10,7 +10,6 @@ succession.py        a model that is being unloaded leaves its names to its succ
 rollout_follower.py  keeps routes in step with the rollouts in the registry
 cascade.py           when the answer of a smaller model is discarded, so that a larger one answers
 refusals.py          whether an answer begins as a refusal
-schema_check.py      whether a JSON value conforms to a schema
 languages.py         the language of a text
 likelihood_gap.py    how much less likely a candidate finds the answers of a model, with confidence intervals
 """

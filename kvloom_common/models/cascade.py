@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from kvloom_common.config import CascadeConfig
+from kvloom_common.json_schema.schema_check import conforms
 from kvloom_common.models.refusals import is_refusal
-from kvloom_common.models.schema_check import conforms
 
 Objection = Literal["schema", "logprob", "refusal", "too_large"]
 """Why an answer is discarded. "too_large": it could not be held until its end."""

@@ -28,6 +28,10 @@ def make_parser(spec: ParserSpec, tools: Sequence[ToolSchema] = ()) -> OutputPar
     # Loaded here: a fabric that parses nothing needs neither the registry nor a family.
     from kvloom_common.parsers import registry
 
+    if spec.only_calls:
+        from kvloom_common.parsers.tools.plain_json import DemandedCallParser
+
+        return DemandedCallParser(tools)
     if spec.tools == "harmony" or spec.reasoning == "harmony":
         if spec.tools not in (None, "", "harmony") or spec.reasoning not in (None, "", "harmony"):
             raise ValueError("harmony's channels hold reasoning and calls: it cannot be combined with another family.")

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from kvloom_common.parsers.core.markers import Markers
 from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
 from kvloom_common.plugins import PluginError, PluginGroup
 
@@ -108,6 +109,14 @@ def markers(spec: ParserSpec) -> tuple[str, ...]:
     if spec.tools:
         found += tuple(getattr(tool_family(spec.tools), "markers", ()))
     return tuple(dict.fromkeys(found))
+
+
+def reasoning_span(name: str) -> tuple[Sequence[str], Sequence[str]]:
+    """What begins the reasoning of a family at the beginning of an answer, and what ends it. Nothing for families of
+    plugins that do not say it."""
+    family = reasoning_family(name)
+    pairs: Mapping[str, Markers] = getattr(family, "pairs", {})
+    return list(pairs), list(dict.fromkeys(end for ends in pairs.values() for end in ends.strings))
 
 
 def _load(folder: str, place: str) -> Any:

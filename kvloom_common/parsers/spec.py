@@ -35,6 +35,8 @@ class ParserSpec:
     reasoning: str | None = None
     starts_in_reasoning: bool = False
     """The prompt ends inside the reasoning, so that the output has no marker that begins it."""
+    only_calls: bool = False
+    """A guide leaves no room for text: what is cut off before a call has begun is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ control_socket.py  where the supervisor of a machine takes commands
 freed_memory.py   returns freed memory to the system
 cpu_affinity.py   keeps an event loop's thread on one CPU
 cancellation.py   restores task cancellations that a library has swallowed
+data_dir.py       what a data directory holds, for its user alone
 watched_files.py  reads files again when they change
 extras.py         names the distribution that brings a missing package
 """

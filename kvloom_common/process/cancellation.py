@@ -10,6 +10,12 @@ def raise_if_cancelled() -> None:
     call that may swallow a cancellation. When closing something fails (e.g. a Redis connection whose server has just
     gone), that error replaces the cancellation that closed it, and gRPC may lose a cancellation that coincides with a
     message. The task would then run on."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
+    if num_cancellations():
         raise asyncio.CancelledError
+
+
+def num_cancellations() -> int:
+    """How often this task has been cancelled. Compare it with an earlier number where the task may have caught a
+    cancellation on purpose, to clean up."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()

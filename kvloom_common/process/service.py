@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -14,7 +15,9 @@ import msgspec
 import uvloop
 from grpc_health.v1 import health, health_pb2
 
+from kvloom.transport.addresses import join_address
 from kvloom_common.config import ConfigError
+from kvloom_common.private_file import OTHERS
 from kvloom_common.process.freed_memory import return_freed_memory
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from kvloom_common.trust.secret import SecretError
@@ -106,8 +109,9 @@ def settle_memory() -> None:
 
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service to its end on uvloop. StartError, ConfigError and SecretError become a message on stderr and exit
-    status 1."""
+    """Run a service to its end on uvloop. What it writes is for its user alone, also what libraries write, such as
+    SQLite. StartError, ConfigError and SecretError become a message on stderr and exit status 1."""
+    os.umask(OTHERS)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main)
@@ -159,14 +163,15 @@ class AddPort(Protocol):
 def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_SECRET.add_port) -> str:
     """Listen on host:port (port 0 picks a free one) and return the address. Raises StartError when the port is
     taken."""
-    message = f"cannot listen on {host}:{port}: is another process using the port?"
+    address = join_address(host, port)
+    message = f"cannot listen on {address}: is another process using the port?"
     try:
-        bound = add_port(server, f"{host}:{port}")
+        bound = add_port(server, address)
     except RuntimeError as error:
         raise StartError(message) from error
     if bound == 0:
         raise StartError(message)
-    return f"{host}:{bound}"
+    return join_address(host, bound)
 
 
 class HealthServicer(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]  (the types lack it)

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import stat
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +17,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from kvloom_common.private_file import write_private_file
+from kvloom_common.private_file import OTHERS, make_private_folder, open_private_file, write_private_file
 from kvloom_common.receipts.key_files import public_path
 from kvloom_common.receipts.receipt import Bundle, Receipt, signed_bytes
 
@@ -56,8 +55,8 @@ class Signer:
 def made_or_read(path: Path) -> Signer:
     """The key in the file, which is made if it is missing, by one of several processes. Raises ReceiptKeyError."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with path.with_name(path.name + ".lock").open("w") as lock:
+        make_private_folder(path.parent)
+        with os.fdopen(open_private_file(path.with_name(path.name + ".lock"), os.O_WRONLY | os.O_CREAT), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 write_private_file(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
@@ -94,7 +93,7 @@ def _read(path: Path) -> Ed25519PrivateKey:
     with path.open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         content = file.read(_MAX_FILE_BYTES)
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if mode & OTHERS:
         raise ReceiptKeyError(f"other users may read the key of receipts {path}: run `chmod 600 {path}`")
     try:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(content.decode("ascii").strip()))

@@ -76,14 +76,15 @@ class UsageStream:
         except (KeyError, SealError, msgspec.DecodeError) as error:
             raise ValueError(f"not an entry of this fabric: {error}") from error
 
-    def stored_value(self, stored: Stored) -> bytes:
-        return self._sealer.sign(self.stored, msgspec.json.encode(stored))
+    def stored_value(self, producer: str, stored: Stored) -> bytes:
+        """Signed for this producer: to another one, it would say that records are stored which are not."""
+        return self._sealer.sign(f"{self.stored}:{producer}", msgspec.json.encode(stored))
 
-    def read_stored(self, value: bytes | str | None) -> Stored:
-        """Nothing, and what this fabric has not written, is as good as knowing nothing."""
+    def read_stored(self, producer: str, value: bytes | str | None) -> Stored:
+        """Nothing, and what this fabric has not written of this producer, is as good as knowing nothing."""
         if not isinstance(value, bytes):
             return NOTHING_STORED
         try:
-            return msgspec.json.decode(self._sealer.verified(self.stored, value), type=Stored)
+            return msgspec.json.decode(self._sealer.verified(f"{self.stored}:{producer}", value), type=Stored)
         except (SealError, msgspec.DecodeError):
             return NOTHING_STORED

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Protocol, overload
 
 from kvloom.errors import invalid_argument
+from kvloom.v1.generation_pb2 import StopConditions
 
 _new_decoder: Final = codecs.getincrementaldecoder("utf-8")
 
@@ -120,9 +121,9 @@ class IncrementalDetokenizer:
 
 
 class LateStopDetokenizer(IncrementalDetokenizer):
-    """Does not look for stop strings in the text of the first `num_exempt_tokens` tokens."""
+    """Does not look for stop strings in the text of the first `num_exempt_tokens` tokens, nor in the reasoning."""
 
-    __slots__ = ("_num_exempt_tokens",)
+    __slots__ = ("_is_exempt", "_num_exempt_tokens", "_reasoning")
 
     def __init__(
         self,
@@ -132,9 +133,14 @@ class LateStopDetokenizer(IncrementalDetokenizer):
         num_delivered_chars: int = 0,
         shown_special_token_ids: Collection[int] = (),
         *,
-        num_exempt_tokens: int,
+        num_exempt_tokens: int = 0,
+        reasoning: ReasoningText | None = None,
     ) -> None:
-        self._num_exempt_tokens = num_exempt_tokens  # before the output tokens are pushed
+        """`reasoning` finds where it ends; None: there is none."""
+        # Before the output tokens are pushed.
+        self._num_exempt_tokens = num_exempt_tokens
+        self._is_exempt = False
+        self._reasoning = reasoning
         super().__init__(tokenizer, stop_strings, output_token_ids, num_delivered_chars, shown_special_token_ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -142,10 +148,84 @@ class LateStopDetokenizer(IncrementalDetokenizer):
         if not num_exempt:
             return super().push(token_ids)
         self._num_exempt_tokens -= num_exempt
-        stops, self._stops = self._stops, []
+        self._is_exempt = True
         text = super().push(token_ids[:num_exempt])
-        self._stops = stops
+        self._is_exempt = False
         return text + super().push(token_ids[num_exempt:]) if num_exempt < len(token_ids) else text
+
+    def flush(self) -> str:
+        if self._reasoning is not None:
+            self._owed += super()._cut(self._reasoning.give_up())
+            self._reasoning = None
+        return super().flush()
+
+    def _cut(self, text: str) -> str:
+        before = ""
+        if self._reasoning is not None:
+            before, text = self._reasoning.split(text)
+        return before + (text if self._is_exempt else super()._cut(text))
+
+
+class ReasoningText:
+    """Divides the text of an answer, which arrives in pieces, into the reasoning at its beginning and what follows."""
+
+    __slots__ = ("_closings", "_is_inside", "_lead", "_openings", "_tail")
+
+    def __init__(self, openings: Sequence[str], closings: Sequence[str], *, begins_inside: bool) -> None:
+        self._openings = tuple(openings)
+        self._closings = tuple(closings)
+        self._is_inside: bool | None = True if begins_inside else None
+        """None: the text so far may be the beginning of an opening."""
+        self._lead = ""
+        """That text."""
+        self._tail = ""
+        """The end of the reasoning so far, which may be the beginning of a closing."""
+
+    def split(self, piece: str) -> tuple[str, str]:
+        """The parts of this piece that are reasoning, and that follow it. The beginning of a possible opening is held
+        back."""
+        if self._is_inside is None:
+            self._lead += piece
+            begun = self._lead.lstrip()
+            if not begun.startswith(self._openings) and any(one.startswith(begun) for one in self._openings):
+                return "", ""
+            self._is_inside = begun.startswith(self._openings)
+            piece, self._lead = self._lead, ""
+        if not self._is_inside:
+            return "", piece
+        seen = self._tail + piece
+        ends = [(at, at + len(one)) for one in self._closings if (at := seen.find(one)) >= 0]
+        if not ends:
+            most = max(map(len, self._closings), default=1) - 1
+            self._tail = seen[-most:] if most else ""
+            return piece, ""
+        self._is_inside = False
+        end = min(ends)[1] - len(self._tail)
+        return piece[:end], piece[end:]
+
+    def give_up(self) -> str:
+        """What was held back, at the end of the answer."""
+        lead, self._lead = self._lead, ""
+        return lead
+
+
+def stopping_detokenizer(
+    tokenizer: TokenText,
+    stop: StopConditions,
+    output_token_ids: Sequence[int] = (),
+    num_delivered_chars: int = 0,
+    shown_special_token_ids: Collection[int] = (),
+) -> IncrementalDetokenizer:
+    """The detokenizer for an answer with these conditions; the other arguments are those of IncrementalDetokenizer.
+    Raises KvloomError (INVALID_ARGUMENT)."""
+    output = output_token_ids, num_delivered_chars, shown_special_token_ids
+    if not stop.stop or not (stop.min_tokens or stop.HasField("reasoning")):
+        return IncrementalDetokenizer(tokenizer, stop.stop, *output)
+    span = stop.reasoning if stop.HasField("reasoning") else None
+    reasoning = None
+    if span is not None:
+        reasoning = ReasoningText(span.openings, span.closings, begins_inside=span.begins_inside)
+    return LateStopDetokenizer(tokenizer, stop.stop, *output, num_exempt_tokens=stop.min_tokens, reasoning=reasoning)
 
 
 class ShownTokens:

@@ -44,7 +44,7 @@ def make_certificates(secret: FabricSecret, roles: Sequence[str], name: str) -> 
     authorities = [_authority(secret, part) for part in secret.secrets]
     authority, authority_key = authorities[0]
     key = ec.generate_private_key(_CURVE)
-    names = [x509.DNSName(server_name(secret, role, of)) for role in roles for of in ("", name)]
+    names = [x509.DNSName(server_name(secret.fabric_id, role, of)) for role in roles for of in ("", name)]
     certificate = (
         _builder(_subject(f"{roles[0]}.{secret.fabric_id}"), authority.subject, key.public_key())
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
@@ -62,11 +62,11 @@ def make_certificates(secret: FabricSecret, roles: Sequence[str], name: str) -> 
     )
 
 
-def server_name(secret: FabricSecret, role: str, name: str = "") -> str:
+def server_name(fabric_id: str, role: str, name: str = "") -> str:
     """The name that a client demands of a server's certificate: of any process of the role, or of the one called
     `name`."""
     digest = f"p{hashlib.sha256(name.encode()).hexdigest()[:32]}." if name else ""
-    return f"{digest}{role}.{secret.fabric_id}.kvloom"
+    return f"{digest}{role}.{fabric_id}.kvloom"
 
 
 def _authority(secret: FabricSecret, part: bytes) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,7 +20,7 @@ import grpc
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.trust.seal import PLAIN, Sealer
-from kvloom_common.trust.secret import ENVIRONMENT_VARIABLE, FabricSecret, read_secret
+from kvloom_common.trust.secret import ENVIRONMENT_VARIABLE, FabricSecret, SecretError, read_secret
 
 
 class FabricTrust(Protocol):
@@ -44,6 +44,15 @@ class FabricTrust(Protocol):
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Listen on host:port for processes of this fabric; returns the port. Raises RuntimeError if that fails."""
+        ...
+
+    def may_call(self, method: str, context: Any) -> bool:
+        """If the peer of a call that came through `add_port` has a role that may call "SERVICE/METHOD"
+        (kvloom_common/trust/roles.py)."""
+        ...
+
+    def may_connect(self, to: str, peer_certificate: Mapping[str, Any] | None) -> bool:
+        """Likewise of a connection that came through a listener with `server_tls`."""
         ...
 
     def open_channel(
@@ -78,6 +87,12 @@ class NoSecret:
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         return server.add_insecure_port(address)
 
+    def may_call(self, method: str, context: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def may_connect(self, to: str, peer_certificate: Mapping[str, Any] | None) -> bool:  # noqa: ARG002
+        return True
+
     def open_channel(
         self,
         address: str,
@@ -106,13 +121,21 @@ NO_SECRET: Final = NoSecret()
 
 def load_trust(config: KvloomConfig, roles: Sequence[str], name: str) -> FabricTrust:
     """The trust of the process `name`, which serves its fabric in these roles. The secret comes from
-    `fabric.secret_file`, else from KVLOOM_FABRIC_SECRET. Raises SecretError."""
+    `fabric.secret_file`, which may have the identity of this service instead, else from KVLOOM_FABRIC_SECRET. Raises
+    SecretError."""
     path = Path(config.fabric.secret_file) if config.fabric.secret_file else None
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if path is None and not text:
         return NO_SECRET
     # Only here, because a process without a secret needs no cryptography.
+    from kvloom_common.trust.identity import read_identity
+    from kvloom_common.trust.identity_trust import IdentityTrust
     from kvloom_common.trust.shared_secret import SharedSecret
 
+    if path is not None and (identity := read_identity(path)) is not None:
+        if ((identity.role,), identity.name) != (tuple(roles), name):
+            message = f"{path} holds the identity of the {identity.role} {identity.name!r}, and this is"
+            raise SecretError(f"{message} {' and '.join(roles)} {name!r}")
+        return IdentityTrust(identity, path)
     secret = read_secret(path) if path is not None else FabricSecret.parse(text, ENVIRONMENT_VARIABLE)
     return SharedSecret(secret, roles, name, path)

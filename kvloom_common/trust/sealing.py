@@ -7,6 +7,7 @@ import hmac
 import itertools
 import os
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -52,23 +53,14 @@ class SecretSealer:
 
     def sign(self, stored_under: str, content: bytes) -> bytes:
         key, secret = next(iter(self._signing.items()))
-        mac = _mac(secret, stored_under, content)
-        return msgspec.json.encode(_SignedRecord(msgspec.Raw(content), self._fabric_id, key, mac))
+        return _signed(self._fabric_id, key, record_key(secret, stored_under), content)
 
     def verified(self, stored_under: str, signed: bytes) -> bytes:
-        try:
-            record = msgspec.json.decode(signed, type=_SignedRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise SealError("it is not signed") from error
-        if record.fabric != self._fabric_id:
-            raise SealError("it belongs to another fabric")
-        secret = self._signing.get(record.key)
-        if secret is None:
-            raise SealError("it is signed with a secret that is not accepted here")
-        content = bytes(record.record)
-        if not hmac.compare_digest(_mac(secret, stored_under, content).encode(), record.mac.encode()):
-            raise SealError("its signature is wrong")
-        return content
+        def key_of(key_id: str) -> bytes | None:
+            secret = self._signing.get(key_id)
+            return None if secret is None else record_key(secret, stored_under)
+
+        return _verified(self._fabric_id, key_of, signed)
 
     def encrypt(self, stored_under: str, content: bytes) -> bytes:
         nonce = next(self._nonces).to_bytes(_NONCE_BYTES)
@@ -99,5 +91,64 @@ class SecretSealer:
         return AESGCM(hmac.digest(key, head[_KEY_ID_BYTES:], hashlib.sha256))
 
 
-def _mac(secret: bytes, stored_under: str, content: bytes) -> str:
-    return hmac.digest(secret, stored_under.encode() + b"\0" + content, hashlib.sha256).hex()
+def record_key(signing_key: bytes, stored_under: str) -> bytes:
+    """The key that signs what is stored under this name, and nothing else."""
+    return hmac.digest(signing_key, stored_under.encode(), hashlib.sha256)
+
+
+def _signed(fabric_id: str, key_id: str, key: bytes, content: bytes) -> bytes:
+    """`key`: that of the record."""
+    mac = hmac.digest(key, content, hashlib.sha256).hex()
+    return msgspec.json.encode(_SignedRecord(msgspec.Raw(content), fabric_id, key_id, mac))
+
+
+def _verified(fabric_id: str, key_of: Callable[[str], bytes | None], signed: bytes) -> bytes:
+    """`key_of`: the key of the record, by key id. Raises SealError."""
+    try:
+        record = msgspec.json.decode(signed, type=_SignedRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SealError("it is not signed") from error
+    if record.fabric != fabric_id:
+        raise SealError("it belongs to another fabric")
+    key = key_of(record.key)
+    if key is None:
+        raise SealError("it is signed with a secret that is not accepted here")
+    content = bytes(record.record)
+    if not hmac.compare_digest(hmac.digest(key, content, hashlib.sha256).hex().encode(), record.mac.encode()):
+        raise SealError("its signature is wrong")
+    return content
+
+
+class IdentitySealer:
+    """That of a service which has no secret: it signs and reads its own records, and nothing else."""
+
+    def __init__(self, fabric_id: str, record_keys: Mapping[str, Mapping[str, bytes]]) -> None:
+        """`record_keys`: see ServiceIdentity."""
+        self._fabric_id = fabric_id
+        self._keys = record_keys
+
+    def replace_keys(self, record_keys: Mapping[str, Mapping[str, bytes]]) -> None:
+        """Use others from now on."""
+        self._keys = record_keys
+
+    def sign(self, stored_under: str, content: bytes) -> bytes:
+        """Raises SealError."""
+        key_id, key = next(iter(self._keys_of(stored_under).items()))
+        return _signed(self._fabric_id, key_id, key, content)
+
+    def verified(self, stored_under: str, signed: bytes) -> bytes:
+        return _verified(self._fabric_id, self._keys_of(stored_under).get, signed)
+
+    def encrypt(self, stored_under: str, content: bytes) -> bytes:
+        del content
+        raise SealError(f"the identity of this service does not seal {stored_under}")
+
+    def decrypted(self, stored_under: str, encrypted: bytes) -> bytes:
+        del encrypted
+        raise SealError(f"the identity of this service does not read {stored_under}")
+
+    def _keys_of(self, stored_under: str) -> Mapping[str, bytes]:
+        found = self._keys.get(stored_under)
+        if not found:
+            raise SealError(f"the identity of this service does not sign {stored_under}")
+        return found

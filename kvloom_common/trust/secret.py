@@ -18,14 +18,15 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Final
 
-from kvloom_common.private_file import write_private_file
+from kvloom_common.private_file import OTHERS, make_private_folder, write_private_file
 
 ENVIRONMENT_VARIABLE: Final = "KVLOOM_FABRIC_SECRET"
 _FORMAT: Final = "kvloom1"
+IDENTITY_FORMAT: Final = "kvloom-identity1"
+"""How an identity of a service begins (kvloom_common/trust/identity.py)."""
 _BYTES: Final = 32
 _MAX_SECRETS: Final = 4
 _MAX_FILE_BYTES: Final = 4096
@@ -51,6 +52,8 @@ class FabricSecret:
     def parse(cls, text: str, source: str) -> FabricSecret:
         """Raises SecretError, whose message names `source`."""
         parts = text.strip().split(":")
+        if parts[0] == IDENTITY_FORMAT:
+            raise SecretError(f"{source} holds the identity of one service, and this needs the fabric's secret")
         if len(parts) != 3 or parts[0] != _FORMAT:
             raise SecretError(f"{source} holds no secret of a fabric (`kvloom secret new` prints one)")
         try:
@@ -110,20 +113,25 @@ def key_id(secret: bytes) -> str:
 
 def read_secret(path: Path) -> FabricSecret:
     """Raises SecretError, also when other users can read the file."""
+    return FabricSecret.parse(read_private(path, _MAX_FILE_BYTES), str(path))
+
+
+def read_private(path: Path, max_bytes: int) -> str:
+    """Return the beginning of the file. Raises SecretError, also when other users can read it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_MAX_FILE_BYTES)
+            content = file.read(max_bytes)
     except OSError as error:
         raise SecretError(f"the fabric's secret {path} cannot be read: {error.strerror}") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if mode & OTHERS:
         raise SecretError(f"other users may read the fabric's secret {path}: run `chmod 600 {path}`")
-    return FabricSecret.parse(content.decode("ascii", "replace"), str(path))
+    return content.decode("ascii", "replace")
 
 
 def write_secret(path: Path, secret: FabricSecret) -> None:
     """Replace the file atomically, readable for this user alone. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     write_private_file(path, secret.format().encode() + b"\n")
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import structlog
 
+from kvloom_common.private_file import move_file, open_private_file
 from kvloom_common.process.service import StartError
 
 log = structlog.get_logger()
@@ -41,7 +42,7 @@ class RotatingFile:
     def open(self) -> None:
         """Opens the file for appending. Raises OSError."""
         # Only the owner may read it: a prompt's hashes reveal to readers who know a text whether it was sent.
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_private_file(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._header_is_due = True
         self._num_bytes = os.fstat(self._fd).st_size
         if self._num_bytes and os.pread(self._fd, 1, self._num_bytes - 1) != b"\n":
@@ -87,7 +88,7 @@ class RotatingFile:
 
     def _rotate(self) -> None:
         self.close()
-        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        move_file(self.path, self.path.with_name(self.path.name + ".1"))
         self.open()
 
     def _write(self, content: bytes) -> None:

@@ -154,7 +154,7 @@ class ClientLink:
             raise protocol_violation("The first frame must carry nothing but the hello.")
         # Clients choose their names freely, and two clients of one name must not receive each other's steps.
         self._client_id = f"{frame.hello.client_id[:MAX_NAME_CHARS]}#{next(_numbers)}"
-        self._link_id = frame.hello.link_id[:MAX_NAME_CHARS]
+        self._link_id = self._scope.link_id(frame.hello.link_id[:MAX_NAME_CHARS])
         if self._link_id:
             self._link_sessions.open(self._link_id, self)
         self._on_lost(frame.hello.lost)
@@ -176,7 +176,7 @@ class ClientLink:
 
     def _on_lost(self, lost: Iterable[LostRequest]) -> None:
         for request in lost:
-            link_id = request.link_id[:MAX_NAME_CHARS] or self._link_id
+            link_id = self._scope.link_id(request.link_id[:MAX_NAME_CHARS]) or self._link_id
             request_id = self._scope.request_id(request.request_id)
             self._link_sessions.settle(link_id, request_id, request.num_received_tokens, reported_by=self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvloom.transport.addresses import join_address
 from kvloom_common.access.exposure import is_loopback
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
@@ -13,5 +14,5 @@ def safety_finder(config: KvloomConfig, router_id: str, sealer: Sealer = PLAIN) 
     """Finds the service of this machine first, and then those of others."""
     # The service of this machine listens where its fabric does; a configured one may be on another machine.
     host = fabric_host(config, config.safety.host) if is_loopback(config.safety.host) else config.safety.host
-    configured = f"{host}:{config.safety.port}" if config.safety.port else ""
+    configured = join_address(host, config.safety.port) if config.safety.port else ""
     return ProcessFinder(config.redis if config.safety.discover else None, "safety", router_id, configured, sealer)

@@ -8,7 +8,7 @@ import msgspec
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
-from router.core.events import Request
+from router.core.events import Request, RequestArrived
 from router.core.frames import Step
 
 
@@ -30,7 +30,8 @@ class DeliveryWitness:
         self._open: dict[str, dict[int, _Delivery]] = {}
         """By client and its slot."""
 
-    def arrived(self, request: Request) -> Request:
+    def arrived(self, event: RequestArrived) -> Request:
+        request = event.request
         if request.answer_id:
             num_prompt, num_given = len(request.prompt_token_ids), 0
             for choice in request.choices:

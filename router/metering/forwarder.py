@@ -141,7 +141,7 @@ class Forwarder:
         if first is not None:
             pipeline.xrange(self._stream.stream, first.entry_id, first.entry_id)
         value, *found = await pipeline.execute()
-        await self._note_stored(self._stream.read_stored(value))
+        await self._note_stored(self._stream.read_stored(self._producer, value))
         if first is not None and self._sent and self._sent[0] is first and not found[0]:
             first.num_missed_polls += 1
             if first.num_missed_polls >= MAX_MISSED_POLLS:

@@ -81,7 +81,7 @@ class Orphans:
         producer = f"{folder.parent.name}/{folder.name}"
         try:
             value = await self._client.hget(self._stream.stored, producer)  # pyright: ignore[reportGeneralTypeIssues]
-            stored = self._stream.read_stored(value)
+            stored = self._stream.read_stored(producer, value)
             last_number = await self._in_thread(lambda: finish(spool, stored.number))
             log.info("finishing a spool of usage records", producer=producer, num_records=last_number - stored.number)
             forwarder = Forwarder(

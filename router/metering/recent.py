@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from kvloom_common.private_file import open_private_file
 from router.metering import segment
 
 HALF_BYTES: Final = 2**20
@@ -30,7 +31,7 @@ class RecentRecords:
 
     def open(self, folder: Path) -> None:
         """Raises OSError. The blocks are allocated: a disk that gets full later must not kill the process."""
-        fd = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_private_file(folder / FILE, os.O_RDWR | os.O_CREAT)
         try:
             os.posix_fallocate(fd, 0, 2 * HALF_BYTES)
             self._memory = mmap.mmap(fd, 2 * HALF_BYTES)

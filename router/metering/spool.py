@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvloom_common.private_file import make_own_folder, open_private_file, write_private_file
 from router.metering import segment
 
 SEGMENT_BYTES: Final = 4 * 2**20
@@ -52,8 +53,9 @@ class Spool:
 
     def open(self) -> None:
         """Make the folder, or take the one that a dead process has left. Raises SpoolInUseError, OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            make_own_folder(folder)
+        lock = open_private_file(self.folder / _LOCK, os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,15 +132,7 @@ class Spool:
         """Replace the progress of running requests, as of the time when `after_number` was the last record. Raises
         OSError, and the earlier progress stays."""
         content = segment.encode(after_number, b"") + b"".join(segment.encode(0, record) for record in records)
-        path = self.folder / _PROGRESS
-        temporary = path.with_suffix(".new")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            _write(fd, content)
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        temporary.replace(path)
+        write_private_file(self.folder / _PROGRESS, content)
 
     def read_progress(self) -> tuple[int, list[bytes]]:
         """(the last number at that time, the records). Raises OSError."""
@@ -155,7 +149,7 @@ class Spool:
         self._end_segment()
         path = self.folder / f"{first_number:016d}.seg"
         # A segment of that name has nothing that counts: its first append failed, or the process died in it.
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._fd_bytes = 0
         self._segments = [entry for entry in self._segments if entry[1] != path]
         self._segments.append((first_number, path, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, SamplingParams, StopConditions
-from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
+from kvloom_common.text.detokenizer import IncrementalDetokenizer, TokenText, stopping_detokenizer
 from router.core.events import Request
 from router.result_cache.stored_answer import StoredChoice
 
@@ -23,7 +23,9 @@ def pieces_of(tokenizer: TokenText | None, request: Request, choice: StoredChoic
     ended_by_token = choice.reason == FINISH_REASON_STOP and not choice.stop_string
     # A token that stops the answer has no text. An answer whose guide is complete stops as well, after one that has.
     for num_texts in (len(token_ids) - ended_by_token, len(token_ids)):
-        pieces = _pieces(_detokenizer(tokenizer, sampling, stop), token_ids, num_texts)
+        shown = sampling.shown_special_token_ids
+        detokenizer = stopping_detokenizer(tokenizer, stop, shown_special_token_ids=shown)
+        pieces = _pieces(detokenizer, token_ids, num_texts)
         if sum(map(len, pieces)) == choice.num_chars:
             return pieces
     return None
@@ -35,12 +37,3 @@ def _pieces(detokenizer: IncrementalDetokenizer, token_ids: Sequence[int], num_t
     if detokenizer.stop_string is None:
         pieces[-1] += detokenizer.flush()
     return pieces
-
-
-def _detokenizer(tokenizer: TokenText, sampling: SamplingParams, stop: StopConditions) -> IncrementalDetokenizer:
-    shown = sampling.shown_special_token_ids
-    if stop.stop and stop.min_tokens:
-        return LateStopDetokenizer(
-            tokenizer, stop.stop, shown_special_token_ids=shown, num_exempt_tokens=stop.min_tokens
-        )
-    return IncrementalDetokenizer(tokenizer, stop.stop, shown_special_token_ids=shown)

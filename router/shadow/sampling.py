@@ -56,8 +56,7 @@ def is_sampled(request_id: str, shadow: ShadowConfig) -> bool:
 def with_logprobs(request: Request) -> Request:
     """The same request, whose tokens come with their log-probabilities."""
     sampling = request.sampling if isinstance(request.sampling, SamplingParams) else SamplingParams()
-    # An answer with log-probabilities is none for the result cache, which has tokens only.
-    return msgspec.structs.replace(request, sampling=with_chosen_logprobs(sampling), is_cacheable=False)
+    return msgspec.structs.replace(request, sampling=with_chosen_logprobs(sampling))
 
 
 def scoring_request(sample: Sample, candidate: str, number: int, slot: int) -> Request:

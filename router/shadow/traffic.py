@@ -148,9 +148,10 @@ class ShadowTraffic:
 
     # -- Tap ----------------------------------------------------------------------------------------------------------
 
-    def arrived(self, request: Request) -> Request:
+    def arrived(self, event: RequestArrived) -> Request:
+        request = event.request
         pairs = self._by_model.get(request.model)
-        if pairs is None or request.client_id == SHADOW_CLIENT_ID or request.pooling is not None:
+        if pairs is None or event.cached or request.client_id == SHADOW_CLIENT_ID or request.pooling is not None:
             return request
         wanted = [pair for pair in pairs if is_sampled(request.request_id, pair.config)]
         able = [pair for pair in wanted if self._can_compare(request, pair)]

@@ -176,6 +176,9 @@ class Guide:
 
     kind: GuideKind
     text: str
+    relaxable: tuple[str, ...] = ()
+    """Of a JSON Schema: the names of definitions in place of which any object may be allowed, if the engine cannot
+    follow them."""
 
 
 class PoolingKind(enum.StrEnum):

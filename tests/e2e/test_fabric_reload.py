@@ -178,7 +178,7 @@ def test_adapters_of_the_file_come_and_go(fabric: RunningFabric, file: Path, mod
     name = "smollm2-135m-instruct"
 
     def listed() -> set[str]:
-        lines = run_kvloom("models", "list", env=fabric.env).stdout.splitlines()
+        lines = [line.strip() for line in run_kvloom("models", "list", env=fabric.env).stdout.splitlines()]
         return {line.split()[0].removeprefix(f"{name}:") for line in lines if line.startswith(f"{name}:")}
 
     before = fabric.pids()

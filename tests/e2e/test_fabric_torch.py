@@ -231,5 +231,6 @@ def test_a_gguf_file_is_converted_and_served(tmp_path: Path, torch_fabric: Runni
     try:
         done = run_kvloom("chat", "Hi", "--model", "my-model", "--max-tokens", "3", env=fabric.env)
         assert done.returncode == 0, done.stderr
+        assert not [*tmp_path.rglob("*.safetensors")], "the sim engine reads no weights"
     finally:
         fabric.stop()

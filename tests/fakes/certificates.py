@@ -46,6 +46,17 @@ class Authority:
             path.write_bytes(content)
         return paths
 
+    def revoking(self, *certificates: bytes) -> bytes:
+        """The list of these certificates (PEM) of its own, in PEM."""
+        now = datetime.datetime.now(datetime.UTC)
+        builder = x509.CertificateRevocationListBuilder().issuer_name(self._name)
+        builder = builder.last_update(now - _DAY).next_update(now + _DAY)
+        for certificate in certificates:
+            number = x509.load_pem_x509_certificate(certificate).serial_number
+            revoked = x509.RevokedCertificateBuilder().serial_number(number).revocation_date(now).build()
+            builder = builder.add_revoked_certificate(revoked)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
     def _signed(
         self,
         subject: x509.Name,

@@ -113,6 +113,7 @@ def _edge() -> Any:
     answer = types.SimpleNamespace(error=error, started_at=0.0, first_token_at=1.0, num_output_tokens=2, num_choices=1)
     metrics.on_answer("chat", MODEL, cast(Answer, answer), num_prompt_tokens=3, num_events=4)
     metrics.on_discarded("chat", MODEL, "refusal", 3)
+    metrics.on_ignored_field("rid")
     metrics.on_continued("chat", MODEL, "large")
     observe(Tenants(max_stale_seconds=1.0), metrics.registry, "edge")
     return metrics.registry

@@ -36,6 +36,8 @@ class ShadowWorld(RouterWorld):
         super().__init__(redis_url)
         self.config.model.name = MODEL
         self.tokenizer = tokenizer
+        self.shard_tokenizer: ModelTokenizer | WordTokenizer = WordTokenizer()
+        """With which shards started later make text of tokens."""
         other = other_tokenizer or tokenizer
         self._catalogue = Catalogue([ServedModel(MODEL, tokenizer), ServedModel(CANDIDATE, other)])
 
@@ -56,7 +58,7 @@ class ShadowWorld(RouterWorld):
         metrics = CollectorRegistry()
         engine = engine or SimEngine(name, config, VOCABULARY)
         served = KvloomConfig(model=ModelConfig(name=name), shard=config)
-        server = ShardServer(served, engine, WordTokenizer(), f"{name}-0", metrics_registry=metrics)
+        server = ShardServer(served, engine, self.shard_tokenizer, f"{name}-0", metrics_registry=metrics)
         address = await server.start()
         stop = asyncio.Event()
         serving = asyncio.create_task(server.serve(stop))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from prometheus_client import CollectorRegistry
-from standardwebhooks import Webhook
+from standardwebhooks import Webhook, WebhookVerificationError
 
 from control.usage.ledger import store
 from control.usage.metrics import UsageMetrics
@@ -92,3 +93,32 @@ async def test_a_notice_is_sent_again_later_and_redirects_are_not_followed(
         await sender.send_due(NOON + 3 * 3600)
     assert len(receiver.received) == 3
     assert len({headers["webhook-id"] for _, headers in receiver.received}) == 1
+
+
+async def test_a_notice_cannot_be_replayed_or_altered(database_url: str, receiver: Receiver) -> None:
+    """The signature covers id, time and body, so a recorded notice is worth nothing later, and none under another id.
+    A notice that is tried again has its id and a new time."""
+    async with usage_database(database_url, monthly_budget_nanos=100) as database:
+        sender = AlertSender(database, [receiver.url], SECRET, UsageMetrics(CollectorRegistry()))
+        await store(database, [UsageEntry("r0/1", (usage_record(1, "a", cost_nanos=85),))], [80], now=NOON)
+        receiver.statuses = [500]
+        await sender.send_due(NOON)
+        await sender.send_due(NOON + 3600)
+    (_, first), (body, headers) = receiver.received
+    assert first["webhook-id"] == headers["webhook-id"]
+    verifier = Webhook(SECRET)
+    assert verifier.verify(body, headers)
+    sent_at = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=301)  # as if it were five minutes later
+    late = {
+        "webhook-timestamp": str(int(sent_at.timestamp())),
+        "webhook-signature": verifier.sign(headers["webhook-id"], sent_at, body.decode()),
+    }
+    for altered in (
+        {**headers, **late},
+        {**headers, "webhook-timestamp": str(int(headers["webhook-timestamp"]) + 1)},
+        {**headers, "webhook-id": "msg_another"},
+    ):
+        with pytest.raises(WebhookVerificationError):
+            verifier.verify(body, altered)
+    with pytest.raises(WebhookVerificationError):
+        verifier.verify(body.replace(b"85", b"99"), headers)

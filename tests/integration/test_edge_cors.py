@@ -62,13 +62,23 @@ async def test_preflights_of_every_route_need_no_key() -> None:
 
 async def test_headers_of_official_clients_are_allowed() -> None:
     """The clients of OpenAI and Anthropic work in a page, and so do kvloom's own headers; others are not allowed."""
-    async with edge_world(EdgeConfig(cors_origins=["*"])) as world:
+    async with edge_world(EdgeConfig(cors_origins=[PAGE])) as world:
         asked = "x-stainless-lang, X-Stainless-Retry-Count, x-evil, x-stainless-\u00e9"
         response = await preflight(world, "/v1/chat/completions", Access_Control_Request_Headers=asked)
         allowed = response.headers["Access-Control-Allow-Headers"].split(", ")
         needed = ["authorization", "x-api-key", "anthropic-version", "last-event-id", "idempotency-key", "x-session-id"]
         assert set(needed) | {"x-kvloom-resume", "x-stainless-lang", "x-stainless-retry-count"} <= set(allowed)
         assert not any("evil" in name or not name.isascii() for name in allowed)
+
+
+async def test_any_header_is_allowed_where_any_origin_is() -> None:
+    """Pages send headers of their tracing and of routers that they also use: http-referer, baggage, their own."""
+    async with edge_world(EdgeConfig(cors_origins=["*"])) as world:
+        asked = "http-referer,x-title, Baggage,sentry-trace,x-my-own-header,bad header,x-\u00e9"
+        response = await preflight(world, "/v1/chat/completions", Access_Control_Request_Headers=asked)
+        allowed = response.headers["Access-Control-Allow-Headers"].split(", ")
+        assert {"http-referer", "x-title", "baggage", "sentry-trace", "x-my-own-header"} <= set(allowed)
+        assert not any(" " in name or not name.isascii() for name in allowed)
 
 
 @pytest.mark.parametrize("stream", [False, True])

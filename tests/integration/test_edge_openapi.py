@@ -98,7 +98,7 @@ def test_fields_come_from_the_types_that_decode_them() -> None:
     assert set(chat["properties"]) == set(requests.ChatBody.__struct_fields__)
     assert set(chat["required"]) == {"model", "messages"}
     assert chat["additionalProperties"] is False
-    assert chat["properties"]["top_k"]["description"] == "An extension. 0 means all tokens."
+    assert chat["properties"]["top_k"]["description"] == "An extension. 0 or -1 means all tokens, which is the default."
 
 
 def test_keys_are_demanded_where_the_edge_demands_them() -> None:

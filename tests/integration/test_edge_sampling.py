@@ -138,6 +138,27 @@ async def test_streamed_echo_comes_first(world: EdgeWorld, headers: dict[str, st
             assert [value for one in logprobs for value in one[name]] == values
 
 
+async def test_a_prompt_is_scored(world: EdgeWorld) -> None:
+    """Evaluation harnesses ask for the prompt's logprobs and no token, which OpenAI's schema allows."""
+    world.link.script = report_prompt
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}
+    status, body = await world.post("/v1/completions", asked)
+    assert status == 200, body
+    assert world.link.requests[0].request.stop.max_tokens == 1
+    [choice] = body["choices"]
+    assert choice["text"] == PROMPT
+    assert {len(values) for values in choice["logprobs"].values()} == {len(PROMPT_IDS)}
+    async with world.http.post(f"{world.url}/v1/completions", json={**asked, "stream": True}) as response:
+        lines = [line[6:] for line in (await response.read()).split(b"\n") if line.startswith(b"data: {")]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == PROMPT
+    listed = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0, "prompt_logprobs": 1}
+    status, body = await world.post("/v1/completions", listed)
+    assert (status, body["choices"][0]["text"]) == (200, "")
+    assert len(body["choices"][0]["prompt_logprobs"]) == len(PROMPT_IDS)
+    status, body = await world.post("/v1/completions", {"model": "tiny", "prompt": PROMPT, "max_tokens": 0})
+    assert (status, body["error"]["param"]) == (400, "max_tokens")
+
+
 async def test_echo_without_logprobs_asks_for_none(world: EdgeWorld) -> None:
     """Token prompts are decoded; the engine has nothing more to do than without echo."""
     world.link.script = report_prompt

@@ -171,19 +171,20 @@ def with_logprobs(request: FakeRequest) -> None:
     ]
     request.start()
     request.tokens("é", token_ids=[first], logprobs=entries[:1])
-    request.tokens("the", token_ids=[second, end], logprobs=[entries[0], entries[1]])
+    request.tokens("the", token_ids=[second, end], logprobs=[entries[1], entries[0]])
     request.finish()
 
 
 async def test_chat_logprobs(world: EdgeWorld) -> None:
-    """Every token has its text, exact bytes and alternatives, and infinities become numbers that JSON can represent."""
+    """Every token of the text has its own text, exact bytes and alternatives, and infinities become numbers that JSON
+    can represent. The token that ends the answer is no text."""
     world.link.script = with_logprobs
     _, body = await world.chat(logprobs=True, top_logprobs=2)
     content = body["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == ["é", "the"[: len(content[1]["token"])], "<|im_end|>"]
-    assert [entry["logprob"] for entry in content] == [-0.5, -0.5, -9999.0]
+    assert [entry["token"] for entry in content] == ["é", "the"[: len(content[1]["token"])]]
+    assert [entry["logprob"] for entry in content] == [-0.5, -9999.0]
     assert content[0]["bytes"] == list("é".encode())
-    assert [top["logprob"] for top in content[2]["top_logprobs"]] == [0.0, -9999.0]
+    assert [top["logprob"] for top in content[1]["top_logprobs"]] == [0.0, -9999.0]
     assert world.link.requests[0].request.sampling.logprobs == 2
     chunks = await events_of(world, "/v1/chat/completions", chat_body(stream=True, logprobs=True, top_logprobs=2))
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]

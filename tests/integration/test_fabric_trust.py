@@ -15,11 +15,15 @@ import pytest
 import redis.asyncio
 
 from edge_http.recovery.edge_membership import join_edges
+from edge_http.server.process import peers_at
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom_common.config import EdgeConfig, RedisConfig
 from kvloom_common.discovery.records import RouterRecord, ShardRecord
-from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry
+from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry, records_of
+from kvloom_common.private_file import write_private_file
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.trust.identity import issue_identity
+from kvloom_common.trust.identity_trust import IdentityTrust
 from kvloom_common.trust.secret import FabricSecret, write_secret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.edge_peers import begin, published
@@ -51,14 +55,15 @@ async def test_a_shard_obeys_only_processes_of_its_fabric() -> None:
     async with shard_world(trust=trust("shard", "shard-0")) as world:
         assert await drain(world.address, NO_SECRET) == "UNAVAILABLE"
         assert await drain(world.address, trust("router", secret=FabricSecret.draw())) == "UNAVAILABLE"
-        assert await drain(world.address, trust("router")) == "ok"
+        assert await drain(world.address, trust("shard", "shard-1")) == "PERMISSION_DENIED"
+        assert await drain(world.address, trust("tools")) == "ok"
 
 
 async def test_a_client_accepts_only_the_process_that_it_wants() -> None:
     """The port of a dead shard may belong to another process of the fabric by now."""
     async with shard_world(trust=trust("shard", "shard-0")) as world:
         assert await drain(world.address, trust("router"), "shard-1") == "UNAVAILABLE"
-        assert await drain(world.address, trust("router"), "shard-0") == "ok"
+        assert await drain(world.address, trust("tools"), "shard-0") == "ok"
 
 
 async def test_records_that_the_fabric_has_not_signed_are_ignored(redis_url: str) -> None:
@@ -121,12 +126,19 @@ async def test_edges_ask_one_another_for_a_certificate() -> None:
     """The port for other edges would else be a second entrance, without what guards the first."""
     async with edge_world(EdgeConfig()) as world:
         own = trust("edge", "edge-0")
-        address = await world.server.listen("127.0.0.1", 0, own.server_tls())
+        tls = own.server_tls()
+        world.edge.may_connect = peers_at(tls, own)
+        address = await world.server.listen("127.0.0.1", 0, tls)
         async with aiohttp.ClientSession() as session:
             url = f"https://{address}/live"
             peer = trust("edge", "edge-1")
             async with session.get(url, ssl=peer.client_tls(), server_hostname=peer.server_hostname("edge")) as answer:
                 assert answer.status == 200
+            for role, status in (("tools", 200), ("shard", 403), ("router", 403)):
+                async with session.get(
+                    url, ssl=trust(role).client_tls(), server_hostname=peer.server_hostname("edge")
+                ) as answer:
+                    assert answer.status == status
             stranger = trust("edge", "edge-2", FabricSecret.draw())
             for context in (False, stranger.client_tls()):
                 with pytest.raises((aiohttp.ClientError, OSError)):
@@ -154,7 +166,7 @@ async def test_a_rotation_breaks_no_stream_and_ends_the_old_secret(tmp_path: Pat
         for step in (accepts, uses, uses.without_others()):
             write_secret(path, step)
             await _until(shard, step)
-            assert await drain(world.address, trust("router", secret=step)) == "ok"
+            assert await drain(world.address, trust("tools", secret=step)) == "ok"
         assert await drain(world.address, trust("router")) == "UNAVAILABLE"
         snapshot = shard_service_pb2.ShardServiceConnectRequest(want_kv_snapshot=True)
         await stream.write(snapshot)
@@ -162,7 +174,7 @@ async def test_a_rotation_breaks_no_stream_and_ends_the_old_secret(tmp_path: Pat
 
 
 @contextlib.asynccontextmanager
-async def _watched(followed: SharedSecret) -> AsyncIterator[None]:
+async def _watched(followed: FabricTrust) -> AsyncIterator[None]:
     task = asyncio.create_task(followed.watch())
     try:
         yield
@@ -219,3 +231,33 @@ async def test_another_user_does_not_reach_the_embedded_redis(own_redis: str) ->
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
     _, stderr = await process.communicate()
     assert b"PermissionError" in stderr
+
+
+async def test_a_shard_with_an_identity_serves_and_is_rotated(redis_url: str, tmp_path: Path) -> None:
+    """Routers find it by the record that it signs, and reach it; other processes refuse it; and after a rotation the
+    old identity is useless."""
+    path, prefix = tmp_path / "identity", "trust-identity"
+    records = records_of(prefix, "shard", "gpu-7")
+    old = issue_identity(SECRET, "shard", "gpu-7", records)
+    shard = IdentityTrust(old, path, poll_seconds=0.05)
+    new = b"n" * 32
+    registry = ShardRegistry(redis_url, prefix, trust("router").sealer)
+    announced = ShardRegistry(redis_url, prefix, shard.sealer)
+    try:
+        await announced.announce(ShardRecord("gpu-7", "127.0.0.1:1", "m", "1"))
+        assert list(await registry.list_shards()) == ["gpu-7"]
+        async with shard_world(trust=shard, shard_id="gpu-7") as world, _watched(shard):
+            assert await drain(world.address, trust("tools"), "gpu-7") == "ok"
+            assert await drain(world.address, trust("tools"), "gpu-8") == "UNAVAILABLE"
+            assert await drain(world.address, IdentityTrust(old), "gpu-7") == "PERMISSION_DENIED"
+            using = SECRET.with_accepted(new).with_used(new)
+            finished = using.without_others()
+            write_private_file(path, issue_identity(using, "shard", "gpu-7", records).format().encode())
+            async with asyncio.timeout(20):
+                while await drain(world.address, trust("tools", secret=finished), "gpu-7") != "ok":
+                    pass
+    finally:
+        await registry.close()
+        await announced.close()
+    async with shard_world(trust=trust("shard", "gpu-8", finished), shard_id="gpu-8") as world:
+        assert await drain(world.address, IdentityTrust(old), "gpu-8") == "UNAVAILABLE"

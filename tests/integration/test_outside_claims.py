@@ -151,3 +151,35 @@ async def test_claims_on_a_stream_of_many_requests_are_no_better(world: MeteredW
     [record] = await world.counted()
     assert (record.num_prompt_tokens, record.num_output_tokens) == (len(PROMPT) + 5, 2)
     assert (record.num_reasoning_tokens, record.num_resumed_tokens) == (0, 0)
+
+
+async def test_an_answer_that_was_delivered_is_neither_lost_nor_discarded(world: MeteredWorld) -> None:
+    """Edges say which tokens have not arrived, and which answers were discarded; a client that could say so would have
+    its answers for nothing."""
+    stub = await limited(world)
+    stream = stub.Connect(metadata=BEARER, timeout=20)
+    await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="c", link_id="link")))
+    for name in ("lost", "discarded"):
+        submit = pb.Submit(
+            request_id=name, model=FIRST, prompt_token_ids=PROMPT, choices=[Choice(slot=1)],
+            stop=StopConditions(max_tokens=20, ignore_eos=True),
+        )  # fmt: skip
+        await stream.write(pb.RouterServiceConnectRequest(submits=[submit]))
+        while not (await stream.read()).step.finishes:
+            pass
+    lost = [pb.LostRequest(request_id=name, link_id=link) for name in ("lost", "discarded") for link in ("", "link")]
+    names = ["discarded", "discarded@acme/search"]
+    await stream.write(pb.RouterServiceConnectRequest(lost=lost, discarded=names))
+    await stream.done_writing()
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+    hello = pb.ClientHello(client_id="c", link_id="link", lost=lost)
+    again = stub.Connect(iter([pb.RouterServiceConnectRequest(hello=hello, discarded=names)]), metadata=BEARER)
+    async for _ in again:
+        pass
+    await stub.Cancel(pb.CancelRequest(request_id="lost", link_id="link"), metadata=BEARER)
+    await world.until_recorded(2)
+    records = await world.counted()
+    assert [record.num_output_tokens for record in records] == [20, 20]
+    assert {record.tenant for record in records} == {"acme/search"}
+    assert all(record.cost_nanos for record in records)

@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
+from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery import announcer as announcer_module
-from kvloom_common.discovery.announcer import Announcer, name_owner
+from kvloom_common.discovery.announcer import Announcer, announced_process, name_owner, process_record
 from kvloom_common.discovery.records import NameTakenError, ProcessRecord, RouterRecord, ShardRecord, may_replace
 from kvloom_common.discovery.registry import ProcessRegistry, RouterRegistry, ShardRegistry
+from kvloom_common.trust.seal import PLAIN
 
 FIRST = ShardRecord("shard-0", "a:1", "m", "incarnation-1", owner="east")
 OTHER = ShardRecord("shard-0", "b:1", "m", "incarnation-2", owner="west")
@@ -120,3 +122,25 @@ async def test_names_of_routers_and_other_processes_are_unique_too(redis_url: st
     finally:
         for registry in (*routers, *edges):
             await registry.close()
+
+
+async def test_a_process_that_is_cancelled_leaves_the_registry(redis_url: str) -> None:
+    """A machine that left by `kvloom down` was shown as unreachable for ten minutes: its supervisor, a task that is
+    cancelled, could not withdraw itself any more, because no command of a cancelled task was sent."""
+    config = KvloomConfig()
+    config.redis.url, config.redis.key_prefix = redis_url, "left"
+    registry = ProcessRegistry(redis_url, "left", "supervisor")
+    announced = asyncio.Event()
+
+    async def serve() -> None:
+        async with announced_process(config, "supervisor", process_record(config, "kvloom", "127.0.0.1:1"), PLAIN):
+            async for _ in registry.watch():
+                if await registry.list_records():
+                    announced.set()
+
+    task = asyncio.create_task(serve())
+    await announced.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await registry.list_records() == {}
+    await registry.close()

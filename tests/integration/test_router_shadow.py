@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvloom.router_link.link import GrpcRouterLink
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, StopConditions
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_LENGTH,
+    RESULT_CACHE_USE_HIT,
+    RESULT_CACHE_USE_MISS,
+    SamplingParams,
+    StopConditions,
+)
 from kvloom.v1.router_service_pb2 import GenerateRequest, TokenIds
 from kvloom_common.config import ShadowConfig
 from kvloom_common.discovery.records import RolloutRecord
@@ -53,6 +59,13 @@ async def ask(world: ShadowWorld, link: GrpcRouterLink, number: int = 0, **field
 def content(answer: Answer) -> object:
     finish = answer.finish
     return answer.token_ids, answer.texts, answer.logprobs, finish.reason, finish.num_output_tokens
+
+
+def use_of(answer: Answer) -> int:
+    """What the result cache had to do with it."""
+    (start,) = answer.starts
+    assert start is not None
+    return start.result_cache
 
 
 async def test_answers_are_scored_and_nobody_notices(shadowed: ShadowWorld) -> None:
@@ -285,3 +298,20 @@ async def test_the_shadow_of_a_caller_is_cached_apart_and_not_screened(shadowed:
     assert len(salts) == 2
     assert not salts & {"", "a", "b"}
     assert len(safety.prompts) == 2
+
+
+async def test_the_result_cache_serves_answers_that_are_sampled(with_words: ShadowWorld) -> None:
+    """It was silently off for them: the log-probabilities that a score needs made each request one that is neither
+    answered from the cache nor kept there. What the cache answers is not sampled, since no model computes it."""
+    world = with_words
+    world.config.router.result_cache.enabled = True
+    world.shard_tokenizer = world.tokenizer
+    link = await serve(world, MODEL, CANDIDATE)
+    world.shadow()
+    greedy = SamplingParams(temperature=0.0)
+    first, second = [await ask(world, link, sampling=greedy) for _ in range(2)]
+    assert (use_of(first), use_of(second)) == (RESULT_CACHE_USE_MISS, RESULT_CACHE_USE_HIT)
+    assert (second.token_ids, second.texts, second.logprobs) == (first.token_ids, first.texts, first.logprobs)
+    await eventually(lambda: world.sums.num_answers == 1, "the score")
+    world.server.shadows.set_shadows(())
+    assert use_of(await ask(world, link, sampling=greedy)) == RESULT_CACHE_USE_HIT, "shadows are in no key"

@@ -45,6 +45,7 @@ from tests.fakes.router_world import MODEL, RouterWorld
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CLOSED_SCHEMA = SCHEMA | {"additionalProperties": False}
 WEATHER = Tool(name="get_weather", description="The weather.", parameters=json.dumps(SCHEMA))
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslø \\"é\\""}}\n</tool_call>'
 OUTPUT = f"<think>Hm, né?</think>Let me look.\n{CALL}\n{CALL}"
@@ -228,7 +229,7 @@ async def test_calls_of_strict_tools_are_guided_in_free_text(world: RouterWorld)
     assert [part[0] for part in merged(deltas)].count("start") == 2
     guide = shard.submits[-1].sampling.guide.structural_tags
     assert list(guide.triggers) == ["<tool_call>"]
-    assert [json.loads(tag.json_schema) for tag in guide.tags] == [SCHEMA, {"type": "object"}]
+    assert [json.loads(tag.json_schema) for tag in guide.tags] == [CLOSED_SCHEMA, {"type": "object"}]
     arguments = CALL.partition('"arguments": ')[2].removesuffix("}\n</tool_call>")
     assert guide.tags[0].begin + arguments + guide.tags[0].end == CALL
     await collect(world, tools=[strict], sampling=SamplingParams(seed=1, guide=Guide(regex="x")))

@@ -223,10 +223,11 @@ async def test_output_that_left_the_guide_is_refused(driver: EngineDriver, promp
 
 
 BAD_GUIDES = [
-    (json_guide({"type": "what"}), "what"),
-    (json_guide({"not": {}}), "not"),
-    (json_guide({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text follows it"),
-    (json_guide({"$ref": "file:///etc/hostname"}), "not present"),
+    (json_guide({"type": "what"}), "the root: 'type'"),
+    (json_guide({"not": {}}), "the root: 'not' cannot be enforced"),
+    (json_guide({"properties": {"ids": {"items": {"pattern": "(?=a)"}}}}), "properties.ids.items: 'pattern'"),
+    (json_guide({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "'$ref' refers to itself"),
+    (json_guide({"$ref": "file:///etc/hostname"}), "'$ref' names 'file:///etc/hostname'"),
     (Guide(GuideKind.REGEX, "(a"), "regex"),
     (Guide(GuideKind.REGEX, r"[^\x00-\x{10FFFF}]"), "no text follows it"),
     (Guide(GuideKind.GRAMMAR, "start: missing"), "missing"),

@@ -7,6 +7,7 @@ import contextlib
 import errno
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from control.database.database import Database
 from control.usage.consumer import UsageConsumer
 from control.usage.leases import change_leases
+from control.usage.ledger import forget_records
 from control.usage.metrics import UsageMetrics
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BudgetChange, BudgetName
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
@@ -25,7 +27,9 @@ from kvloom_common.config import ControlConfig, KvloomConfig, RedisConfig
 from kvloom_common.discovery.redis_client import redis_client
 from kvloom_common.tenancy.prices import Price, Prices
 from kvloom_common.tenancy.usage_stream import UsageStream
-from kvloom_common.trust.seal import PLAIN
+from kvloom_common.trust.seal import PLAIN, Sealer
+from kvloom_common.trust.sealing import SecretSealer
+from kvloom_common.trust.secret import FabricSecret
 from router.core.actions import RequestEnded
 from router.core.events import Tier
 from router.core.request_usage import RequestUsage
@@ -52,6 +56,7 @@ class World:
         self.server = server
         self.database = database
         self.running: list[RequestEnded] = []
+        self.sealer: Sealer = PLAIN
         self.config = KvloomConfig(
             data_dir=str(folder), control=ControlConfig(enabled=True), redis=RedisConfig(url=server.url)
         )
@@ -61,7 +66,7 @@ class World:
         """`killed`: it ends as a process that is killed does: nothing more is written, and its lock is free."""
         registry = CollectorRegistry()
         metering = Metering(
-            self.config, "r0", incarnation, PLAIN, lambda: PRICES, lambda _: list(self.running), registry,
+            self.config, "r0", incarnation, self.sealer, lambda: PRICES, lambda _: list(self.running), registry,
             retry_seconds=0.1, scan_seconds=0.1,
         )  # fmt: skip
         await metering.start()
@@ -81,7 +86,7 @@ class World:
     async def consumer(self) -> AsyncIterator[None]:
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         client = redis_client(self.server.url, timeout_seconds=2.0, retry=retry)
-        stream = UsageStream(self.config.redis.key_prefix, PLAIN)
+        stream = UsageStream(self.config.redis.key_prefix, self.sealer)
         task = asyncio.create_task(
             UsageConsumer(self.database, client, stream, "control", UsageMetrics(CollectorRegistry())).run()
         )
@@ -216,3 +221,72 @@ async def test_tokens_that_were_lost_in_transit_are_taken_out(world: World) -> N
         metering.tokens_lost(record, 2)
         await world.until(1, 7)
         assert (await totals(world.database))["cost_nanos"] == 10 + 21
+
+
+@contextlib.asynccontextmanager
+async def writer_to(world: World) -> AsyncIterator[redis.asyncio.Redis]:
+    """An attacker who can write to Redis, and no more."""
+    async with redis.asyncio.Redis.from_url(world.server.url) as client:
+        yield client
+
+
+async def test_records_that_the_fabric_has_not_signed_are_not_billed(world: World) -> None:
+    """An attacker who can write to Redis could bill a tenant for what it never had, or use up its budget."""
+    world.sealer = SecretSealer(FabricSecret.draw())
+    async with world.consumer(), world.router("1") as metering, writer_to(world) as client:
+        metering.request_ended(ended("true"))
+        await world.until(1, 5)
+        for sealer in (PLAIN, SecretSealer(FabricSecret.draw())):
+            stream = UsageStream("kvloom", sealer)
+            record = msgspec.json.encode({"producer": "r0/1", "number": 2, "request_id": "forged"})
+            await client.xadd(stream.stream, stream.entry("r0/1", [record]))  # pyright: ignore[reportArgumentType]
+            await client.xadd(stream.stream, stream.entry("r0/1", [], closed_after=0))  # pyright: ignore[reportArgumentType]
+        # A signed value of another key of the registry, in the stream.
+        await client.xadd(stream.stream, {b"entry": world.sealer.sign("kvloom:shard:a", record)})
+        await eventually(lambda: _is_empty(client, stream.stream))
+        metering.request_ended(ended("after"))
+        await world.until(2, 10)
+
+
+async def test_signed_entries_that_are_sent_again_are_not_billed_again(world: World) -> None:
+    """Who has recorded what a router wrote could add it to the stream as often as wanted, also much later."""
+    world.sealer = SecretSealer(FabricSecret.draw())
+    stream = UsageStream("kvloom", world.sealer)
+    recorded: list[Any] = []
+    async with writer_to(world) as client:
+        async with world.router("1") as metering:
+            metering.request_ended(ended("once"))
+            await eventually(lambda: client.xlen(stream.stream))
+            found: Any = await client.xrange(stream.stream)
+            recorded += [fields for _, fields in found]
+        async with world.consumer():
+            await world.until(1, 5)
+            await forget_records(world.database, before=float("inf"))
+            for fields in recorded * 3:
+                await client.xadd(stream.stream, fields)
+            await eventually(lambda: _is_empty(client, stream.stream))
+            await world.until(1, 5)
+
+
+async def test_what_control_says_of_one_router_is_not_believed_of_another(world: World) -> None:
+    """A copied value would tell a router that all is stored, and what it has would never be billed."""
+    world.sealer = SecretSealer(FabricSecret.draw())
+    stream = UsageStream("kvloom", world.sealer)
+    async with writer_to(world) as client:
+        async with world.consumer(), world.router("1") as metering:
+            for number in range(20):
+                metering.request_ended(ended(f"a{number}"))
+            await world.until(20, 100)
+            await eventually(lambda: client.hget(stream.stored, "r0/1"))
+        value = await client.hget(stream.stored, "r0/1")
+        assert stream.read_stored("r0/1", value).number >= 20
+        await client.hset(stream.stored, "r0/2", value)
+        async with world.router("2") as metering:
+            for number in range(5):
+                metering.request_ended(ended(f"b{number}"))
+            async with world.consumer():
+                await world.until(25, 125)
+
+
+async def _is_empty(client: redis.asyncio.Redis, stream: str) -> bool:
+    return not await client.xlen(stream)

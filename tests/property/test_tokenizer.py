@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.errors import KvloomError
-from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer
+from kvloom.v1.generation_pb2 import StopConditions
+from kvloom_common.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, stopping_detokenizer
 from kvloom_common.text.special_tokens import AliasedEncoder, SpecialStrings
 from kvloom_common.text.tokenizer import ChatMessage
 from tests.examples import num_examples
@@ -153,3 +154,37 @@ def test_stop_strings_are_looked_for_after_the_exempt_tokens_only(
     else:
         shown, stop = cut_before_first_complete(rest, strings)
         assert (text, late.stop_string) == (first + shown, stop)
+
+
+THINK = ("<think>",), ("</think>",)
+
+
+@given(
+    st.sampled_from(["", " ", "<th", "<think>", "\n<think>", "x<think>"]),
+    st.lists(st.sampled_from(["a", "b", "ab", "<", "</think", "</think>", ">", " "]), max_size=12).map("".join),
+    stops,
+    st.booleans(),
+    cuts,
+)
+@settings(max_examples=num_examples(300))
+def test_stop_strings_are_looked_for_behind_the_reasoning_only(
+    opening: str, text: str, strings: list[str], begins_inside: bool, at: list[int]
+) -> None:
+    """Thoughts quote the question, and a stop string in them would leave the client without an answer. However the text
+    is cut, nothing is lost, and an answer that does not think ends as ever."""
+    whole = opening + text
+    conditions = StopConditions(stop=strings)
+    conditions.reasoning.openings[:], conditions.reasoning.closings[:] = THINK
+    conditions.reasoning.begins_inside = begins_inside
+    ids = TOKENIZER.encode_now(whole)
+    marks = TOKENIZER.special_token_ids(SPECIAL)
+    assert whole == IncrementalDetokenizer(TOKENIZER, shown_special_token_ids=marks).push(ids)
+    detokenizer = stopping_detokenizer(TOKENIZER, conditions, shown_special_token_ids=marks)
+    shown = feed(detokenizer, ids, at)
+    if begins_inside or whole.lstrip().startswith("<think>"):
+        thoughts, closing, rest = whole.partition("</think>")
+        thoughts += closing
+    else:
+        thoughts, rest = "", whole
+    expected, stop = cut_before_first_complete(rest, strings)
+    assert (shown, detokenizer.stop_string) == (thoughts + expected, stop)

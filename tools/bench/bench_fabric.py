@@ -22,8 +22,8 @@ from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN
 from tools.bench.streams import Stream, explain, open_session
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, F, data_dir_option, option
+from tools.models.resolve import model_cache_dir, resolve_model
+from tools.options import F, data_dir_option, option
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 from tools.supervisor.supervised_process import ProcessStatus
@@ -119,7 +119,7 @@ def bench_config(
     max_batch: int | None = None,
 ) -> KvloomConfig:
     """Fetches the model if it is not there. `max_batch`: None: the default. Raises CommandError."""
-    found = resolve_model(model, (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models", show_progress)
+    found = resolve_model(model, model_cache_dir(data_dir), show_progress)
     config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
     config.shard.engine, config.shard.torch.device = engine, device
     config.shard.num_shards = num_shards

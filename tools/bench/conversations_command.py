@@ -23,8 +23,8 @@ from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN
 from tools.bench.conversations import Exchange, play
 from tools.bench.infinite_cache import CachedRequest, infinite_cache_tokens
 from tools.failures import CommandError
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+from tools.models.resolve import model_cache_dir, resolve_model
+from tools.options import data_dir_option, option
 from tools.supervisor.child_fabric import child_fabric
 
 _DEFAULT_POLICIES: Final = "ect,round_robin"
@@ -188,7 +188,7 @@ def bench_conversations(
     def report_progress(message: str) -> None:
         click.echo(message, err=True)
 
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    cache_dir = model_cache_dir(data_dir)
     found = resolve_model(model, cache_dir, report_progress)
     plan = ConversationsPlan(model=ModelConfig(name=found.name, path=str(found.path)), **sizes)
     reports = run_bench(plan, names, num_rounds, report_progress)

@@ -22,8 +22,8 @@ from kvloom_common.config import KvloomConfig, ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.memory_bursts import BURSTS
 from tools.failures import CommandError
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+from tools.models.resolve import model_cache_dir, resolve_model
+from tools.options import data_dir_option, option
 from tools.process_counters import rss_bytes
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
@@ -57,7 +57,7 @@ _BOUNDS_MS: Final = (5, 10, 20, 50, 100)
 def bench_memory(settle_seconds: float, num_rounds: int, data_dir: Path | None, as_json: bool) -> None:
     """Send a fabric with the sim engine bursts of large requests and answers. Shows the resident memory of edge and
     router before, at the peak and after, and how long GET /live takes meanwhile."""
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    cache_dir = model_cache_dir(data_dir)
     found = resolve_model(BUILTIN_MODEL_NAME, cache_dir, lambda message: click.echo(message, err=True))
     config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
     config.shard.engine, config.shard.num_shards, config.shard.sim.step_ms = "sim", 1, _STEP_MS

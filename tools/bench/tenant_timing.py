@@ -34,8 +34,8 @@ from kvloom_common.config import KvloomConfig, ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.auc import auc
 from tools.failures import CommandError
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, EngineName, data_dir_option, option
+from tools.models.resolve import model_cache_dir, resolve_model
+from tools.options import EngineName, data_dir_option, option
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 
@@ -130,7 +130,7 @@ def bench_tenant_timing(
     The exit status is 1 if the 95% confidence interval of the AUC is not within 0.45 to 0.55, or if the same attack
     does not even succeed on prompts that are cached for the attacker.
     """
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    cache_dir = model_cache_dir(data_dir)
     found = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
     config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
     config.shard.engine, config.shard.num_shards, config.shard.sim.step_ms = engine, 1, _STEP_MS

@@ -19,8 +19,8 @@ from tools.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind
 from tools.chaos.fabric.surroundings import unavailable
 from tools.chaos.run import ChaosPlan, Progress, run_chaos
 from tools.failures import CommandError
-from tools.models.resolve import resolve_model
-from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+from tools.models.resolve import model_cache_dir, resolve_model
+from tools.options import data_dir_option, option
 from tools.simulate.study.page import check_page, write_table
 
 _QUIET_SECONDS: Final = 10.0
@@ -255,7 +255,7 @@ def chaos(
     if page is not None:
         check_page(page, [table])
     show = _ProgressLine()
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    cache_dir = model_cache_dir(data_dir)
     found = resolve_model(model, cache_dir, show.say)
     plan = ChaosPlan(
         model=ModelConfig(name=found.name, path=str(found.path)),

@@ -5,6 +5,7 @@ commands.py       the command and its subcommands
 lazy_group.py     imports a subcommand when it is used
 up.py             up and down
 launch.py         launches the fabric for up
+preflight.py      what up checks before anything starts
 status.py         status
 restart.py        restart
 reload.py         reload

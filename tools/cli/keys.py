@@ -12,6 +12,7 @@ import msgspec
 
 from kvloom_common.access.api_keys import ApiKey, check_name, digest_of, draw_key, read_api_keys, write_api_keys
 from kvloom_common.config import ConfigError, load_config
+from kvloom_common.private_file import make_private_folder
 from tools.cli.lazy_group import LazyGroup
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
@@ -166,7 +167,7 @@ def _read(path: Path) -> list[ApiKey]:
 
 def _write(path: Path, found: Sequence[ApiKey]) -> None:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         write_api_keys(path, found)
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror}") from error

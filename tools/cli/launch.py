@@ -7,27 +7,27 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, cast
 
 import msgspec
-import redis
 
-from kvloom_common.access.exposure import exposure_risk
-from kvloom_common.access.listener_tls import listener_tls
-from kvloom_common.callers import configured_callers
+from kvloom.transport.addresses import bare_host, join_address
 from kvloom_common.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom_common.discovery.announcer import fabric_host
-from kvloom_common.models.configured import configured_models
+from kvloom_common.models.configured import configured_models, shard_config
 from kvloom_common.models.model_routes import ModelRoutes
+from kvloom_common.private_file import OTHERS
 from kvloom_common.trust.fabric_trust import FabricTrust
-from shard_server.engines.engine_plugins import ENGINES
+from shard_server.engines.engine_plugins import ENGINES, ENGINES_WITHOUT_WEIGHTS
+from tools.cli.preflight import check_access, check_database, check_redis
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
-from tools.models.resolve import resolve_model
+from tools.models.resolve import find_model, resolve_model
 from tools.supervisor.config_reload import ConfigSource
 from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.fabric import Fabric
@@ -167,22 +167,27 @@ class Launch:
         log_to_stderr()
         source = ConfigSource(copy.deepcopy(self.config), self.config_file, self._read_again, bool(self.models))
         with self.folder.locked(), contextlib.ExitStack() as stack:
+            os.umask(OTHERS)  # for the processes that this one starts, too
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
-                _check_access(self.config)
+                check_access(self.config)
                 check_roles(self.config)
+                check_database(self.config)
+                self.config.data_dir = str(self.folder.data_dir)
                 embed_redis = not self.config.redis.url
                 if embed_redis:
                     self.config.redis.url = stack.enter_context(embedded_redis_url(self.folder.run_dir))
                 else:
                     self._prepare_fleet(reporter)
                 provide_secret(self.config, self.folder.data_dir)
-                self._fill_in_models(reporter)
+                trust = trust_of(self.config, ("supervisor",), supervisor_name(self.config.fabric.name_prefix))
+                if not embed_redis:
+                    asyncio.run(check_fleet(self.config, trust, reporter))
                 http_port = stack.enter_context(self._claimed_ports())
-                self.config.data_dir = str(self.folder.data_dir)
+                # What can be refused is refused by now: a model may take a minute to convert.
+                self._fill_in_models(reporter)
+                self._claim_metrics_ports(stack)
                 dump_config(self.config, self.folder.config_path)
-                name = supervisor_name(self.config.fabric.name_prefix)
-                trust = trust_of(self.config, ("supervisor",), name)
                 asyncio.run(self._run(reporter, http_port, trust, source, embed_redis=embed_redis))
             except CommandError as error:
                 reporter.note(f"error: {error.message}")
@@ -191,7 +196,7 @@ class Launch:
     def _prepare_fleet(self, reporter: Reporter) -> None:
         """Complete the settings of a machine that shares its Redis with others. Raises CommandError."""
         config = self.config
-        _check_redis(config.redis.url)
+        check_redis(config.redis.url)
         check_secret(config, self.folder.data_dir / SECRET_FILE)
         complete_addresses(config, reporter)
         config.safety.discover = True
@@ -205,8 +210,6 @@ class Launch:
         *,
         embed_redis: bool,
     ) -> None:
-        if not embed_redis:
-            await check_fleet(self.config, trust, reporter)
         fabric = Fabric(
             self.config,
             self.folder,
@@ -223,7 +226,7 @@ class Launch:
     def _read_again(self, path: Path) -> KvloomConfig:
         """For a reload: what a start with this file would be given. Raises CommandError if that would be refused."""
         config = self.read(path)
-        _check_access(config)
+        check_access(config)
         check_roles(config)
         try:
             ModelRoutes(config.routes)
@@ -235,9 +238,9 @@ class Launch:
 
     @contextlib.contextmanager
     def _claimed_ports(self) -> Iterator[SharedPort | None]:
-        """Choose all ports, because a restarted process must use the same ones. Ports on which several processes listen
-        (of one role, or with their successors) are held as long as the fabric runs. Roles of other machines get none.
-        Yields the HTTP port, if there is an edge."""
+        """Choose all ports but those of /metrics, because a restarted process must use the same ones. Ports on which
+        several processes listen (of one role, or with their successors) are held as long as the fabric runs. Roles of
+        other machines get none. Yields the HTTP port, if there is an edge."""
         config = self.config
         roles = started_roles(config)
         has_router = "router" in roles or config.edge.colocate
@@ -262,7 +265,6 @@ class Launch:
             if "control" in roles:
                 host = fabric_host(config, config.control.host)
                 config.control.port = stack.enter_context(_claimed(host, config.control.port, "control.port")).port
-            self._claim_metrics_ports(stack)
             yield http
 
     def _claim_metrics_ports(self, stack: contextlib.ExitStack) -> None:
@@ -285,6 +287,8 @@ class Launch:
             wanted = self.models or _named(configured_models(config))
         except ConfigError as error:
             raise CommandError(str(error)) from error
+        for model in wanted:
+            find_model(model.path or model.name, self._registry, model.sha256)  # before any is converted
         found = [self._resolved(model, reporter.step) for model in wanted]
         for name, num_shards in self.num_shards.items():
             model = next((model for model in found if model.name == name), None)
@@ -302,12 +306,22 @@ class Launch:
         except ConfigError as error:
             raise CommandError(str(error)) from error
 
+    @property
+    def _registry(self) -> ModelRegistry:
+        return ModelRegistry(self.folder.data_dir / "models.json")
+
     def _resolved(self, wanted: ModelConfig, on_progress: Callable[[str], None]) -> ModelConfig:
         """The model with its files. Blocks. Raises CommandError."""
         source = wanted.path or wanted.name
         on_progress(f"model {source}")
-        registry = ModelRegistry(self.folder.data_dir / "models.json")
-        found = resolve_model(source, self.model_cache_dir, on_progress, registry, wanted.sha256)
+        found = resolve_model(
+            source,
+            self.model_cache_dir,
+            on_progress,
+            self._registry,
+            wanted.sha256,
+            with_weights=shard_config(self.config, wanted).engine not in ENGINES_WITHOUT_WEIGHTS,
+        )
         return msgspec.structs.replace(
             wanted,
             name=wanted.name if wanted.name and wanted.path else found.name,
@@ -328,45 +342,12 @@ def _has_only_a_path(model: ModelConfig) -> bool:
     return model == ModelConfig(path=model.path, sha256=model.sha256)
 
 
-def _check_access(config: KvloomConfig) -> None:
-    """Check what clients need, before any process starts. Raises CommandError."""
-    if bool(config.tls.certificate_file) != bool(config.tls.key_file):
-        raise CommandError("--tls-certificate and --tls-key are needed together")
-    if config.tls.client_ca_file and not config.tls.certificate_file:
-        raise CommandError("--tls-client-ca needs --tls-certificate and --tls-key")
-    if risk := exposure_risk(config, config.edge.host, config.router.host):
-        raise CommandError(risk)
-    if risk := exposure_risk(config, config.metrics.host, is_for_scrapers=True):
-        raise CommandError(f"metrics.host: {risk}")
-    try:
-        listener_tls(config.tls)
-        keys = configured_callers(config).api_keys
-    except ConfigError as error:
-        raise CommandError(str(error)) from error
-    if keys is not None and not keys.num_keys:
-        raise CommandError(f"{config.callers.api_keys_file} has no key: add one with `kvloom keys add NAME`")
-
-
 @contextlib.contextmanager
 def _claimed(host: str, port: int, flag: str) -> Iterator[SharedPort]:
     try:
-        claimed = SharedPort(host.strip("[]"), port)
+        claimed = SharedPort(bare_host(host), port)
     except OSError as error:
         reason = "another process uses the port" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise CommandError(f"cannot listen on {host}:{port}: {reason} (choose with {flag})") from error
+        raise CommandError(f"cannot listen on {join_address(host, port)}: {reason} (choose with {flag})") from error
     with contextlib.closing(claimed):
         yield claimed
-
-
-def _check_redis(url: str) -> None:
-    """Check the URL. A wrong one would otherwise show up as shards that no router finds."""
-    try:
-        with redis.Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=5.0) as client:
-            client.ping()
-    except (redis.RedisError, ValueError) as error:
-        raise CommandError(f"cannot use the Redis server at {_without_password(url)}: {error}") from error
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.rpartition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest

@@ -13,6 +13,7 @@ import redis.exceptions
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.metrics.targets import http_sd, metrics_registry
+from kvloom_common.private_file import write_private_file
 from tools.fabric_trust import trust_of
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
@@ -20,6 +21,8 @@ from tools.supervisor.state import RunFolder
 
 FOLLOW_SECONDS: Final = 5.0
 """As long as the announcement of a dead process lasts."""
+_FILE_MODE: Final = 0o644
+"""Prometheus may be another user."""
 
 
 @click.group()
@@ -88,8 +91,6 @@ def _write(content: bytes, file: Path | None) -> None:
     try:
         if file.exists() and file.read_bytes() == content:
             return
-        new = file.with_name(f".{file.name}.new")
-        new.write_bytes(content)
-        new.replace(file)
+        write_private_file(file, content, _FILE_MODE)
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error.strerror}") from error

@@ -4,16 +4,22 @@ fabric."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 import msgspec
 
 from kvloom.adapters import full_name
+from kvloom.client.client import Client
+from kvloom.errors import KvloomError
+from kvloom.v1.router_service_pb2 import ModelInfo
 from kvloom_common.config import KvloomConfig
 from tools.cli.compare import compare_models
 from tools.cli.rollouts import history, roll_back, roll_out
+from tools.cli.router_client import choose_routers
 from tools.cli.running import running_folder
+from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.options import choose_data_dir, config_option, data_dir_option, option
 from tools.supervisor.flag_model import flag_model
@@ -32,23 +38,51 @@ def models() -> None:
 @option("--json", "as_json", scope="models", is_flag=True, help="Print a JSON array.")
 @data_dir_option
 def list_models(as_json: bool, data_dir: Path | None) -> None:
-    """List the registered models in the order in which they were added, and the adapters of the fabric that runs
-    here."""
+    """List the models that are registered on this machine, in the order in which they were added, and those that the
+    running fabric serves, with their adapters. With --json: only the registered ones."""
     registered = registry_in(data_dir).models()
     if as_json:
         click.echo(msgspec.json.encode(registered).decode())
         return
+    click.echo("registered here:" if registered else "no models are registered here (kvloom models add NAME PATH)")
     for model in registered:
-        click.echo(f"{model.label:32} {model.sha256[:12]}  {model.path}")
-    if not registered:
-        click.echo("no models are registered (kvloom models add NAME PATH)")
+        click.echo(f"  {model.label:30} {model.sha256[:12]}  {model.path}")
+    served = _served(data_dir)
+    if served is None:
+        return
+    click.echo("served now:" if served else "no model is served now")
+    for model in served:
+        click.echo(f"  {model.name:30} {_condition(model)}")
     _list_adapters(RunFolder(choose_data_dir(data_dir, KvloomConfig())))
 
 
+def _served(data_dir: Path | None) -> Sequence[ModelInfo] | None:
+    """What a router of the fabric that runs here serves; None if none runs. Raises CommandError if it does not
+    answer."""
+    if RunFolder(choose_data_dir(data_dir, KvloomConfig())).read_running() is None:
+        return None
+    routers = choose_routers(None, data_dir, None)
+
+    async def ask() -> Sequence[ModelInfo]:
+        async with Client(routers.any_address, client_id="models", open_channel=routers.open_channel) as client:
+            return await client.list_models()
+
+    try:
+        return asyncio.run(ask())
+    except KvloomError as error:
+        raise CommandError(error.message) from error
+
+
+def _condition(model: ModelInfo) -> str:
+    """Such as: 2 shards ready, generate, version 7."""
+    shards = "1 shard ready" if model.num_ready_shards == 1 else f"{model.num_ready_shards} shards ready"
+    task = next((task for task in ("generate", "embed") if task in model.capabilities), "")
+    version = f"version {model.version}" if model.version else ""
+    return ", ".join(filter(None, (shards, task, version, "it takes no new requests" if model.withdrawn else "")))
+
+
 def _list_adapters(folder: RunFolder) -> None:
-    """Those of the fabric that runs here, if one does."""
-    if folder.read_running() is None:
-        return
+    """Those of the fabric that runs here."""
 
     async def adapters() -> list[ListedAdapter]:
         async with local_supervisor(folder.run_dir) as supervisor:
@@ -57,7 +91,9 @@ def _list_adapters(folder: RunFolder) -> None:
     for adapter in asyncio.run(adapters()):
         loaded = f"loaded on {', '.join(adapter.loaded_on)}" if adapter.loaded_on else "not loaded"
         where = f"on {len(adapter.shards)} shards, {loaded}"
-        click.echo(f"{full_name(adapter.model, adapter.name):32} {adapter.checksum[:12]}  rank {adapter.rank}, {where}")
+        click.echo(
+            f"  {full_name(adapter.model, adapter.name):30} {adapter.checksum[:12]}  rank {adapter.rank}, {where}"
+        )
 
 
 @models.command("add")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -12,6 +13,7 @@ import grpc.aio
 from kvloom.client.client import Client
 from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom.transport.channel_options import CHANNEL_OPTIONS, OpenChannel
+from kvloom.v1.router_service_pb2 import ModelInfo
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.fleet.members import Fleet
@@ -82,9 +84,18 @@ def choose_routers(
 
 
 async def first_model(client: Client) -> str:
-    """The first one that generates, beside encoders. Raises CommandError if no model is served, and KvloomError if the
-    router does not answer."""
-    models = await client.list_models()
+    """The first one that can chat now. Raises CommandError if none can, and KvloomError if the router does not
+    answer."""
+    return first_that_generates(await client.list_models())
+
+
+def first_that_generates(models: Sequence[ModelInfo]) -> str:
+    """One that takes requests now, if there is one, or otherwise one that sleeps or has no shard. Raises CommandError
+    if none generates, as where only encoders are served."""
     if not models:
         raise CommandError("no model is served now")
-    return next((model.name for model in models if "generate" in model.capabilities), models[0].name)
+    able = [model for model in models if "generate" in model.capabilities]
+    if not able:
+        names = ", ".join(model.name for model in models)
+        raise CommandError(f"no served model generates text: there are {names} (choose with --model)")
+    return next((model for model in able if model.num_ready_shards and not model.withdrawn), able[0]).name

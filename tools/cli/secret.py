@@ -12,6 +12,8 @@ from typing import Final
 import click
 
 from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.registry import records_of
+from kvloom_common.trust.identity import ISSUED_ROLES, issue_identity
 from kvloom_common.trust.secret import FabricSecret, SecretError, key_id, read_secret, write_secret
 from tools.fabric_trust import SECRET_FILE
 from tools.failures import CommandError
@@ -84,6 +86,31 @@ def rotate(
         _write(path, _ROTATION[name](_read(path)))
         print(f"{name}: {_DONE[name]}", file=sys.stderr)
     print(f"{path}: {key_id(_read(path).secrets[0])} is used")
+
+
+@secret.command()
+@option(
+    "--role",
+    scope="secret",
+    type=click.Choice(ISSUED_ROLES),
+    default=ISSUED_ROLES[0],
+    show_default=True,
+    help="What the service is.",
+)
+@option("--name", scope="secret", required=True, help="Its --name, which other processes demand.")
+@option(
+    "--file", "file", scope="secret", type=click.Path(path_type=Path, dir_okay=False), help="The file with the secret."
+)
+@data_dir_option
+@config_option
+def issue(role: str, name: str, file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
+    """Print an identity for one service, for the file that its `fabric.secret_file` names in place of the secret.
+
+    Who steals it can be this service, and no other process of the fabric. It ends with the secret that is used now.
+    """
+    config = _fabric_config(data_dir, config_file)
+    found = _read(file or Path(config.fabric.secret_file))
+    print(issue_identity(found, role, name, records_of(config.redis.key_prefix, role, name)).format())
 
 
 def _accept(found: FabricSecret) -> FabricSecret:

@@ -85,6 +85,7 @@ def _machine_as_json(machine: Machine, fleet_model: str) -> dict[str, Any]:
         "rollouts": state.rollouts,
         "brownouts": state.brownouts,
         "alarms": state.alarms,
+        "warnings": state.warnings,
     }
 
 
@@ -135,6 +136,7 @@ def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
     lines = [f"{where}{phase}: {url}{f'({details})' * bool(details)}".rstrip()]
     lines += [f"  {reason}" for reason in [*state.not_ready, *state.brownouts]]
     lines += [f"  ALARM: {alarm}" for alarm in state.alarms]
+    lines += [f"  warning: {warning}" for warning in state.warnings]
     for rollout in state.rollouts:
         step = f", step {rollout.step} of {rollout.num_steps}" if rollout.step else ""
         lines.append(f"  rollout of {rollout.new} over {rollout.old}: {rollout.phase}, {rollout.share:g}%{step}")

@@ -13,6 +13,7 @@ from kvloom_common.config import KvloomConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.cli.launch import Launch, apply_flags
 from tools.failures import CommandError
+from tools.models.resolve import model_cache_dir
 from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.detach import run_detached
 from tools.supervisor.flag_model import flag_model
@@ -78,8 +79,9 @@ class ShardCounts(click.ParamType):
 )
 @option(
     "--model-cache-dir",
+    "cache_dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The directory for converted models.  [default: DATA_DIR/models]",
+    help="The directory for converted models.  [default: ~/.cache/kvloom/models, or DATA_DIR/models if that is there]",
 )
 @option("--http-port", type=PORT, help="The port of the HTTP API and chat page. 0 picks one.  [default: 8080]")
 @option("--router-port", type=PORT, help="The port of the gRPC API. 0 picks one.  [default: 8081]")
@@ -156,7 +158,7 @@ class ShardCounts(click.ParamType):
 def up(
     data_dir: Path | None,
     config_file: Path | None,
-    model_cache_dir: Path | None,
+    cache_dir: Path | None,
     start_timeout_seconds: float,
     detach: bool,
     **flags: Any,
@@ -182,7 +184,7 @@ def up(
         folder=folder,
         models=[flag_model(value) for value in models],
         num_shards={name: count for name, count in flags["shards"].items() if name},
-        model_cache_dir=(model_cache_dir or folder.data_dir / "models").expanduser().absolute(),
+        model_cache_dir=(cache_dir or model_cache_dir(folder.data_dir)).expanduser().absolute(),
         start_timeout_seconds=start_timeout_seconds,
         config_file=config_file and config_file.expanduser().absolute(),
         read=read,

@@ -6,5 +6,6 @@ checks.py    its checks
 library.py   what the installed TensorRT-LLM has
 session.py   records the steps of the engine under test
 security.py  `doctor security`
+strangers.py   what a stranger meets at an address
 plugins.py   `doctor plugins`
 """

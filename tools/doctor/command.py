@@ -225,11 +225,11 @@ def _choose_model(config: KvloomConfig, model: str | None, data_dir: Path) -> No
     if config.shard.engine == "tensorrt_llm":
         raise CommandError("--model must be the directory of a model for TensorRT-LLM")
     from tools.models.registry import ModelRegistry
-    from tools.models.resolve import resolve_model
+    from tools.models.resolve import model_cache_dir, resolve_model
 
     found = resolve_model(
         model or KvloomConfig().model.name,
-        data_dir / "models",
+        model_cache_dir(data_dir),
         lambda message: click.echo(message, err=True),
         ModelRegistry(data_dir / "models.json"),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,13 +13,14 @@ from urllib.parse import urlsplit
 import click
 import grpc
 import msgspec
-import redis.asyncio
-import redis.exceptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom_common.access.exposure import authenticates, is_loopback
+from kvloom.transport.addresses import join_address
+from kvloom_common.access.exposure import authenticates, authenticates_scrapers, is_loopback
 from kvloom_common.config import KvloomConfig
+from kvloom_common.process.data_dir import open_to_others
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from tools.doctor.strangers import Attempt, attempt_http, attempt_http2, attempt_redis
 from tools.fabric_trust import trust_of
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.readiness import reachable_address
@@ -29,15 +29,19 @@ from tools.supervisor.tenant_tables import not_following
 
 _TIMEOUT_SECONDS: Final = 5.0
 _LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1", "unix:")
-_SIGNS: Final = {"ok": "✓", "warning": "!", "failed": "✗"}
-_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+_SIGNS: Final = {"ok": "✓", "warning": "!", "unknown": "?", "failed": "✗"}
+_MAX_FILES: Final = 20
+"""More are counted, not listed."""
+
+
+Outcome = Literal["ok", "warning", "unknown", "failed"]
 
 
 class Finding(msgspec.Struct, frozen=True):
     """The result of one check."""
 
     name: str
-    outcome: Literal["ok", "warning", "failed"]
+    outcome: Outcome
     detail: str
 
 
@@ -48,7 +52,7 @@ class Finding(msgspec.Struct, frozen=True):
 def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
     """Check a running fabric: its files, its secret, its Redis, and whether ports inside it refuse strangers.
 
-    The exit status is 1 if a check fails. Warnings are what only you can judge.
+    The exit status is 1 if a check fails, or cannot tell. Warnings are what only you can judge.
     """
     folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
     state = folder.require_running()
@@ -59,7 +63,7 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
     else:
         for finding in findings:
             print(f"{_SIGNS[finding.outcome]} {finding.name}: {finding.detail}")
-    if any(finding.outcome == "failed" for finding in findings):
+    if any(finding.outcome in ("failed", "unknown") for finding in findings):
         sys.exit(1)
 
 
@@ -69,16 +73,19 @@ async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, 
         found += _tenant_tables(folder, state)
     found.append(await _redis(config))
     found += [finding async for finding in _ports(state, trust)]
-    found += [finding async for finding in _metrics(config, state)]
+    found += [finding async for finding in _client_ports(config, state)]
     return found
 
 
 def _files(folder: RunFolder) -> Iterator[Finding]:
-    for path in (folder.run_dir, folder.log_dir, folder.config_path):
-        open_to_others = path.stat().st_mode & _OTHERS and path.parent.stat().st_mode & _OTHERS
-        outcome = "failed" if open_to_others else "ok"
-        detail = f"other users may read it: chmod -R go= {path}" if open_to_others else "only this user can read it"
-        yield Finding(f"file {path}", outcome, detail)
+    found = open_to_others(folder.data_dir)
+    for path in found[:_MAX_FILES]:
+        yield Finding(f"file {path}", "failed", f"other users have rights to it: chmod go= {path}")
+    if len(found) > _MAX_FILES:
+        more = f"{len(found) - _MAX_FILES} more are open to other users: chmod -R go= {folder.data_dir}"
+        yield Finding("files", "failed", more)
+    if not found:
+        yield Finding(f"files in {folder.data_dir}", "ok", "only this user has rights to them")
 
 
 def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:
@@ -93,6 +100,8 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
     addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
     hosts = {"HTTP": config.edge.host, "gRPC": config.router.host, "metrics": config.metrics.host}
     addresses["metrics"] = config.metrics.host
+    is_for_known = {"HTTP": authenticates(config), "gRPC": authenticates(config)}
+    is_for_known["metrics"] = authenticates_scrapers(config)
     keys = f"the auth provider {config.callers.provider}" if config.callers.provider else "API keys"
     for name, address in addresses.items():
         if not address:  # other machines of the fleet have them
@@ -100,12 +109,12 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
         host = hosts[name]
         if is_loopback(host):
             yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
-        elif config.tls.certificate_file and authenticates(config):
+        elif config.tls.certificate_file and is_for_known[name]:
             yield Finding(f"{name} listener", "ok", f"{host} is reachable from other machines, with TLS and {keys}")
         else:
             missing = " and ".join(
                 what
-                for what, is_there in (("TLS", config.tls.certificate_file), ("API keys", authenticates(config)))
+                for what, is_there in (("TLS", config.tls.certificate_file), ("API keys", is_for_known[name]))
                 if not is_there
             )
             detail = f"{host} is reachable from other machines without {missing} (kvloom up --help)"
@@ -128,68 +137,72 @@ def _tenant_tables(folder: RunFolder, state: FabricState) -> list[Finding]:
 async def _redis(config: KvloomConfig) -> Finding:
     """Tries to enter without the password."""
     parts = urlsplit(config.redis.url)
-    place = f"{parts.hostname or 'localhost'}:{parts.port or 6379}" if parts.scheme != "unix" else parts.path
-    without = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    client = redis.asyncio.Redis.from_url(
-        without, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS
-    )
-    try:
-        await client.execute_command("PING")
-    except (redis.exceptions.RedisError, OSError):
-        plain = parts.scheme == "redis" and not place.startswith(_LOOPBACK)
-        if plain:
-            return Finding("Redis", "warning", f"{place} wants a password, which is sent without TLS: use rediss://")
-        return Finding("Redis", "ok", f"{place} refuses strangers")
-    finally:
-        await client.aclose()
-    return Finding("Redis", "failed", f"{place} needs no password: anyone who reaches it can stop the fabric")
+    place = parts.path if parts.scheme == "unix" else join_address(parts.hostname or "localhost", parts.port or 6379)
+    attempt = await attempt_redis(config.redis.url)
+    if attempt.outcome == "served":
+        return Finding("Redis", "failed", f"{place} needs no password: anyone who reaches it can stop the fabric")
+    if attempt.outcome == "refused" and parts.scheme == "redis" and not place.startswith(_LOOPBACK):
+        return Finding("Redis", "warning", f"{place} wants a password, which is sent without TLS: use rediss://")
+    return _met(attempt, "Redis", place)
 
 
 async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Finding]:
-    """Tries the ports inside the fabric as a stranger, and as a member."""
+    """Tries the ports inside the fabric as a stranger, without TLS and with it, and as a member."""
     for process in state.processes:
         address = process.internal_address if process.router_address else process.address
         if process.role not in ("shard", "safety", "control", "router") and not process.router_address:
             continue
+        name = f"{process.name} port"
         if not address:
-            yield Finding(f"{process.name} port", "failed", "it does not ask for the fabric's secret")
+            yield Finding(name, "failed", "it does not ask for the fabric's secret")
             continue
         role = "router" if process.router_address else process.role
         if await _answers(NO_SECRET, address, role):
-            yield Finding(f"{process.name} port", "failed", f"{address} serves strangers")
+            yield Finding(name, "failed", f"{address} serves strangers")
         elif not await _answers(trust, address, role):
-            yield Finding(f"{process.name} port", "failed", f"{address} does not serve its own fabric either")
+            yield Finding(name, "failed", f"{address} does not serve its own fabric either")
+        elif (attempt := await attempt_http2(reachable_address(address))).outcome == "refused":
+            yield Finding(name, "ok", f"{address} serves only its fabric")
         else:
-            yield Finding(f"{process.name} port", "ok", f"{address} serves only its fabric")
+            yield _met(attempt, name, address)
 
 
-async def _metrics(config: KvloomConfig, state: FabricState) -> AsyncIterator[Finding]:
-    """Scrapes every process without a key, and without TLS."""
+async def _client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterator[Finding]:
+    """Asks every edge for its models, and every process for its metrics, without a key, in the way in which clients
+    reach them."""
+    with_tls = bool(config.tls.certificate_file)
     for process in state.processes:
         for address in filter(None, (process.metrics_address, process.router_metrics_address)):
-            name = f"{process.name} metrics"
-            if await _scrapes(reachable_address(address)):
-                needed = authenticates(config) or config.tls.certificate_file
-                detail = f"{address} serves strangers who reach it"
-                yield Finding(name, "failed" if needed else "ok", detail + ("" if needed else ", like the API"))
-            else:
-                yield Finding(name, "ok", f"{address} refuses strangers")
+            is_edge = process.role == "edge" and address == process.metrics_address
+            attempt = await attempt_http(reachable_address(address), "/metrics", with_tls=with_tls)
+            needs_key = authenticates(config) if is_edge else authenticates_scrapers(config)
+            yield _met(attempt, f"{process.name} metrics", address, served=_if_served(config, needs_key=needs_key))
+            if is_edge:
+                attempt = await attempt_http(reachable_address(address), "/v1/models", with_tls=with_tls)
+                served = _if_served(config, needs_key=authenticates(config))
+                yield _met(attempt, f"{process.name} API", address, served=served)
 
 
-async def _scrapes(address: str) -> bool:
-    """Whether /metrics answers with 200."""
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(_TIMEOUT_SECONDS):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            try:
-                writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                status_line = await reader.readline()
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, ValueError):
-        return False
-    return status_line.split(b" ")[1:2] == [b"200"]
+def _if_served(config: KvloomConfig, *, needs_key: bool) -> tuple[Outcome, str]:
+    """What it means that a stranger is served. `needs_key`: a key is demanded there."""
+    if needs_key or config.tls.client_ca_file:
+        return "failed", "serves strangers who reach it"
+    if config.control.enabled:
+        return "warning", "serves strangers who reach it: --api-keys FILE names those who may scrape"
+    if config.tls.certificate_file:
+        return "warning", "serves strangers who reach it, with TLS and without a key"
+    return "ok", "serves strangers who reach it, like the API"
+
+
+def _met(
+    attempt: Attempt, name: str, address: str, served: tuple[Outcome, str] = ("failed", "serves strangers")
+) -> Finding:
+    """What an attempt shows. `served`: what it means that it was served."""
+    if attempt.outcome == "served":
+        return Finding(name, served[0], f"{address} {served[1]}")
+    if attempt.outcome == "refused":
+        return Finding(name, "ok", f"{address} refuses strangers")
+    return Finding(name, "unknown", f"whether {address} refuses strangers cannot be told: {attempt.detail}")
 
 
 async def _answers(trust: FabricTrust, address: str, role: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Final
 
 import grpc.aio
 
+from kvloom.transport.addresses import join_address
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from tools.failures import CommandError
 from tools.fleet.members import Fleet
@@ -51,7 +52,7 @@ async def _addresses(fleet: Fleet) -> list[str]:
     state = fleet.folder.read_running()
     found = [] if state is None else [process.address for process in state.processes if process.role == "control"]
     if fleet.config.control.port:
-        found.append(f"{fleet.config.control.host}:{fleet.config.control.port}")
+        found.append(join_address(fleet.config.control.host, fleet.config.control.port))
     if not any(found) and fleet.config.redis.url:
         found = [record.address for record in (await fleet.records()).control.values()]
     return [reachable_address(address) for address in dict.fromkeys(filter(None, found))]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from kvloom_common.private_file import make_private_folder, write_private_file
 from kvloom_common.text.model_checksum import ChecksumError, check_model, model_checksum
 from tools.failures import CommandError
 
@@ -91,11 +90,8 @@ class ModelRegistry:
     def _write(self, models: list[RegisteredModel]) -> None:
         content = msgspec.json.format(msgspec.json.encode(models), indent=2) + b"\n"
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, scratch = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            Path(scratch).replace(self._path)
+            make_private_folder(self._path.parent)
+            write_private_file(self._path, content)
         except OSError as error:
             raise CommandError(f"{error.filename or self._path}: {error.strerror}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ from shard_server.engines.torch_engine.checkpoint.converted_model import (
     BUILTIN_MODEL_NAME,
     BUILTIN_NAMES,
     find_builtin_encoder,
+    find_builtin_gguf,
+    shared_cache_dir,
 )
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry, check_is_model
+from tools.options import DEFAULT_DATA_DIR
 from tools.supervisor.child import bound_command
 
 
@@ -33,39 +37,68 @@ class ResolvedModel(NamedTuple):
     """That of a registered model."""
 
 
-def resolve_model(
-    model: str,
-    cache_dir: Path,
-    on_progress: Callable[[str], None],
-    registry: ModelRegistry | None = None,
-    sha256: str = "",
-) -> ResolvedModel:
-    """`model` is the name of a built-in model, a directory, a .gguf file, which is converted once into `cache_dir`,
-    or a name (NAME or NAME@VERSION) in the registry. `sha256` is the checksum of a path; that of a GGUF file is checked
-    here.
+def find_model(model: str, registry: ModelRegistry | None = None, sha256: str = "") -> ResolvedModel:
+    """The files of a model as they are, before anything is converted: a directory or a .gguf file. `model` is the name
+    of a built-in model, a path, or a name (NAME or NAME@VERSION) in the registry, and `sha256` the checksum of a path.
 
-    Raises CommandError if there is no such model, its checksum differs, or it cannot be converted.
+    Raises CommandError if there is no such model.
     """
-    if model == BUILTIN_MODEL_NAME:
-        return ResolvedModel(model, _prepare([str(cache_dir)], on_progress))
-    if model == BUILTIN_ENCODER_NAME:
-        try:
+    try:
+        if model == BUILTIN_MODEL_NAME:
+            return ResolvedModel(model, find_builtin_gguf())
+        if model == BUILTIN_ENCODER_NAME:
             return ResolvedModel(model, find_builtin_encoder())
-        except EngineError as error:
-            raise CommandError(str(error)) from error
+    except EngineError as error:
+        raise CommandError(str(error)) from error
     path = Path(model).expanduser().absolute()
     registered = None if path.exists() or registry is None else registry.find(model)
     if registered is not None:
-        found = resolve_model(registered.path, cache_dir, on_progress, sha256=registered.sha256)
+        found = find_model(registered.path, sha256=registered.sha256)
         return found._replace(name=registered.name, version=registered.version)
     if not path.exists():
         raise CommandError(
             f"no such model: {model} (built in: {', '.join(BUILTIN_NAMES)}; or a path, or a name in kvloom models list)"
         )
     check_is_model(path)
-    if path.is_dir():
-        return ResolvedModel(path.name.lower(), path, sha256)
-    return ResolvedModel(path.stem.lower(), _prepare([str(cache_dir), str(path), sha256], on_progress))
+    return ResolvedModel((path.name if path.is_dir() else path.stem).lower(), path, sha256)
+
+
+def resolve_model(
+    model: str,
+    cache_dir: Path,
+    on_progress: Callable[[str], None],
+    registry: ModelRegistry | None = None,
+    sha256: str = "",
+    *,
+    with_weights: bool = True,
+) -> ResolvedModel:
+    """As `find_model`, with a .gguf file converted once into `cache_dir`; its checksum is checked here. Without
+    `with_weights`, the engine reads none, and a conversion leaves them out.
+
+    Raises CommandError if there is no such model, its checksum differs, or it cannot be converted.
+    """
+    found = find_model(model, registry, sha256)
+    if found.path.is_dir():
+        return found
+    weights = "weights" if with_weights else ""
+    if model == BUILTIN_MODEL_NAME:
+        return found._replace(path=_prepare([str(cache_dir), weights], on_progress))
+    converted = _prepare([str(cache_dir), weights, str(found.path), found.sha256], on_progress)
+    return found._replace(path=converted, sha256="")
+
+
+def model_cache_dir(data_dir: Path | None) -> Path:
+    """Where converted models are kept: in a folder that all data directories share, but for one that has its own
+    already, or where there is no such folder and none can be made."""
+    own = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    if own.is_dir():
+        return own
+    shared = shared_cache_dir()
+    try:
+        shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return own
+    return shared if os.access(shared, os.W_OK) else own
 
 
 def _prepare(args: Sequence[str], on_progress: Callable[[str], None]) -> Path:

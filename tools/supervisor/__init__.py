@@ -15,6 +15,7 @@ exec_bound.py          the wrapper that binds a child to the life of its parent
 shared_port.py         a TCP port on which several processes listen
 free_ports.py          picks ports for processes that start a moment later
 readiness.py           checks whether the fabric is ready
+named_models.py        models that the configuration names and that nothing serves
 tenant_tables.py       which edges and routers do not follow the table of tenants
 fleet_records.py       what the registry says about the whole fleet
 joining.py             what a machine checks and completes before it joins a fleet

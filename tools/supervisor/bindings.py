@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvloom.transport.addresses import join_address
 from kvloom_common.access.exposure import authenticates, is_loopback
 from kvloom_common.config import KvloomConfig
 from tools.supervisor.supervised_process import ProcessStatus
@@ -19,8 +20,8 @@ def describe_bindings(config: KvloomConfig, statuses: Sequence[ProcessStatus], *
     for_clients = [
         address
         for address, is_there in (
-            (f"HTTP {config.edge.host}:{config.edge.port}", "edge" in roles),
-            (f"gRPC {config.router.host}:{config.router.port}", has_router),
+            (f"HTTP {join_address(config.edge.host, config.edge.port)}", "edge" in roles),
+            (f"gRPC {join_address(config.router.host, config.router.port)}", has_router),
         )
         if is_there
     ]
@@ -34,7 +35,7 @@ def describe_bindings(config: KvloomConfig, statuses: Sequence[ProcessStatus], *
         yield f"inside     {_shown(internal)}: only for {who}, by TLS with certificates on both sides"
     metrics = [a for s in statuses if s.role != "edge" for a in (s.metrics_address, s.router_metrics_address) if a]
     if metrics:
-        yield f"metrics    {_shown(metrics)}: neither TLS nor keys"
+        yield f"metrics    {_shown(metrics)}: {_tls(config)}, {_scrapers(config)}"
     if for_clients and not authenticates(config):
         hosts = [
             host for host, there in ((config.edge.host, "edge" in roles), (config.router.host, has_router)) if there
@@ -70,8 +71,11 @@ def _tls(config: KvloomConfig) -> str:
 
 
 def _keys(config: KvloomConfig) -> str:
-    if config.control.enabled:
-        return "keys of tenants"
+    return "keys of tenants" if config.control.enabled else _scrapers(config)
+
+
+def _scrapers(config: KvloomConfig) -> str:
+    """What those show who scrape other processes than edges, which know no tenants."""
     if config.callers.provider:
         return f"the auth provider {config.callers.provider}"
     return "API keys" if config.callers.api_keys_file else "no API keys"

@@ -28,6 +28,7 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "router.receipts": ("router", "edge", "shard"),
     "router.result_cache.enabled": ("router", "edge"),
     "shard": ("shard",),
+    "shard.engine": _NONE,  # another engine may need files of the model that were not converted
     "shard.host": _NONE,
     "shard.num_shards": _NONE,
     "shard.sim.shards_per_process": _NONE,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from kvloom_common.private_file import open_private_file
 from tools.failures import CommandError
 from tools.supervisor.reporters import PipeReporter, Reporter, foreground_reporter
 
@@ -81,6 +82,7 @@ def _be_daemon(work: Callable[[Reporter], None], output_path: Path, pipe: PipeRe
 def _redirect_streams(output_path: Path) -> None:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    with output_path.open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    output = open_private_file(output_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)

@@ -30,6 +30,7 @@ from tools.supervisor.logs.files import log_paths
 from tools.supervisor.models.adapters import AdapterChanges, ListedAdapter
 from tools.supervisor.models.changes import ModelChanges, Resolve
 from tools.supervisor.models.history import ModelHistory
+from tools.supervisor.named_models import unserved_models
 from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages, started_roles, supervisor_name
 from tools.supervisor.readiness import (
     brownouts,
@@ -118,7 +119,7 @@ class Fabric:
         )
 
         def services(config: KvloomConfig) -> Sequence[ChildSpec]:
-            return plan(config)[-1]
+            return [spec for stage in plan(config) for spec in stage if spec.role != "redis"]
 
         self._history = ModelHistory(folder.data_dir, reporter.step)
         rollouts = Rollouts()
@@ -251,6 +252,8 @@ class Fabric:
                 await self._config_reload.change_models(report)
             finally:
                 self._write_state()
+            for text in await unserved_models(self._config, self._supervisor.statuses, self._trust):
+                report(f"warning: {text}")
 
     async def _reload_on_signal(self) -> None:
         self._reporter.step("SIGHUP: reloading the configuration")
@@ -414,6 +417,8 @@ class Fabric:
         records = await self._records()
         for role in [] if records is None else self._roles_missing(records):
             line(f"  waiting    the fleet has no {role} yet: requests are refused until a machine joins that has one")
+        for text in await unserved_models(self._config, self._supervisor.statuses, self._trust):
+            line(f"  warning    {text}")
         line("")
         self._reporter.ready(self._state.place)
 
@@ -426,6 +431,7 @@ class Fabric:
             state.not_ready = await self._not_ready()
             if self._config.router.brownout.enabled:
                 state.brownouts = await brownouts(state.processes, self._trust)
+            state.warnings = await unserved_models(self._config, state.processes, self._trust)
             if self._config.control.enabled:
                 state.alarms = not_following(self._folder.data_dir, state.processes, time.time())
         return state

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from kvloom.transport.addresses import bare_host, join_address, split_address, url_host
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc, shard_service_pb2, shard_service_pb2_grpc
 from kvloom.v1.router_service_pb2 import ModelInfo
 from kvloom_common.config import KvloomConfig
@@ -26,23 +27,23 @@ _SERVING_ROLES = ("edge", "router", "shard", "safety")
 
 def reachable_host(host: str) -> str:
     """The host at which a client on this machine reaches a server that listens on `host`."""
-    reachable = _EVERY_INTERFACE.get(host, host)
-    return f"[{reachable}]" if ":" in reachable else reachable
+    bare = bare_host(host)
+    return url_host(_EVERY_INTERFACE.get(bare, bare))
 
 
 def http_url(config: KvloomConfig) -> str:
     scheme = "https" if config.tls.certificate_file else "http"
-    return f"{scheme}://{reachable_host(config.edge.host)}:{config.edge.port}"
+    return f"{scheme}://{join_address(reachable_host(config.edge.host), config.edge.port)}"
 
 
 def router_address(config: KvloomConfig) -> str:
-    return f"{reachable_host(config.router.host)}:{config.router.port}"
+    return join_address(reachable_host(config.router.host), config.router.port)
 
 
 def reachable_address(address: str) -> str:
     """Like `reachable_host` for host:port."""
     host, _, port = address.rpartition(":")
-    return f"{reachable_host(host.strip('[]'))}:{port}"
+    return join_address(reachable_host(host), port)
 
 
 # -- one machine ------------------------------------------------------------------------------------------------------
@@ -84,16 +85,16 @@ async def _router_reason(status: ProcessStatus, num_shards: int, trust: FabricTr
 async def edge_reason(status: ProcessStatus, trust: FabricTrust, model: str = "") -> str:
     """Why the edge's /ready does not answer 200 (for this model); "" if it does. With a secret it is asked where it
     serves its fabric, because clients may need a certificate."""
-    host, _, port = reachable_address(status.peer_address or status.metrics_address).rpartition(":")
+    host, port = split_address(reachable_address(status.peer_address or status.metrics_address))
     path = f"/ready?model={quote(model)}" if model else "/ready"
     tls: dict[str, Any] = {}
     try:
         if status.peer_address:
             tls = {"ssl": trust.client_tls(), "server_hostname": trust.server_hostname("edge")}
         async with asyncio.timeout(_TIMEOUT_SECONDS):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), **tls)
+            reader, writer = await asyncio.open_connection(host, port, **tls)
             try:
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {url_host(host)}\r\nConnection: close\r\n\r\n".encode())
                 answer = await reader.read(_MAX_BODY_BYTES)
                 while b"\r\n\r\n" not in answer and (more := await reader.read(_MAX_BODY_BYTES)):
                     answer += more

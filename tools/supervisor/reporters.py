@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 from rich.console import Console
 
-from tools.supervisor.logs.bounded_log import BoundedLog
+from tools.supervisor.logs.bounded_log import open_log
 
 
 def log_to_stderr() -> None:
@@ -81,8 +81,9 @@ class LogReporter:
     """Forwards all reports, and writes them to the file that `kvloom logs kvloom` shows."""
 
     def __init__(self, inner: Reporter, path: Path) -> None:
+        """Raises CommandError."""
         self._inner = inner
-        self._log = BoundedLog(path)
+        self._log = open_log(path)
 
     def note(self, text: str) -> None:
         """Write to the file only."""

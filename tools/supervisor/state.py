@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from kvloom_common.private_file import make_own_folder, open_private_file, replacement
+from kvloom_common.process.data_dir import make_data_dir_private
 from tools.failures import EXIT_NOT_RUNNING, CommandError
 from tools.supervisor.rollout.rollout import RolloutState
 from tools.supervisor.supervised_process import ProcessStatus
@@ -43,6 +45,8 @@ class FabricState(msgspec.Struct, kw_only=True):
     """The models whose answers are degraded (docs/brownout.md), likewise."""
     alarms: list[str] = []
     """The processes that do not follow the table of tenants, likewise."""
+    warnings: list[str] = []
+    """What was configured and has no effect now, likewise."""
 
     @property
     def place(self) -> str:
@@ -66,8 +70,8 @@ class RunFolder:
         `up` holds it or the directory cannot be written."""
         try:
             for directory in (self.run_dir, self.log_dir):
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the config may hold a password
-            file = (self.run_dir / "lock").open("w")
+                make_own_folder(directory)  # the config may hold a password
+            file = os.fdopen(open_private_file(self.run_dir / "lock", os.O_WRONLY | os.O_CREAT), "wb")
         except OSError as error:
             raise CommandError(f"cannot use the data directory {self.data_dir}: {error.strerror}") from error
         with file:
@@ -80,6 +84,7 @@ class RunFolder:
                     f"kvloom is already running with the data directory {self.data_dir}{holder}: "
                     "stop it with `kvloom down`, or give another --data-dir"
                 ) from error
+            make_data_dir_private(self.data_dir)
             try:
                 yield
             finally:
@@ -87,9 +92,8 @@ class RunFolder:
 
     def write(self, state: FabricState) -> None:
         """Write atomically: readers see the old state or the new one."""
-        new_path = self._state_path.with_suffix(".new")
-        new_path.write_bytes(msgspec.json.encode(state))
-        new_path.replace(self._state_path)
+        with replacement(self._state_path) as file:
+            file.write(msgspec.json.encode(state))
 
     def read_running(self) -> FabricState | None:
         """None if no fabric runs with this data directory, even if a killed one left its file."""

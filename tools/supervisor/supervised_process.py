@@ -14,7 +14,7 @@ from pathlib import Path
 from kvloom.backoff import Backoff
 from kvloom_common.process.service import ReadyLine
 from tools.supervisor.child import Child, ChildFailedError, ChildSpec
-from tools.supervisor.logs.bounded_log import BoundedLog
+from tools.supervisor.logs.bounded_log import open_log
 
 
 def restart_backoff() -> Backoff:
@@ -75,7 +75,7 @@ class SupervisedProcess:
         backoff: Backoff | None = None,
     ) -> None:
         self.spec = spec
-        self._log = BoundedLog(log_path)
+        self._log = open_log(log_path)
         self._on_change = on_change
         self._on_event = on_event
         self._backoff = backoff or restart_backoff()

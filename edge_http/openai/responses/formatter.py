@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from edge_http.formatting.client_tools import ClientTool, client_tools_of
 from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.error_formats import RESPONSES_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
@@ -46,6 +47,8 @@ _DONE: Final = {
     PartKind.REASONING: _head("response.reasoning_text.done"),
     PartKind.TOOL_CALL: _head("response.function_call_arguments.done"),
 }
+_CUSTOM_DELTA: Final = _head("response.custom_tool_call_input.delta")
+_CUSTOM_DONE: Final = _head("response.custom_tool_call_input.done")
 _DELTA_TAIL: Final = {PartKind.TEXT: b',"logprobs":[]}', PartKind.REASONING: b"}", PartKind.TOOL_CALL: b"}"}
 
 
@@ -53,6 +56,7 @@ class ResponsesFormatter(ResponseFormatter):
     """Formats the one choice of a response."""
 
     __slots__ = (
+        "_client_tools",
         "_finish_reason",
         "_has_all_logprobs",
         "_held",
@@ -64,8 +68,9 @@ class ResponsesFormatter(ResponseFormatter):
     )
 
     def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> None:
-        """`options` has `echo`, see ResponseObject."""
+        """`options` has `echo`, see ResponseObject, and what client_tools.py says."""
         super().__init__(envelope)
+        self._client_tools = client_tools_of(options)
         self._tokenizer = tokenizer
         self._object = ResponseObject(envelope, options["echo"])
         self._items: list[OutputItem] = []
@@ -90,7 +95,7 @@ class ResponsesFormatter(ResponseFormatter):
         """Tokens belong to the text that their output ends with. If it has not come out yet, they belong to the text
         that is open, or to the one that the output begins with."""
         [entries] = logprobs
-        if events:
+        if events or not entries:
             return self._output(events, entries)
         if self._items and self._items[-1].kind is PartKind.TEXT:
             return (self._delta(self._items[-1], "", entries),)
@@ -134,7 +139,7 @@ class ResponsesFormatter(ResponseFormatter):
 
     def body(self, choices: Sequence[CollectedChoice], usage: Usage, details: Json | None) -> list[Buffer]:
         [choice] = choices
-        output = items_json(collected_items(self._envelope.id, choice), choice.finish_reason)
+        output = items_json(collected_items(self._envelope.id, choice, self._client_tools), choice.finish_reason)
         return self._object.ended(choice.finish_reason, output, usage, details)
 
     def _output(self, events: Sequence[Event], logprobs: bytes) -> Sequence[bytes]:
@@ -148,10 +153,16 @@ class ResponsesFormatter(ResponseFormatter):
                 case ToolCallStart():
                     self._begin(PartKind.TOOL_CALL, chunks, event.name, self.call_id(0, event.index))
                 case ToolCallArguments():
-                    chunks.append(self._delta(self._items[-1], event.text))
+                    self._arguments(self._items[-1], event.text, chunks)
                 case _:  # a call is closed by what follows it: only the end of the output tells if it was cut off
                     pass
         return chunks
+
+    def _arguments(self, item: OutputItem, text: str, chunks: list[bytes]) -> None:
+        if item.tool.is_custom:  # its text is sent when it is whole
+            item.content += encode_json(text)[1:-1]
+        else:
+            chunks.append(self._delta(item, text))
 
     def _text(self, text: str, logprobs: bytes, chunks: list[bytes]) -> None:
         if self._items and self._items[-1].kind is PartKind.TEXT:
@@ -186,7 +197,8 @@ class ResponsesFormatter(ResponseFormatter):
             self._drop_held()
         if self._items:
             self._close("", chunks)
-        item = OutputItem(self._envelope.id, len(self._items), kind, name, call_id)
+        tool = self._client_tools.get(name) or ClientTool(name)
+        item = OutputItem(self._envelope.id, len(self._items), kind, tool, call_id)
         self._items.append(item)
         added = b',"output_index":%d,"item":' % item.index
         chunks.append(self._event(_ITEM_ADDED, added, *item.json("in_progress", is_added=True), b"}"))
@@ -199,6 +211,10 @@ class ResponsesFormatter(ResponseFormatter):
         item = self._items[-1]
         place, done = _place(item), _DONE[item.kind]
         match item.kind:
+            case PartKind.TOOL_CALL if item.tool.is_custom:
+                text = encode_json(item.input())
+                chunks.append(self._event(_CUSTOM_DELTA, place, b',"delta":', text, b"}"))
+                chunks.append(self._event(_CUSTOM_DONE, place, b',"input":', text, b"}"))
             case PartKind.TOOL_CALL:
                 chunks.append(self._event(done, place, b',"arguments":"', item.content, b'"}'))
             case PartKind.REASONING:

@@ -1,107 +1,96 @@
 """The input of a request as the messages of a conversation.
 
 What an assistant did in one turn is several items: its reasoning, its messages and its calls. They become one message
-where a chat template can show them as one: reasoning, then text, then calls.
+where a chat template can show them as one: reasoning, then text, then calls. Calls of any kind of tool are calls, and
+items of which a model can make nothing are left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from edge_http.formatting.decoding import decode_body
-from edge_http.openai import unsupported
-from edge_http.openai.messages import checked_arguments
-from edge_http.openai.requests import Body
-from edge_http.openai.unsupported import Harmless
+from edge_http.openai.requests import TEXT_PARTS, OpenStruct
+from kvloom.conversation.earlier import MEDIA, asked_message, omitted
 from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
 from kvloom.text.chat_message import ChatMessage, ToolCall
+from kvloom_common.conversation.history import KnownCalls
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Maps the roles of the API to those of chat templates."""
+_COMPACTED: Final = "[An earlier part of this conversation was compacted by another service and cannot be read.]"
 
 
-class ContentPart(Body, kw_only=True):
+class ContentPart(OpenStruct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    annotations: Any = None
-    """Ignored, like the next two: clients send back what they got."""
-    logprobs: Any = None
-    parsed: Any = None
-    prompt_cache_breakpoint: Any = None
-    detail: Any = None
-    file_data: Any = None
-    file_id: Any = None
-    file_url: Any = None
-    filename: Any = None
-    image_url: Any = None
-    input_audio: Any = None
 
 
-class Item(Body, kw_only=True):
-    """The fields that all items may have. Only the type counts."""
+class Item(OpenStruct, kw_only=True):
+    """The fields by which an item of any kind is known. Others are left out."""
 
     type: str | None = None
-    id: str | None = None
-    status: str | None = None
 
 
 class MessageItem(Item, kw_only=True):
     role: str
-    content: str | list[ContentPart]
-    phase: str | None = None
+    content: str | list[ContentPart] | None = None
 
 
-class FunctionCallItem(Item, kw_only=True):
-    call_id: str
-    name: str
-    arguments: str
-    namespace: Any = None
-    caller: Any = None
-    is_async: Any = msgspec.field(name="async", default=None)
-    parsed_arguments: Any = None
-    """Ignored: OpenAI's client adds it to what it got."""
+class CallItem(Item, kw_only=True):
+    """A call of any tool: what it was given stands in one of several fields."""
 
-
-class FunctionCallOutputItem(Item, kw_only=True):
-    output: str | list[ContentPart]
-    call_id: str
+    call_id: str | None = None
     name: str | None = None
-    namespace: Any = None
-    caller: Any = None
+    arguments: Any = None
+    input: Any = None
+    """Of a tool that takes text."""
+    action: Any = None
+    operation: Any = None
+    code: Any = None
+    output: Any = None
+    """The result of a tool that a server ran."""
+    outputs: Any = None
+    error: Any = None
+
+
+class CallOutputItem(Item, kw_only=True):
+    output: Any = None
+    call_id: str | None = None
+    name: str | None = None
 
 
 class ReasoningItem(Item, kw_only=True):
-    summary: list[ContentPart] | None = None
-    content: list[ContentPart] | None = None
-    encrypted_content: str | None = None
+    summary: str | list[ContentPart] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class _Kind(msgspec.Struct):
     type: str | None = None
+    role: str = ""
 
 
-_PARTS: Final[Harmless] = dict.fromkeys(
-    ("prompt_cache_breakpoint", "detail", "file_data", "file_id", "file_url", "filename", "image_url", "input_audio"),
-    (),
-)
-_CALLS: Final[Harmless] = {"namespace": (), "caller": ({"type": "direct"},)}
-_ENCRYPTED: Final[Harmless] = {"encrypted_content": ("",)}
 _KIND: Final = msgspec.json.Decoder(_Kind)
 _MESSAGE: Final = msgspec.json.Decoder(MessageItem)
-_CALL: Final = msgspec.json.Decoder(FunctionCallItem)
-_OUTPUT: Final = msgspec.json.Decoder(FunctionCallOutputItem)
+_CALL: Final = msgspec.json.Decoder(CallItem)
+_OUTPUT: Final = msgspec.json.Decoder(CallOutputItem)
 _REASONING: Final = msgspec.json.Decoder(ReasoningItem)
+_CALL_KIND: Final = "_call"
+_OUTPUT_KIND: Final = "_call_output"
 
 
 def conversation(given: str | Sequence[msgspec.Raw], instructions: str | None) -> list[ChatMessage]:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
     messages = [ChatMessage("user", given)] if isinstance(given, str) else _Items().messages(given)
+    if not messages:
+        raise invalid_argument("input has nothing that the model could read.", "input")
     if not instructions:
         return messages
     # Most templates know one system message, at the beginning.
@@ -129,41 +118,42 @@ class _Items:
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
         self._turn = _Turn()
-        self._names: dict[str, str] = {}
-        """The function of each call so far, by the call's id."""
+        self._calls = KnownCalls()
 
     def messages(self, items: Sequence[msgspec.Raw]) -> list[ChatMessage]:
-        for number, raw in enumerate(items):
-            self._add(raw, f"input[{number}]")
+        kinds = [decode_body(_KIND, raw, f"input[{number}]") for number, raw in enumerate(items)]
+        asked = asked_message([kind.role for kind in kinds])
+        for number, (raw, kind) in enumerate(zip(items, kinds, strict=True)):
+            self._add(raw, kind.type or "message", f"input[{number}]", is_asked=number == asked)
         self._end_turn()
         return self._messages
 
-    def _add(self, raw: msgspec.Raw, at: str) -> None:
-        match decode_body(_KIND, raw, at).type:
-            case None | "message":
-                self._add_message(decode_body(_MESSAGE, raw, at), at)
-            case "function_call":
-                self._add_call(decode_body(_CALL, raw, at), at)
-            case "function_call_output":
-                self._add_output(decode_body(_OUTPUT, raw, at), at)
-            case "reasoning":
-                self._add_reasoning(decode_body(_REASONING, raw, at), at)
-            case "item_reference":
-                # Vercel's AI SDK sends references unless its option `store` is false.
-                message = (
-                    f"{at}.type: item references are not supported, because responses are not stored. "
-                    "Send store: false, and the items themselves."
-                )
-                raise unsupported_error(message, f"{at}.type")
-            case other:
-                message = f"{at}.type: items of type {other[:32]!r} are not supported."
-                raise unsupported_error(message, f"{at}.type")
+    def _add(self, raw: msgspec.Raw, kind: str, at: str, *, is_asked: bool) -> None:
+        if kind == "message":
+            self._add_message(decode_body(_MESSAGE, raw, at), at, is_asked=is_asked)
+        elif kind == "reasoning":
+            self._add_reasoning(decode_body(_REASONING, raw, at))
+        elif kind.endswith(_CALL_KIND):
+            self._add_call(decode_body(_CALL, raw, at), kind)
+        elif kind.endswith(_OUTPUT_KIND):
+            self._add_output(decode_body(_OUTPUT, raw, at))
+        elif kind in ("compaction", "compaction_summary"):
+            self._end_turn()
+            self._messages.append(ChatMessage("system", _COMPACTED))
+        elif kind == "item_reference":
+            # Vercel's AI SDK sends references unless its option `store` is false.
+            message = (
+                f"{at}.type: item references are not supported, because responses are not stored. "
+                "Send store: false, and the items themselves."
+            )
+            raise unsupported_error(message, f"{at}.type")
+        # All other items tell of tools, settings and approvals that are not this server's.
 
-    def _add_message(self, item: MessageItem, at: str) -> None:
+    def _add_message(self, item: MessageItem, at: str, *, is_asked: bool) -> None:
         role = _ROLES.get(item.role)
         if role is None:
             raise invalid_argument(f"{at}.role must be one of {', '.join(_ROLES)}.", f"{at}.role")
-        text = _text(item.content, f"{at}.content")
+        text = _asked_text(item.content, f"{at}.content") if is_asked else _kept_text(item.content)
         if role != "assistant":
             self._end_turn()
             self._messages.append(ChatMessage(role, text))
@@ -172,30 +162,32 @@ class _Items:
             self._end_turn()
         self._turn.text = text
 
-    def _add_call(self, item: FunctionCallItem, at: str) -> None:
-        unsupported.refuse(item, _CALLS, f"{at}.")
-        if not item.call_id:
-            raise invalid_argument(f"{at}.call_id must not be empty.", f"{at}.call_id")
-        arguments = checked_arguments(item.arguments, f"{at}.arguments")
-        self._turn.calls.append(ToolCall(item.call_id, item.name, arguments))
-        self._names[item.call_id] = item.name
+    def _add_call(self, item: CallItem, kind: str) -> None:
+        given = [item.arguments, item.action, item.operation]
+        if item.input is not None or item.code is not None:
+            given.append({"input": item.input} if item.input is not None else {"code": item.code})
+        arguments = next((value for value in given if value is not None), None)
+        result = next((value for value in (item.output, item.outputs, item.error) if value is not None), None)
+        if item.call_id is None and item.name is None and arguments is None:
+            return  # a search and the like, of which nothing is told
+        text = arguments if isinstance(arguments, str) else "" if arguments is None else _json_text(arguments)
+        call = self._calls.add(item.call_id, item.name or kind.removesuffix(_CALL_KIND), text)
+        self._turn.calls.append(call)
+        if result is not None:
+            self._add_result(call.id, call.name, result)
 
-    def _add_output(self, item: FunctionCallOutputItem, at: str) -> None:
-        unsupported.refuse(item, _CALLS, f"{at}.")
-        name = self._names.get(item.call_id)
-        if name is None:
-            field = f"{at}.call_id"
-            raise invalid_argument(f"{field}: no earlier item is a call {item.call_id[:64]!r}.", field)
+    def _add_output(self, item: CallOutputItem) -> None:
+        self._add_result(item.call_id, item.name, item.output)
+
+    def _add_result(self, call_id: str | None, name: str | None, output: Any) -> None:
         self._end_turn()
-        text = _text(item.output, f"{at}.output")
-        self._messages.append(ChatMessage("tool", text, tool_call_id=item.call_id, name=name))
+        self._messages.append(self._calls.result(call_id, name, _output_text(output)))
 
-    def _add_reasoning(self, item: ReasoningItem, at: str) -> None:
-        unsupported.refuse(item, _ENCRYPTED, f"{at}.")
+    def _add_reasoning(self, item: ReasoningItem) -> None:
+        """What is encrypted is another server's, and left out."""
         if self._turn.has_more_than_reasoning:
             self._end_turn()
-        name = "content" if item.content else "summary"
-        text = _text(getattr(item, name) or [], f"{at}.{name}")
+        text = _kept_text(item.content or item.summary)
         if text:
             self._turn.reasoning.append(text)
 
@@ -206,11 +198,40 @@ class _Items:
             self._messages.append(ChatMessage("assistant", turn.text or "", tuple(turn.calls), reasoning=reasoning))
 
 
-_TEXT_TYPES: Final = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+def _kept_text(content: str | Sequence[ContentPart] | None) -> str:
+    """The text of a message of the history. Images and the like are noted, and other parts without a text left out."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(
+        omitted(MEDIA[part.type]) if part.type in MEDIA else part.text or part.refusal or "" for part in content
+    )
 
 
-def _text(content: str | Sequence[ContentPart], field: str) -> str:
-    """The text of parts, joined in order."""
+def _output_text(output: Any) -> str:
+    """The text of a tool's result: a text, a list of parts, or any JSON."""
+    if output is None or isinstance(output, str):
+        return output or ""
+    if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
+        return _kept_text(msgspec.convert([_as_part(part) for part in output], list[ContentPart]))
+    return _json_text(output)
+
+
+def _as_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A part with a text; that of an unknown kind is its JSON."""
+    kind, text = str(part["type"]), part.get("text")
+    if kind in MEDIA or isinstance(text, str):
+        return {"type": kind, "text": text if isinstance(text, str) else None}
+    return {"type": "text", "text": _json_text(part)}
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _asked_text(content: str | Sequence[ContentPart] | None, field: str) -> str:
+    """The text of parts, joined in order. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER)."""
+    if content is None:
+        raise invalid_argument(f"{field} is missing.", field)
     if isinstance(content, str):
         return content
     return "".join(_part_text(part, f"{field}[{number}]") for number, part in enumerate(content))
@@ -218,10 +239,9 @@ def _text(content: str | Sequence[ContentPart], field: str) -> str:
 
 def _part_text(part: ContentPart, at: str) -> str:
     name = "refusal" if part.type == "refusal" else "text"
-    if name == "text" and part.type not in _TEXT_TYPES:
+    if name == "text" and part.type not in TEXT_PARTS:
         message = f"{at}.type: content parts of type {part.type[:32]!r} are not supported."
         raise unsupported_error(message, f"{at}.type")
-    unsupported.refuse(part, _PARTS, f"{at}.")
     text = getattr(part, name)
     if text is None:
         raise invalid_argument(f"{at}.{name} is missing.", f"{at}.{name}")

@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, ClientTool, custom_input
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.json_bytes import Buffer, encode_json
 from kvloom_common.conversation.call_ids import tool_call_id
@@ -26,13 +27,17 @@ _ID_PREFIXES: Final = {PartKind.TEXT: "msg_", PartKind.REASONING: "rs_", PartKin
 class OutputItem:
     """One item, complete or not."""
 
-    __slots__ = ("call_id", "content", "delta_frame", "id", "index", "kind", "logprobs", "name")
+    __slots__ = ("call_id", "content", "delta_frame", "id", "index", "kind", "logprobs", "tool")
 
-    def __init__(self, response_id: str, index: int, kind: PartKind, name: str = "", call_id: str = "") -> None:
+    def __init__(
+        self, response_id: str, index: int, kind: PartKind, tool: ClientTool | None = None, call_id: str = ""
+    ) -> None:
+        """`tool`: of a call, as the client knows it."""
         self.index = index
         self.kind = kind
-        self.id = tool_call_id(response_id, 0, index, _ID_PREFIXES[kind])
-        self.name = name
+        self.tool = tool or _NO_TOOL
+        prefix = "ctc_" if self.tool.is_custom else _ID_PREFIXES[kind]
+        self.id = tool_call_id(response_id, 0, index, prefix)
         self.call_id = call_id
         self.content: Buffer = bytearray()
         """The content of a JSON string: of a text, or of a call's arguments."""
@@ -52,11 +57,22 @@ class OutputItem:
         """The pieces of the item's JSON; when it is added it has no content."""
         head = b'{"id":"%b","status":"%b",' % (self.id.encode(), status.encode())
         if self.kind is PartKind.TOOL_CALL:
-            head += b'"type":"function_call","call_id":"%b","name":' % self.call_id.encode()
-            head += encode_json(self.name) + b',"arguments":"'
-            return [head, b"" if is_added else self.content, b'"}']
+            return self._call(head, is_added=is_added)
         head += b'"type":"reasoning","summary":[],' if self.kind is PartKind.REASONING else _MESSAGE
         return [head + b'"content":[', *([] if is_added else self.part()), b"]}"]
+
+    def _call(self, head: bytes, *, is_added: bool) -> list[Buffer]:
+        kind = b"custom_tool_call" if self.tool.is_custom else b"function_call"
+        head += b'"type":"%b","call_id":"%b","name":' % (kind, self.call_id.encode()) + encode_json(self.tool.name)
+        if self.tool.namespace:
+            head += b',"namespace":' + encode_json(self.tool.namespace)
+        if self.tool.is_custom:
+            return [head, b',"input":', encode_json("" if is_added else self.input()), b"}"]
+        return [head, b',"arguments":"', b"" if is_added else self.content, b'"}']
+
+    def input(self) -> str:
+        """What a tool that takes text is given."""
+        return custom_input(self.content)
 
     def final_status(self, finish_reason: str, *, is_last: bool) -> str:
         """The output ended for this reason: what was cut off is the last item, unless it is a call that is complete."""
@@ -65,10 +81,13 @@ class OutputItem:
         return "completed" if self.kind is PartKind.TOOL_CALL and _is_object(self.content) else "incomplete"
 
 
+_NO_TOOL: Final = ClientTool("")
 _MESSAGE: Final = b'"type":"message","role":"assistant",'
 
 
-def collected_items(response_id: str, choice: CollectedChoice) -> list[OutputItem]:
+def collected_items(
+    response_id: str, choice: CollectedChoice, client_tools: Mapping[str, ClientTool] = NO_CLIENT_TOOLS
+) -> list[OutputItem]:
     """The items of an output that is complete."""
     items: list[OutputItem] = []
     for number, part in enumerate(choice.parts):
@@ -77,11 +96,11 @@ def collected_items(response_id: str, choice: CollectedChoice) -> list[OutputIte
         if part.kind is PartKind.REASONING and items and items[-1].kind is PartKind.REASONING:
             items[-1].content += part.content
             continue
-        items.append(_item(response_id, len(items), choice, number, part))
+        items.append(_item(response_id, len(items), choice, number, part, client_tools))
     if items:
         return items
     for number, part in enumerate(choice.parts):  # nothing but white space
-        return [_item(response_id, 0, choice, number, part)]
+        return [_item(response_id, 0, choice, number, part, client_tools)]
     return [OutputItem(response_id, 0, PartKind.TEXT)]
 
 
@@ -94,8 +113,16 @@ def items_json(items: Sequence[OutputItem], finish_reason: str) -> list[Buffer]:
     return pieces
 
 
-def _item(response_id: str, index: int, choice: CollectedChoice, number: int, part: Part) -> OutputItem:
-    item = OutputItem(response_id, index, part.kind, part.name, part.call_id)
+def _item(
+    response_id: str,
+    index: int,
+    choice: CollectedChoice,
+    number: int,
+    part: Part,
+    client_tools: Mapping[str, ClientTool],
+) -> OutputItem:
+    tool = client_tools.get(part.name) or ClientTool(part.name)
+    item = OutputItem(response_id, index, part.kind, tool, part.call_id)
     item.content = part.content
     if choice.logprobs and part.kind is PartKind.TEXT:
         item.logprobs = choice.logprobs_of(number)

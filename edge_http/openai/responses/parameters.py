@@ -124,13 +124,15 @@ def _format(form: TextFormat | None) -> Json:
 def _tool_choice(choice: str | ToolChoiceBody | None) -> Any:
     if choice is None or isinstance(choice, str):
         return choice or "auto"
-    if choice.type == "function":
+    if choice.type in ("function", "custom"):
         return {"type": choice.type, "name": choice.name}
     tools = [{"type": tool.type, "name": tool.name} for tool in choice.tools or ()]
     return {"type": choice.type, "mode": choice.mode, "tools": tools}
 
 
-def _tool(tool: Tool) -> Json:
+def _tool(tool: Tool | msgspec.Raw) -> Any:
+    if isinstance(tool, msgspec.Raw):
+        return tool
     return {
         "type": "function",
         "name": tool.name,

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from edge_http.formatting.decoding import decode_body
-from edge_http.openai import unsupported
-from edge_http.openai.requests import Body, StreamOptions
-from edge_http.openai.unsupported import Harmless
+from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules, Refused
+from edge_http.openai.requests import Body, OpenStruct, ReasoningEffort, ServiceTier, StreamOptions
 from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
 from kvloom_common.models.model_routes import MAX_CANDIDATES
 
 LOGPROBS: Final = "message.output_text.logprobs"
-_INCLUDABLE: Final = frozenset(
-    (
-        LOGPROBS,
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-        "reasoning.encrypted_content",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    )
-)
-"""All but the first ask for parts of items that no response has, so they are without effect."""
-_NOT_SUPPORTED: Final[Harmless] = {
-    "access_programs": (),
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "prompt_cache_options": ({},),
-    "store": (False,),
+"""The one part of an answer that can be included. Others, such as "reasoning.encrypted_content", are of items that no
+response has, so they are without effect."""
+_NO_STATE: Final = Refused(why=": responses are not stored. Send store: false, and the whole conversation as input")
+"""Says why, where a client may not expect it: OpenAI stores responses unless it is told not to."""
+_REFUSED: Final = {
+    "access_programs": Refused(),
+    "background": _NO_STATE,
+    "context_management": Refused(),
+    "conversation": _NO_STATE,
+    "image": Refused(),
+    "moderation": Refused(),
+    "previous_response_id": _NO_STATE,
+    "prompt": Refused(),
 }
-"""Maps each field that is refused to the values, besides null, that request nothing."""
-_STORED: Final = frozenset(("background", "conversation", "previous_response_id", "store"))
 
 
 class TextFormat(Body, kw_only=True):
@@ -56,25 +42,30 @@ class TextFormat(Body, kw_only=True):
 class TextOptions(Body, kw_only=True):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    """Without effect: a hint for OpenAI's models."""
 
 
 class ReasoningOptions(Body, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
+    """Without effect: there are no summaries."""
     generate_summary: str | None = None
     """The predecessor of `summary`."""
     context: str | None = None
     mode: str | None = None
 
 
-class AllowedTool(Body, kw_only=True):
+class AllowedTool(OpenStruct, kw_only=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
+    server_label: Any = None
 
 
 class ToolChoiceBody(Body, kw_only=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[AllowedTool] | None = None
     server_label: Any = None
@@ -105,62 +96,46 @@ class ResponsesBody(Body, kw_only=True):
     truncation: Literal["disabled", "auto"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: ServiceTier | None = None
     """"flex" requests may wait, and are the first to be rejected under overload. The others are alike."""
-    user: str | None = None
-    """Without effect, like the next two."""
+    user: str | int | None = None
+    """Without effect, like the next ones."""
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None
     """Requests with the same key belong together, e.g. to one conversation. It is a hint for placement."""
-    access_programs: Any = None
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    image: Any = None
-    moderation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
     prompt_cache_options: Any = None
-    store: Any = None
+    client_metadata: Any = None
+    store: bool | None = None
+    """It can only be false: responses are not stored."""
 
     @property
     def wants_logprobs(self) -> bool:
         return self.include is not None and LOGPROBS in self.include
 
 
-_DECODER: Final = msgspec.json.Decoder(ResponsesBody)
+_READER: Final = BodyReader(ResponsesBody, _REFUSED)
 
 
-def decode_responses(raw: bytes, max_items: int) -> ResponsesBody:
+def decode_responses(
+    raw: bytes, max_items: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> ResponsesBody:
     """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = decode_body(_DECODER, raw)
-    _refuse_state(body)
-    unsupported.refuse(body, _NOT_SUPPORTED)
+    body = _READER.read(raw, rules, headers)
+    if body.store:
+        raise _NO_STATE.error("store")
     if not body.input:
         raise invalid_argument("input must not be empty.", "input")
     if not isinstance(body.input, str) and len(body.input) > max_items:
         raise invalid_argument(f"input has {len(body.input)} items; at most {max_items}.", "input")
     for number, name in enumerate(body.include or ()):
-        if name not in _INCLUDABLE:
+        if "." not in name:
             raise invalid_argument(f"include[{number}]: there is no {name[:64]!r} to include.", f"include[{number}]")
     if body.top_logprobs and not body.wants_logprobs:
         raise invalid_argument(f"top_logprobs goes only with include: [{LOGPROBS!r}].", "top_logprobs")
     _check_options(body)
     return body
-
-
-def _refuse_state(body: ResponsesBody) -> None:
-    """Say why, where a client may not expect it: OpenAI stores responses unless it is told not to."""
-    for name in _STORED:
-        value = getattr(body, name)
-        if value is not None and value is not False:
-            raise unsupported_error(
-                f"{name} is not supported: responses are not stored. Send store: false, and the whole conversation "
-                "as input.",
-                name,
-            )
 
 
 def _check_options(body: ResponsesBody) -> None:
@@ -171,20 +146,13 @@ def _check_options(body: ResponsesBody) -> None:
             raise _not_supported("stream_options.include_obfuscation")
     if body.truncation == "auto":
         raise unsupported_error("truncation: 'auto' is not supported. Leave items out of input instead.", "truncation")
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        raise _not_supported("text.verbosity")
     if body.max_tool_calls is not None and body.max_tool_calls < 1:
         raise invalid_argument("max_tool_calls must be at least 1.", "max_tool_calls")
     reasoning = body.reasoning
     if reasoning is None:
         return
-    for name, harmless in (
-        ("summary", ("auto", "none")),
-        ("generate_summary", ("auto", "none")),
-        ("context", ("auto",)),
-        ("mode", ("standard",)),
-    ):
-        if getattr(reasoning, name) not in (None, *harmless):
+    for name, off in (("context", "auto"), ("mode", "standard")):
+        if getattr(reasoning, name) not in (None, off):
             raise _not_supported(f"reasoning.{name}")
 
 

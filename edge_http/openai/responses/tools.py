@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from edge_http.formatting.client_tools import ClientTool, GivenTools, custom_tool, flat_name
 from edge_http.formatting.decoding import decode_body
-from edge_http.openai.requests import Body
-from edge_http.openai.responses.requests import ResponsesBody, ToolChoiceBody
+from edge_http.openai.requests import OpenStruct
+from edge_http.openai.responses.requests import AllowedTool, ResponsesBody, ToolChoiceBody
 from kvloom.conversation.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import invalid_argument, unsupported
 
+_CALLED_KINDS: Final = ("function", "custom")
 _MODES: Final = {"none": NONE, "auto": AUTO, "required": REQUIRED}
 
 
-class FunctionTool(Body, kw_only=True):
+class FunctionTool(OpenStruct, kw_only=True):
     type: str
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Any = None
     """A JSON Schema of type object."""
     strict: bool | None = None
     output_schema: Any = None
@@ -37,37 +40,99 @@ class ResponseTools(NamedTuple):
     tools: Sequence[Tool]
     """Those that the choice leaves."""
     choice: ToolChoice
-    all_tools: Sequence[Tool]
+    all_tools: Sequence[Any]
+    """As the response repeats them: a Tool, or what the body has."""
+    numbers: Sequence[int] = ()
+    """The places of the tools in the body."""
+    client_tools: Mapping[str, ClientTool] = {}
+    left_out: Sequence[str] = ()
+    """See GivenTools, likewise the one before."""
+
+
+class _CustomTool(msgspec.Struct):
+    """A tool that takes text."""
+
+    name: str
+    description: str | None = None
+    format: Any = None
+
+
+class _Namespace(msgspec.Struct):
+    """Functions that belong together, such as those of one MCP server."""
+
+    name: str
+    description: str | None = None
+    tools: list[msgspec.Raw] = []
 
 
 _KIND: Final = msgspec.json.Decoder(_Kind)
 _TOOL: Final = msgspec.json.Decoder(FunctionTool)
+_CUSTOM: Final = msgspec.json.Decoder(_CustomTool)
+_NAMESPACE: Final = msgspec.json.Decoder(_Namespace)
 
 
 def tools_of(body: ResponsesBody) -> ResponseTools:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    given = body.tools or ()
-    if len(given) > MAX_TOOLS:
-        raise invalid_argument(f"tools has {len(given)} entries; at most {MAX_TOOLS}.", "tools")
-    tools = [_tool(raw, f"tools[{number}]") for number, raw in enumerate(given)]
-    check_tools(tools, at="")
+    if len(body.tools or ()) > MAX_TOOLS:
+        raise invalid_argument(f"tools has {len(body.tools or ())} entries; at most {MAX_TOOLS}.", "tools")
+    given = GivenTools()
+    shown: list[Any] = []
+    for number, raw in enumerate(body.tools or ()):
+        _add(given, shown, raw, number)
+    tools = given.tools
+    check_tools(tools, at="", numbers=given.numbers)
     if not tools:
         if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
             check_choice(REQUIRED, (), "tool_choice")
-        return ResponseTools((), NONE, ())
+        return ResponseTools((), NONE, shown, left_out=given.left_out)
     allowed, choice = _choice(body.tool_choice, tools)
     check_choice(choice, allowed)
-    return ResponseTools(allowed, choice, tools)
+    numbers = [given.numbers[tools.index(tool)] for tool in allowed]
+    return ResponseTools(allowed, choice, shown, numbers, given.client_tools, given.left_out)
+
+
+def _add(given: GivenTools, shown: list[Any], raw: msgspec.Raw, number: int) -> None:
+    at = f"tools[{number}]"
+    kind = decode_body(_KIND, raw, at).type
+    if kind == "function":
+        tool = _tool(raw, at)
+        given.add(tool, number)
+        shown.append(tool)
+        return
+    if kind == "custom":
+        custom = decode_body(_CUSTOM, raw, at)
+        mapped = custom_tool(custom.name, custom.description or "", custom.format)
+        given.add(mapped, number, ClientTool(custom.name, is_custom=True))
+    elif kind == "namespace":
+        _add_namespace(given, decode_body(_NAMESPACE, raw, at), number)
+    else:
+        given.leave_out(kind)
+        return
+    shown.append(raw)
+
+
+def _add_namespace(given: GivenTools, namespace: _Namespace, number: int) -> None:
+    for place, raw in enumerate(namespace.tools):
+        at = f"tools[{number}].tools[{place}]"
+        kind = decode_body(_KIND, raw, at).type
+        if kind != "function":
+            given.leave_out(kind)
+            continue
+        tool = _tool(raw, at)
+        flat = dataclasses.replace(tool, name=flat_name(namespace.name, tool.name), strict=False)
+        given.add(flat, number, ClientTool(tool.name, namespace.name))
 
 
 def _tool(raw: msgspec.Raw, at: str) -> Tool:
-    kind = decode_body(_KIND, raw, at).type
-    if kind != "function":
-        raise unsupported(f"{at}.type: only tools of type 'function' are supported.", f"{at}.type")
     tool = decode_body(_TOOL, raw, at)
     if tool.parameters is None:
         return Tool(tool.name, tool.description or "", strict=bool(tool.strict))
-    return Tool(tool.name, tool.description or "", tool.parameters, bool(tool.strict))
+    parameters = (
+        {} if tool.parameters in (True, []) and not tool.strict else tool.parameters
+    )  # [] is PHP's empty object
+    if not isinstance(parameters, dict):
+        raise invalid_argument(f"{at}.parameters must be a JSON schema.", f"{at}.parameters")
+    return Tool(tool.name, tool.description or "", parameters, bool(tool.strict))
 
 
 def _choice(wanted: str | ToolChoiceBody | None, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
@@ -78,12 +143,12 @@ def _choice(wanted: str | ToolChoiceBody | None, tools: Sequence[Tool]) -> tuple
         if wanted not in _MODES:
             raise invalid_argument("tool_choice must be one of none, auto and required, or an object.", "tool_choice")
         return tools, _MODES[wanted]
-    if wanted.type == "function":
+    if wanted.type in _CALLED_KINDS:
         if wanted.name is None:
             raise invalid_argument("tool_choice.name is missing.", "tool_choice.name")
-        return tools, ToolChoice("named", wanted.name)
+        return tools, ToolChoice("named", _model_name(wanted))
     if wanted.type != "allowed_tools":
-        raise unsupported("tool_choice.type must be 'function' or 'allowed_tools'.", "tool_choice.type")
+        raise unsupported("tool_choice.type must be 'function', 'custom' or 'allowed_tools'.", "tool_choice.type")
     if wanted.mode is None or wanted.tools is None:
         field = "tool_choice.mode" if wanted.mode is None else "tool_choice.tools"
         raise invalid_argument(f"{field} is missing.", field)
@@ -95,9 +160,16 @@ def _allowed(wanted: ToolChoiceBody, tools: Sequence[Tool]) -> Sequence[Tool]:
     names: set[str] = set()
     for number, tool in enumerate(wanted.tools or ()):
         at = f"tool_choice.tools[{number}]"
-        if tool.type != "function":
-            raise unsupported(f"{at}.type: only tools of type 'function' are supported.", f"{at}.type")
-        if tool.name not in known:
-            raise invalid_argument(f"{at}.name: there is no tool {(tool.name or '')[:64]!r}.", f"{at}.name")
-        names.add(tool.name)
+        if tool.type not in _CALLED_KINDS:
+            continue
+        name = _model_name(tool)
+        if name not in known:
+            raise invalid_argument(f"{at}.name: there is no tool {name[:64]!r}.", f"{at}.name")
+        names.add(name)
     return [tool for tool in tools if tool.name in names]
+
+
+def _model_name(wanted: ToolChoiceBody | AllowedTool) -> str:
+    """The model's name of a tool that the client names."""
+    name = wanted.name or ""
+    return flat_name(wanted.namespace, name) if wanted.namespace else name

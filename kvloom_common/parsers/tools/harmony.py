@@ -12,7 +12,7 @@ with `<|start|>assistant`. Source: https://cookbook.openai.com/articles/openai-h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final
 
 from kvloom_common.parsers.core.json_call import JsonCallParser
@@ -36,6 +36,8 @@ _HEADER: Final = re.compile(
 
 class HarmonyParser(JsonCallParser):
     markers: ClassVar[tuple[str, ...]] = (_START, _CHANNEL, "<|message|>", "<|constrain|>", *_ENDS)
+    pairs: ClassVar[Mapping[str, Markers]] = {f"{_CHANNEL}analysis": Markers(f"{_CHANNEL}final<|message|>")}
+    """Where the reasoning at the beginning of an answer begins, and where the answer itself does."""
 
     def __init__(self, tools: Sequence[ToolSchema] = (), *, with_calls: bool = True) -> None:
         self._with_calls = with_calls

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Final
 
+from kvloom_common.private_file import open_private_file
+
 _NUM_SLOTS: Final = 64
 """The number of engines of a user that share the cores; more do not see one another."""
 _PAUSE_NS: Final = 20_000_000
@@ -49,7 +51,7 @@ class CoreShare:
         self._own = 0
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a+b") as file:
+            with os.fdopen(open_private_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
                 self._own = _claim_slot(file)
                 # Not `truncate`: if the disk is full, the first write into a hole of the file would kill this process.
                 os.posix_fallocate(file.fileno(), 0, _NUM_SLOTS * 8)

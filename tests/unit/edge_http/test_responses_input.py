@@ -101,16 +101,10 @@ def test_instructions_and_leading_developer_messages_are_one_system_message() ->
     ("items", "field"),
     [
         ([{"type": "message", "role": "user"}], "input[0].content"),
-        ([USER, {"type": "function_call", "call_id": "c", "name": "f"}], "input[1].arguments"),
-        ([CALL | {"call_id": ""}], "input[0].call_id"),
-        ([CALL | {"arguments": "[]"}], "input[0].arguments"),
-        ([CALL | {"namespace": "n"}], "input[0].namespace"),
-        ([CALL, OUTPUT | {"call_id": "c9"}], "input[1].call_id"),
-        ([CALL, OUTPUT | {"output": [{"type": "input_image", "image_url": "x"}]}], "input[1].output[0].type"),
-        ([USER | {"content": [{"type": "input_text", "text": "a", "file_id": "f"}]}], "input[0].content[0].file_id"),
-        ([USER | {"surprise": 1}], "input[0].surprise"),
-        ([{"type": "compaction", "encrypted_content": "x"}], "input[0].type"),
-        ([thought("x") | {"content": "text"}], "input[0].content"),
+        ([USER | {"content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].type"),
+        ([USER | {"content": [{"type": "input_text"}]}], "input[0].content[0].text"),
+        ([{"type": "item_reference", "id": "msg_1"}, USER], "input[0].type"),
+        ([{"type": "web_search_call", "id": "ws_1"}], "input"),
     ],
 )
 def test_errors_name_the_field(items: list[dict[str, Any]], field: str) -> None:
@@ -118,3 +112,90 @@ def test_errors_name_the_field(items: list[dict[str, Any]], field: str) -> None:
     with pytest.raises(KvloomError) as caught:
         messages(*items)
     assert caught.value.field == field
+
+
+NOTE = "[image left out: this model reads text only]"
+
+
+@pytest.mark.parametrize(
+    ("item", "kept"),
+    [
+        (CALL | {"arguments": '{"a": "b'}, ToolCall("c1", "f", '{"a": "b"}')),
+        (CALL | {"arguments": None, "namespace": "n", "caller": {"type": "program"}}, ToolCall("c1", "f", "{}")),
+        ({"type": "function_call", "id": "fc_1", "name": "f"}, ToolCall("call_0", "f", "{}")),
+        (
+            {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
+            ToolCall("c1", "apply_patch", '{"input": "*** Begin"}'),
+        ),
+        (
+            {"type": "local_shell_call", "call_id": "c1", "action": {"command": ["ls"]}, "status": "completed"},
+            ToolCall("c1", "local_shell", '{"command": ["ls"]}'),
+        ),
+        (
+            {"type": "apply_patch_call", "call_id": "c1", "operation": {"type": "delete_file", "path": "a"}},
+            ToolCall("c1", "apply_patch", '{"type": "delete_file", "path": "a"}'),
+        ),
+        (
+            {"type": "code_interpreter_call", "code": "1", "call_id": "c1"},
+            ToolCall("c1", "code_interpreter", '{"code": "1"}'),
+        ),
+    ],
+)
+def test_calls_of_any_tool(item: dict[str, Any], kept: ToolCall) -> None:
+    """The history of an agent has calls of tools that this server does not have, and calls that were cut off."""
+    output = {"type": item["type"] + "_output", "call_id": kept.id, "output": "done"}
+    assert messages(USER, item, output, USER)[1:3] == [
+        ChatMessage("assistant", "", tool_calls=(kept,)),
+        ChatMessage("tool", "done", tool_call_id=kept.id, name=kept.name),
+    ]
+
+
+def test_a_call_with_its_result() -> None:
+    """Tools that a server ran have both in one item."""
+    item = {"type": "mcp_call", "id": "mcp_1", "name": "f", "arguments": "{}", "output": "x", "server_label": "s"}
+    assert messages(USER, item, USER)[1:3] == [
+        ChatMessage("assistant", "", tool_calls=(ToolCall("call_0", "f", "{}"),)),
+        ChatMessage("tool", "x", tool_call_id="call_0", name="f"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("output", "kept"),
+    [
+        ([{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "x"}], f"a{NOTE}"),
+        ([{"type": "tool_reference", "name": "f"}], '{"type": "tool_reference", "name": "f"}'),
+        ([{"stdout": "a", "outcome": {"type": "exit"}}], '[{"stdout": "a", "outcome": {"type": "exit"}}]'),
+        ({"type": "computer_screenshot", "image_url": "x"}, '{"type": "computer_screenshot", "image_url": "x"}'),
+        (None, ""),
+    ],
+)
+def test_results_of_any_shape(output: Any, kept: str) -> None:
+    """An image that an agent has read is noted: the user did not ask this model to see it."""
+    assert messages(CALL, OUTPUT | {"output": output})[-1].content == kept
+
+
+@pytest.mark.parametrize(
+    ("item", "kept"),
+    [
+        ({"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"}, []),
+        ({"type": "reasoning", "content": "text"}, [ChatMessage("assistant", "", reasoning="text")]),
+        ({"type": "web_search_call", "id": "ws_1", "status": "completed"}, []),
+        ({"type": "additional_tools", "tools": [{"type": "custom", "name": "x"}]}, []),
+        ({"type": "ghost_snapshot", "ghost_commit": {}}, []),
+        ({"type": "configuration_update", "reasoning": {"effort": "low"}}, []),
+        ({"type": "message", "role": "user", "content": [], "internal_metadata": {}}, [ChatMessage("user", "")]),
+        ({"type": "message", "role": "user", "content": [{"type": "input_image"}]}, [ChatMessage("user", NOTE)]),
+        ({"type": "message", "role": "assistant"}, [ChatMessage("assistant", "")]),
+        (OUTPUT | {"call_id": "gone"}, [ChatMessage("tool", "Snow.", tool_call_id="gone", name="unknown")]),
+    ],
+)
+def test_other_items_of_the_history(item: dict[str, Any], kept: list[ChatMessage]) -> None:
+    """They are kept, mapped to text, or left out: a refusal would repeat at every later turn."""
+    assert messages(USER, item, USER)[1:-1] == kept
+
+
+def test_a_compaction_of_another_server() -> None:
+    """The model has to know that something is missing."""
+    [first, _] = messages({"type": "compaction", "encrypted_content": "x"}, USER)
+    assert first.role == "system"
+    assert "compacted" in first.content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,30 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """A mistyped --config must not start a fleet with defaults."""
     with pytest.raises(ConfigError, match=r"absent\.toml"):
         load_config(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[edge]\ncors_origin = []", "Did you mean cors_origins?"),
+        ("[edge.resume]\ngrace-second = 1", "Did you mean grace_seconds?"),
+        ("[edg]\nport = 1", "Did you mean edge?"),
+        ("max_body_bytes = 3", "It is a key of edge."),
+        ('[[models]]\nalias = ["x"]', "Did you mean aliases?"),
+    ],
+)
+def test_an_unknown_key_is_told_which_one_was_meant(tmp_path: Path, text: str, hint: str) -> None:
+    """Most of them are misspelt, or in another section."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        load_config(path)
+
+
+def test_a_key_that_is_like_no_other_gets_no_guess(tmp_path: Path) -> None:
+    """A wrong guess would be worse than none."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[shard]\nquux = 1")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "mean" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.conversation.tools import Tool
 from kvloom.errors import KvloomError
-from kvloom.guide import MAX_SCHEMA_BYTES, check_guide
+from kvloom.guide import MAX_SCHEMA_BYTES, MAX_TAGS, check_guide
 from kvloom.v1.generation_pb2 import Guide, StructuralTag, StructuralTags
 from kvloom_common.conversation.call_tags import strict_guide
 from kvloom_common.parsers.events import ToolCallArguments, ToolCallStart
@@ -51,7 +51,7 @@ LARGE = json.dumps({"type": "object", "description": "x" * (MAX_SCHEMA_BYTES // 
     ("guide", "message"),
     [
         (StructuralTags(triggers=["<a>"]), "tags"),
-        (StructuralTags(tags=[tag()] * 129, triggers=["<a>"]), "tags"),
+        (StructuralTags(tags=[tag()] * (MAX_TAGS + 1), triggers=["<a>"]), "tags"),
         (StructuralTags(tags=[tag()]), "triggers"),
         (StructuralTags(tags=[tag()], triggers=["<a>", ""]), "1 to 256 bytes"),
         (StructuralTags(tags=[tag()], triggers=["<a>", "a"]), "contain another"),

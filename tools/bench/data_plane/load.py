@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 import msgspec
 import uvloop
 
+from kvloom.transport.addresses import join_address
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_stamps import TICK_SECONDS, seconds_since, stamp_token_ids
 from tools.bench.data_plane.workloads import Workload, request_bodies
@@ -268,7 +269,7 @@ class Connection(asyncio.Protocol):
 def _head(order: Order) -> bytes:
     """Of every request, but for its length."""
     key = f"Authorization: Bearer {order.api_key}\r\n" if order.api_key else ""
-    host = f"Host: {order.host}:{order.port}\r\n"
+    host = f"Host: {join_address(order.host, order.port)}\r\n"
     return f"POST /v1/chat/completions HTTP/1.1\r\n{host}{key}Content-Type: application/json\r\n".encode()
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from kvloom.transport.addresses import split_address
 from kvloom_common.callers import Callers
 
 ATTACKER_HOST: Final = "127.0.0.66"
@@ -72,9 +73,9 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @contextlib.asynccontextmanager
 async def connection(address: str, host: str = ATTACKER_HOST) -> AsyncIterator[Stream]:
     """A connection from an address of the attackers; it is reset at the end. Raises OSError or TimeoutError."""
-    to_host, _, port = address.rpartition(":")
+    to_host, port = split_address(address)
     async with asyncio.timeout(_CONNECT_SECONDS):
-        reader, writer = await asyncio.open_connection(to_host.strip("[]"), int(port), local_addr=(host, 0))
+        reader, writer = await asyncio.open_connection(to_host, port, local_addr=(host, 0))
     try:
         yield reader, writer
     finally:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvloom.backoff import Backoff
+from kvloom.transport.addresses import join_address
 from kvloom_common.config import KvloomConfig, ModelConfig, dump_config
 from kvloom_common.models.configured import configured_models, find_configured, num_configured_shards
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
@@ -158,7 +159,7 @@ class Cluster:
     @property
     def http_address(self) -> str:
         """Where the edges listen themselves, behind the proxies."""
-        return f"{self.config.edge.host}:{self.config.edge.port}"
+        return join_address(self.config.edge.host, self.config.edge.port)
 
     @property
     def router_address(self) -> str:

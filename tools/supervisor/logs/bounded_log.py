@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
 from pathlib import Path
 from typing import Final
+
+from kvloom_common.private_file import move_file, open_private_file
+from tools.failures import CommandError
 
 MAX_LOG_BYTES: Final = 10 * 2**20
 
@@ -21,8 +26,7 @@ class BoundedLog:
         self._path = path
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._rotate_existing()
-        self._file = path.open("wb", buffering=0)
+        self._file = self._new_file()
 
     def write(self, chunk: bytes) -> None:
         for start in range(0, len(chunk), self._max_bytes):
@@ -35,13 +39,21 @@ class BoundedLog:
         try:
             if self._file.closed or self._num_bytes + len(piece) > self._max_bytes:
                 self._file.close()
-                self._rotate_existing()
-                self._file = self._path.open("wb", buffering=0)
+                self._file = self._new_file()
                 self._num_bytes = 0
             self._num_bytes += self._file.write(piece)
         except OSError:  # e.g. a full disk; the next write tries again
             return
 
-    def _rotate_existing(self) -> None:
-        if self._path.exists():
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
+    def _new_file(self) -> io.FileIO:
+        if os.path.lexists(self._path):
+            move_file(self._path, self._path.with_name(self._path.name + ".1"))
+        return io.FileIO(open_private_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w")
+
+
+def open_log(path: Path) -> BoundedLog:
+    """Raises CommandError if it cannot be written."""
+    try:
+        return BoundedLog(path)
+    except OSError as error:
+        raise CommandError(f"the log {path} cannot be written: {error.strerror}") from error

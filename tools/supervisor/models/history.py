@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvloom_common.private_file import make_private_folder, replacement
+
 
 class ModelEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
@@ -42,11 +44,10 @@ class ModelHistory:
             ModelEvent,
         )
         events = [*self.events(), added][-self._max_events :]
-        new_path = self._path.with_suffix(".new")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new_path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in events))
-            new_path.replace(self._path)
+            make_private_folder(self._path.parent)
+            with replacement(self._path) as file:
+                file.writelines(msgspec.json.encode(one) + b"\n" for one in events)
         except OSError as error:
             self._report(f"the history of the models cannot be written to {self._path} ({error.strerror})")
 

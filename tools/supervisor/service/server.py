@@ -50,6 +50,7 @@ from kvloom.v1.supervisor_service_pb2 import (
 from kvloom_common.config import AdapterConfig, ModelConfig
 from kvloom_common.process import service
 from kvloom_common.process.control_socket import SOCKET, short_path
+from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.flag_model import flag_model
@@ -325,7 +326,7 @@ async def serving(
     """Serve as long as the context lasts; its end cancels running calls. Yields the address for other machines, which
     listens on `fleet_host`, or "". Raises CommandError."""
     server = grpc.aio.server(options=service.SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
-    supervisor_service_pb2_grpc.add_SupervisorServiceServicer_to_server(servicer, server)
+    supervisor_service_pb2_grpc.add_SupervisorServiceServicer_to_server(servicer, CheckedServer(server, trust.may_call))
     (run_dir / SOCKET).unlink(missing_ok=True)
     with short_path(run_dir) as short:
         try:

@@ -26,6 +26,7 @@ def state_to_proto(state: FabricState) -> GetStateResponse:
         not_ready=state.not_ready,
         brownouts=state.brownouts,
         alarms=state.alarms,
+        warnings=state.warnings,
         rollouts=[RolloutMessage(**dataclasses.asdict(rollout)) for rollout in state.rollouts],
     )
 
@@ -44,6 +45,7 @@ def state_from_proto(message: GetStateResponse) -> FabricState:
         not_ready=list(message.not_ready),
         brownouts=list(message.brownouts),
         alarms=list(message.alarms),
+        warnings=list(message.warnings),
         rollouts=[RolloutState(**_values(rollout, RolloutState)) for rollout in message.rollouts],
     )
 

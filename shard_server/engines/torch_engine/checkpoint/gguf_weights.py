@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.checkpoint.gguf_config import ROPE_FACTORS
+from shard_server.engines.torch_engine.checkpoint.gguf_config import EMBEDDINGS, OUTPUT, ROPE_FACTORS
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from gguf.gguf_reader import ReaderTensor
 
 _TOP_LEVEL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    EMBEDDINGS: "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    OUTPUT: "lm_head.weight",
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -46,9 +46,9 @@ _MAX_FILE_BYTES = 2**30
 
 def convert_weights(
     gguf_path: Path, reader: GGUFReader, config: dict[str, Any], out_dir: Path, report: Callable[[str], None]
-) -> dict[str, tuple[int, ...]]:
-    """Write model.safetensors, or several files and their index; returns the shapes by name. Raises EngineError."""
-    shapes: dict[str, tuple[int, ...]] = {}
+) -> None:
+    """Write model.safetensors, or several files and their index. Raises EngineError."""
+    names: set[str] = set()
     places: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     num_files = 0
@@ -61,15 +61,13 @@ def convert_weights(
     for number, (name, weight) in enumerate(_converted(gguf_path, reader, config), 1):
         if number % _TENSORS_PER_REPORT == 1:
             report(f"converting the weights to bf16: tensor {number} of {len(reader.tensors)}")
-        if name in shapes:
+        if name in names:
             raise EngineError(f"{gguf_path}: tensor {name!r} is there twice")
-        shapes[name] = tuple(weight.shape)
+        names.add(name)
         pending[name] = weight
         if sum(tensor.nbytes for tensor in pending.values()) >= _MAX_FILE_BYTES:
             num_files += 1
             write(f"model-{num_files:05}.safetensors")
-    if "model.embed_tokens.weight" not in shapes:
-        raise EngineError(f"{gguf_path}: tensor 'token_embd.weight' is missing")
     if not num_files:
         write("model.safetensors")
     else:
@@ -77,7 +75,6 @@ def convert_weights(
             write(f"model-{num_files + 1:05}.safetensors")
         index = json.dumps({"metadata": {}, "weight_map": places}, indent=2)
         (out_dir / "model.safetensors.index.json").write_text(index + "\n")
-    return shapes
 
 
 def _converted(gguf_path: Path, reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,12 +9,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from kvloom_common.private_file import write_private_file
 from shard_server.engines.torch_engine.checkpoint.converted_model import locked
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.kernels.families import FAMILIES, GENERIC, Family, why_missing
@@ -136,9 +136,7 @@ def _kept_or_measured(path: Path, on_progress: OnProgress) -> Family | None:
     family = fastest(probe_in_process, report)
     with contextlib.suppress(OSError):
         content = json.dumps({"family": family.name if family else None, "left_out": left_out})
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        write_private_file(path, content.encode())
     return family
 
 

@@ -12,6 +12,11 @@ import numpy as np
 class GuideError(Exception):
     """The guide cannot be applied; the message is for the client."""
 
+    def __init__(self, message: str, *, names_place: bool = False) -> None:
+        super().__init__(message)
+        self.names_place = names_place
+        """The message says which part of the guide is at fault."""
+
 
 class GuideState(Protocol):
     """The progress of one sequence in its guide. Used by one thread at a time."""

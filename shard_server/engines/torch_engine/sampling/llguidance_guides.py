@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from shard_server.engines.base import EngineError, Guide, GuideKind
-from shard_server.engines.torch_engine.sampling.closed_schema import closed_schema
+from shard_server.engines.torch_engine.sampling.guide_schema import culprit, guide_schema, relaxed
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.sampling.structural_tags import StructuralTagGrammar, special_token_ids
 
@@ -35,9 +35,9 @@ _LIMITS: Final = LLParserLimits(
     verbose_errors=False,
 )
 """A step of the automaton takes 7 ms at most, and its states 40 MB."""
-_JSON_WHITESPACE: Final = r"\n[ \t]{0,32}| "
+_JSON_WHITESPACE: Final = r"\n(?: {0,32}|\t{0,8})| "
 """The whitespace between the parts of a JSON text: enough to indent it. JSON allows any amount, of which small models
-may emit so much that they use up their tokens."""
+may emit so much that they use up their tokens; runs of spaces are few tokens, mixtures are not."""
 _MAX_MESSAGE_CHARS: Final = 200
 _REGEX_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
@@ -158,6 +158,28 @@ class GuideCompiler:
 
     def _compile(self, guide: Guide) -> LLMatcher:
         try:
+            return self._compiled(guide)
+        except GuideError as error:
+            if guide.kind is not GuideKind.JSON_SCHEMA:
+                raise
+            schema = relaxed(guide.text, guide.relaxable, self._compiles)
+            if schema is not None:
+                return self._compiled(Guide(GuideKind.JSON_SCHEMA, schema))
+            if error.names_place:
+                raise
+            where = culprit(guide.text, self._compiles)
+            raise (error if where is None else GuideError(f"{where} cannot be enforced: {error}")) from error
+
+    def _compiles(self, schema: str) -> bool:
+        try:
+            self._compiled(Guide(GuideKind.JSON_SCHEMA, schema))
+        except GuideError:
+            return False
+        return True
+
+    def _compiled(self, guide: Guide) -> LLMatcher:
+        """Raises GuideError."""
+        try:
             grammar = self._grammar(guide)
         except (ValueError, TypeError, RecursionError) as error:
             raise GuideError(str(error)[:_MAX_MESSAGE_CHARS]) from error
@@ -171,7 +193,7 @@ class GuideCompiler:
     def _grammar(self, guide: Guide) -> str:
         match guide.kind:
             case GuideKind.JSON_SCHEMA:
-                schema = json.dumps(closed_schema(json.loads(guide.text)), ensure_ascii=False)
+                schema = json.dumps(guide_schema(guide.text), ensure_ascii=False)
                 return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _JSON_WHITESPACE})
             case GuideKind.REGEX:
                 return LLMatcher.grammar_from_regex(guide.text)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shard_server.engines.torch_engine.sampling.closed_schema import closed_schema
+from shard_server.engines.torch_engine.sampling.guide_schema import guide_schema
 
 
 class StructuralTagGrammar:
@@ -47,7 +47,7 @@ class StructuralTagGrammar:
         return "\n".join(lines)
 
     def _tag(self, tag: Mapping[str, Any], num_triggered: int) -> str:
-        schema = closed_schema(json.loads(tag["json_schema"]))
+        schema = guide_schema(tag["json_schema"])
         schema = {"x-guidance": {"whitespace_pattern": self._whitespace_pattern}, **schema}
         begin, end = self._literal(tag["begin"][num_triggered:]), self._literal(tag["end"])
         return " ".join([*begin, f"%json {json.dumps(schema)}", *end])

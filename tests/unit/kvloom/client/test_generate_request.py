@@ -25,7 +25,7 @@ from kvloom.v1.generation_pb2 import Choices, Guide
         ({"token_ids": [2**32]}, "token_ids"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": 4}]}, "messages[1]"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
         ({"text": "a", "tools": [{"name": "f"}]}, "tools"),
         ({"token_ids": [1], "template_options": {"a": 1}}, "template_options"),
         ({"messages": [], "tools": [{"name": "a b"}]}, "tools[0].name"),
@@ -39,7 +39,7 @@ from kvloom.v1.generation_pb2 import Choices, Guide
         ({"text": "a", "max_tokens": 0}, "max_tokens"),
         ({"text": "a", "temperature": 3.0}, "temperature"),
         ({"text": "a", "temperature": "hot"}, "temperature"),
-        ({"text": "a", "top_p": 0.0}, "top_p"),
+        ({"text": "a", "top_p": -0.1}, "top_p"),
         ({"text": "a", "logprobs": 21}, "logprobs"),
         ({"text": "a", "stop": ["x"] * 17}, "stop"),
         ({"text": "a", "stop": [""]}, "stop[0]"),
@@ -118,3 +118,20 @@ def test_an_unusable_guide_is_named(form: dict[str, Any]) -> None:
     with pytest.raises(KvloomError) as caught:
         build_request({"model": "m", "text": "x", "guide": form})
     assert caught.value.field == "guide"
+
+
+def test_what_earlier_messages_hold_is_no_error() -> None:
+    """A conversation that came from another service continues here."""
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}, {"id": "c"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning": "hm", "annotations": []},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+    ]
+    sent = build_request({"model": "m", "messages": messages}).conversation.messages
+    assert [message.content for message in sent] == ["a[image left out: this model reads text only]", "", "No.", "b"]
+    assert [(call.id, call.name, call.arguments) for call in sent[1].tool_calls] == [
+        ("", "f", '{"a": 1}'),
+        ("c", "", ""),
+    ]
+    assert sent[2].reasoning == "hm"

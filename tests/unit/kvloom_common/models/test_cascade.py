@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom_common.config import CascadeConfig, ConfigError, RouteConfig, RouteRule
+from kvloom_common.json_schema.schema_check import conforms
 from kvloom_common.models.cascade import ANY_JSON, AnswerForm, CandidateChoice, objection
 from kvloom_common.models.model_routes import MAX_CANDIDATES, ModelRoutes, RouteFacts
 from kvloom_common.models.refusals import is_refusal
-from kvloom_common.models.schema_check import conforms
 
 ALL = CascadeConfig(escalate_on=["schema", "logprob", "refusal"])
 FREE = AnswerForm()

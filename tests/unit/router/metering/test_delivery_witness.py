@@ -10,7 +10,7 @@ import msgspec
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
-from router.core.events import ChoiceSpec, Request
+from router.core.events import ChoiceSpec, Request, RequestArrived
 from router.core.frames import Finish, Step
 from router.metering.delivery_witness import DeliveryWitness
 
@@ -22,7 +22,8 @@ class World:
         self.tap = DeliveryWitness(self._witness)
 
     def ask(self, answer_id: str, *choices: ChoiceSpec, client: str = "c", **fields: Any) -> None:
-        self.tap.arrived(Request("r", client, "m", [1, 2, 3], "", choices, answer_id=answer_id, **fields))
+        request = Request("r", client, "m", [1, 2, 3], "", choices, answer_id=answer_id, **fields)
+        self.tap.arrived(RequestArrived(request))
 
     def lines(self) -> list[WitnessLine]:
         self._witness.flush()

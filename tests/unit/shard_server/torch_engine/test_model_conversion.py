@@ -103,6 +103,18 @@ def test_a_complete_directory_is_used_again_and_a_damaged_one_is_made_anew(gguf_
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [model_dir.name]
 
 
+def test_a_conversion_without_weights_has_all_else(gguf_path: Path, tmp_path: Path):
+    """The sim engine reads no weights: for it, a minute and 261 MB of conversion are for nothing."""
+    whole = ensure_converted_model(gguf_path, tmp_path / "whole")
+    light = ensure_converted_model(gguf_path, tmp_path / "light", with_weights=False)
+    files = {path.name for path in whole.iterdir()}
+    assert {path.name for path in light.iterdir()} == files - {"model.safetensors"}
+    for name in files - {"model.safetensors", "conversion.json"}:
+        assert (light / name).read_bytes() == (whole / name).read_bytes()
+    assert ensure_converted_model(gguf_path, tmp_path / "whole", with_weights=False) == whole
+    assert ensure_converted_model(gguf_path, tmp_path / "light") != light, "an engine with weights needs them"
+
+
 def _convert_in_process(arguments: tuple[Path, Path]) -> int:
     """The number of conversions that this process made."""
     messages: list[str] = []

@@ -1,0 +1,157 @@
+"""Streams that have nothing to send for a while, behind proxies that cut connections which are idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import EdgeConfig
+from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+
+COMMENT = b": keep-alive\n"
+PING = b"event: ping\n"
+FAST = 0.015
+CUT_SECONDS = 0.2
+
+
+class CuttingProxy:
+    """Forwards bytes, and cuts a connection over which no byte has come from the server for `CUT_SECONDS`."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.seen = bytearray()
+        """What the server has sent."""
+        self.more = asyncio.Event()
+        self.num_cut = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", self._port)
+
+        async def forward() -> None:
+            while data := await reader.read(65536):
+                back_writer.write(data)
+
+        forwarding = asyncio.create_task(forward())
+        try:
+            while data := await asyncio.wait_for(back_reader.read(65536), CUT_SECONDS):
+                self.seen += data
+                self.more.set()
+                writer.write(data)
+        except TimeoutError:
+            self.num_cut += 1
+        finally:
+            forwarding.cancel()
+            writer.close()
+            back_writer.close()
+
+    async def seen_times(self, what: bytes, num_times: int) -> None:
+        while self.seen.count(what) < num_times:
+            self.more.clear()
+            await self.more.wait()
+
+
+@contextlib.asynccontextmanager
+async def behind_proxy(world: EdgeWorld) -> AsyncIterator[tuple[CuttingProxy, str]]:
+    proxy = CuttingProxy(world.address[1])
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    async with server:
+        yield proxy, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def slow_world(seconds: float = FAST) -> AsyncIterator[EdgeWorld]:
+    async with edge_world(config=EdgeConfig(stream_keep_alive_seconds=seconds)) as started:
+        yield started
+
+
+async def answered_slowly(world: EdgeWorld, proxy: CuttingProxy, mark: bytes) -> None:
+    """The first token comes after a silence that is longer than the proxy allows, and so does the second."""
+    request = await world.link.next_request()
+    enough = int(CUT_SECONDS / FAST)
+    await proxy.seen_times(mark, enough)
+    request.start()
+    request.tokens("Hel")
+    await proxy.seen_times(mark, 2 * enough)
+    request.tokens("lo")
+    request.finish()
+
+
+async def test_a_slow_stream_passes_a_proxy_that_cuts_idle_connections() -> None:
+    """Before the first token, which on a slow model takes minutes, and between tokens."""
+    async with slow_world() as world, behind_proxy(world) as (proxy, url):
+        slow = asyncio.create_task(answered_slowly(world, proxy, COMMENT))
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "x"}], stream=True
+            )
+            text = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        await slow
+        assert "".join(text) == "Hello"
+        assert proxy.num_cut == 0
+
+
+async def test_messages_get_pings() -> None:
+    """Anthropic's API has an event for it, which its clients leave out."""
+    async with slow_world() as world, behind_proxy(world) as (proxy, url):
+        slow = asyncio.create_task(answered_slowly(world, proxy, PING))
+        client = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
+        asked = client.messages.stream(model="tiny", max_tokens=9, messages=[{"role": "user", "content": "x"}])
+        async with client, asked as stream:
+            text = await stream.get_final_text()
+        await slow
+        assert text == "Hello"
+        assert proxy.num_cut == 0
+
+
+async def test_without_it_the_proxy_cuts_the_stream() -> None:
+    """So the test above shows something."""
+    async with slow_world(0) as world, behind_proxy(world) as (proxy, url):
+        with pytest.raises(aiohttp.ClientError):
+            async with world.http.post(f"{url}/v1/chat/completions", json=chat_body(stream=True)) as response:
+                await response.read()
+        assert proxy.num_cut == 1
+        assert not proxy.seen
+
+
+async def test_events_of_a_resumable_stream_keep_their_numbers() -> None:
+    """A comment is no event: a client that returns asks for what follows the last number that it has. OpenAI's client
+    takes an empty line behind an event's number for another event."""
+    async with slow_world() as world, behind_proxy(world) as (proxy, url):
+        slow = asyncio.create_task(answered_slowly(world, proxy, COMMENT))
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "x"}],
+                stream=True,
+                extra_headers={"x-kvloom-resume": "on"},
+            )
+            text = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        await slow
+        assert "".join(text) == "Hello"
+        numbers = [int(line[4:]) for line in bytes(proxy.seen).split(b"\n") if line.startswith(b"id: ")]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_an_early_refusal_keeps_its_status_and_a_late_one_is_an_event() -> None:
+    """Nearly all refusals come at once, and clients retry by their status; after a comment there is none left."""
+    async with slow_world() as world:
+        posted = world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(stream=True))
+        task: asyncio.Task[Any] = asyncio.create_task(posted.__aenter__())
+        (await world.link.next_request()).fail(ErrorReason.ERROR_REASON_QUEUE_FULL)
+        response = await task
+        assert response.status in (429, 503)
+        async with world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(stream=True)) as response:
+            assert response.status == 200
+            (await world.link.next_request()).fail(ErrorReason.ERROR_REASON_QUEUE_FULL)
+            lines = (await response.text()).split("\n")
+        data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert [set(each) for each in data] == [{"error"}]
