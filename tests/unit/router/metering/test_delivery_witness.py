@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_CANCELLED,
+    FINISH_REASON_ERROR,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+)
 from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
 from router.core.events import ChoiceSpec, Request, RequestArrived
@@ -57,6 +62,14 @@ def test_a_continuation_has_what_came_before(tmp_path: Path) -> None:
     step = Step(slots=[1], token_ids=[7], deltas=["x"], finishes=[Finish(1, FINISH_REASON_STOP)])
     world.tap.stepped("c", step)
     assert world.lines() == [WitnessLine("r", 8, answer_id="a", num_prompt_tokens=3, num_resumed_tokens=7)]
+
+
+def test_a_continuation_that_is_refused_has_nothing(tmp_path: Path) -> None:
+    """No usage record says that it was continued. (`kvloom chaos` found it.)"""
+    world = World(tmp_path)
+    world.ask("a", ChoiceSpec(1, 0, [7, 7]))
+    world.tap.stepped("c", Step(finishes=[Finish(1, FINISH_REASON_ERROR)]))
+    assert world.lines() == [WitnessLine("r", 0, False, "a", 3)]
 
 
 def test_an_answer_whose_client_leaves_is_incomplete(tmp_path: Path) -> None:
