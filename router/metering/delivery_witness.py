@@ -104,7 +104,8 @@ class DeliveryWitness:
         delivery.is_complete &= is_complete
         if not delivery.num_open:
             line, count = delivery.line, delivery.num_tokens
-            if not delivery.is_complete and count == line.num_resumed_tokens:
-                count = 0  # it may have been refused: then what its client had before is not of this request
+            if line.num_resumed_tokens and count == line.num_resumed_tokens:
+                # Nothing was computed for it: what its client had before may count, or not (UsageRecord.counting).
+                count, delivery.is_complete = 0, False
                 line = msgspec.structs.replace(line, num_resumed_tokens=0)
             self._witness.note(msgspec.structs.replace(line, num_output_tokens=count, is_complete=delivery.is_complete))

@@ -36,6 +36,7 @@ from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import LONG_HANG_SHARE, Fault, FaultKind, plan_faults
 from tools.chaos.fabric.injector import Injector
 from tools.chaos.fabric.quiescence import wait_for_quiescence
+from tools.chaos.tenants.hostile import greedy_tenant, hostile_tenant
 from tools.chaos.tenants.tenancy import Tenancy
 from tools.chaos.users import PATIENCE_SECONDS, QuestionSource, UserContext, run_user
 from tools.failures import CommandError
@@ -193,7 +194,7 @@ class _Run:
                 await self._set_up_tenants(self._tenancy)
             self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
             log_dir = self._cluster.folder.log_dir
-            attackers = attackers_tenants(self._cluster.trust.caller_key)
+            attackers = attackers_tenants(self._cluster.trust.caller_key) | {hostile_tenant().id, greedy_tenant().id}
             self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")], attackers)
             async with self._context() as context:
                 await self._run_users_and_faults(context)

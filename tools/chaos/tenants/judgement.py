@@ -49,7 +49,9 @@ def judge_tenants(
     end: float,
 ) -> dict[str, Any]:
     """Figures, with `problems`. `end`: when all faults were over, on the monotonic clock."""
-    usage = [UsageRecord(_name_of(one), one.num_output_tokens) for one in books.answers]
+    ids = {tenant.id for tenant in tenants}
+    answers = [one for one in books.answers if one.tenant in ids]  # attackers use the users' names
+    usage = [UsageRecord(_name_of(one), one.num_output_tokens) for one in answers]
     deliveries = [
         record.delivery(may_miss_usage_record=may_miss_usage_record(record, disturbances)) for record in records
     ]
@@ -64,7 +66,7 @@ def judge_tenants(
         *(f"control has metered too much: {line}" for line in metering.over[:MAX_LISTED]),
         *(f"control has metered too little: {line}" for line in metering.under[:MAX_LISTED]),
         *([] if found.is_exact else (f"usage reconcile: {line}" for line in found.differences)),
-        *_charged_refusals(records, books.answers),
+        *_charged_refusals(records, answers),
     ]
     problems = [
         *mis_metered,
