@@ -98,6 +98,8 @@ class ModelConfig(Section):
     max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 64
     """Adapters of a larger rank are refused."""
     defaults: GenerationDefaults = msgspec.field(default_factory=GenerationDefaults)
+    reads_generation_config: bool = True
+    """Whether what `defaults` does not say is taken from the model's generation_config.json, as vLLM does it."""
     shard: dict[str, Any] = {}
     """The settings of [shard] that differ for the shards of this model, e.g. `num_shards` or `engine`."""
 
