@@ -19,7 +19,7 @@ def guide_of(body: GenerationBody) -> BodyGuide | None:
         if found is not None:
             raise invalid_argument("Give either response_format or structured_outputs.", ALL_OUTPUT)
         found = _of_structured_outputs(body.structured_outputs)
-    if body.guided_json or body.guided_regex or body.guided_choice or body.guided_grammar:
+    if body.guided_regex or body.guided_choice or body.guided_grammar or _is_given(body.guided_json):
         found = _of_predecessors(body, is_only=found is None)
     if found is not None:
         check_guide(found.guide, found.field)
@@ -44,7 +44,8 @@ def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
 
 def _of_predecessors(body: GenerationBody, *, is_only: bool) -> BodyGuide:
     """What older clients of vLLM say instead of `structured_outputs`."""
-    names = [name for name in ("json", "regex", "choice", "grammar") if getattr(body, GUIDED + name)]
+    names = [name for name in ("regex", "choice", "grammar") if getattr(body, GUIDED + name)]
+    names += ["json"] if _is_given(body.guided_json) else []
     if not is_only or len(names) > 1:
         raise invalid_argument(f"{GUIDED}{names[-1]}: give one form of the answer only.", GUIDED + names[-1])
     wanted = StructuredOutputs(
