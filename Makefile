@@ -21,7 +21,7 @@ test test-long test-pythons test-cpus unit: export OMP_WAIT_POLICY = passive
 # Many processes start: each would compile what the last one did.
 run test test-long test-pythons test-cpus unit: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit fuzz test-schemathesis test-clients clean
+.PHONY: help run test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit wheels fuzz test-schemathesis test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -92,6 +92,10 @@ $(STAMP)/clients-node: tests/clients/node/package.json
 	@# Without a lock file, which would name the registry.
 	@cd tests/clients/node && npm install --silent --no-package-lock --no-audit --no-fund
 	@mkdir -p $(STAMP) && touch $@
+
+wheels: setup-dev ## Both wheels, the SDK's and the fabric's, in dist/ (docs/install.md).
+	$(BIN)/hatchling build -t wheel -d $(CURDIR)/dist
+	cd fabric && ../$(BIN)/hatchling build -t wheel -d $(CURDIR)/dist
 
 check: lint types imports protos-check ## All that needs no running code.
 

@@ -254,7 +254,8 @@ def test_adapters_come_and_go_by_command_and_by_call(fabric: RunningFabric, tmp_
         return f"{done.returncode}\n{done.stdout}{done.stderr}"
 
     def listed(name: str) -> str:
-        return next((line for line in kvloom("list").splitlines() if line.startswith(f"{BUILTIN}:{name} ")), "")
+        lines = map(str.strip, kvloom("list").splitlines())
+        return next((line for line in lines if line.startswith(f"{BUILTIN}:{name} ")), "")
 
     assert kvloom("load-adapter", BUILTIN, "law", str(tmp_path)).startswith("0")
     assert "there is an adapter" in kvloom("load-adapter", BUILTIN, "law", str(tmp_path))

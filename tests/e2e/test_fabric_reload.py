@@ -122,6 +122,7 @@ def test_models_of_the_file_come_and_go(fabric: RunningFabric, file: Path, folde
     file.write_text(both + 'aliases = ["new"]\nshard = { num_shards = 2 }\n')
     assert reload_lines(fabric, "--restart") == [
         "models.second.shard.num_shards: needs kvloom models unload second, and then kvloom reload",
+        "shard-second-0 is the only shard of its model: shard-second-0-spare serves meanwhile",
         "shard-second-0 was restarted",
         "models.second.aliases: applied",
     ]

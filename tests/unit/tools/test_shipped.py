@@ -51,3 +51,22 @@ def test_the_command_alone_names_what_is_left_out():
         REPOSITORY / "kvloom_common/process/extras.py",
         REPOSITORY / "tools/cli/commands.py",
     }
+
+
+def test_no_page_says_that_pip_finds_kvloom_by_itself() -> None:
+    """`pip install kvloom` was in the docs while no index had it: a make target builds both, and pip is told where."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    promised = [
+        f"{page.name}: {line}"
+        for page in pages
+        for line in page.read_text().splitlines()
+        if "pip install" in line and "kvloom" in line.partition("pip install")[2].partition("#")[0]
+        if "--find-links" not in line and "-e ." not in line
+    ]
+    assert not promised
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert "\nwheels:" in makefile
+    for project in ("kvloom", "kvloom-fabric"):
+        folder = REPOSITORY if project == "kvloom" else REPOSITORY / "fabric"
+        assert f'name = "{project}"' in (folder / "pyproject.toml").read_text()
+    assert makefile.count("hatchling build -t wheel") == 2
