@@ -69,8 +69,9 @@ fuzz: setup-dev ## Fuzz for SECONDS=60, all targets or TARGET="name name"; failu
 
 CLIENTS_PYTHON = $(patsubst tests/clients/python/%.txt,$(STAMP)/clients-%,$(wildcard tests/clients/python/*.txt))
 
-test-clients: setup-dev $(CLIENTS_PYTHON) $(STAMP)/clients-node ## The clients of others (openai, LangChain and more), which it installs. ARGS="--only openai" for some.
+test-clients: setup-dev $(CLIENTS_PYTHON) $(STAMP)/clients-node $(STAMP)/clients-agents ## The clients of others (openai, LangChain and more), which it installs. ARGS="--only openai" for some, AGENT_ARGS for agents.
 	$(BIN)/python -m tests.clients.run $(ARGS)
+	$(BIN)/python -m tests.clients.run_agents $(AGENT_ARGS)
 	KVLOOM_TEST_CLIENTS=1 $(BIN)/python -m pytest -q tests/integration/test_client_recipes.py
 
 $(STAMP)/clients-%: tests/clients/python/%.txt
@@ -78,6 +79,11 @@ $(STAMP)/clients-%: tests/clients/python/%.txt
 	@rm -rf .venv-clients/$* && $(PYTHON) -m venv .venv-clients/$*
 	@.venv-clients/$*/bin/python -m pip install --quiet --no-input --upgrade pip
 	@.venv-clients/$*/bin/python -m pip install --quiet --no-input -r $<
+	@mkdir -p $(STAMP) && touch $@
+
+$(STAMP)/clients-agents: tests/clients/agents/package.json
+	@echo "setup: agents of $< (1.5 GB)"
+	@cd tests/clients/agents && npm install --silent --no-package-lock --no-audit --no-fund
 	@mkdir -p $(STAMP) && touch $@
 
 $(STAMP)/clients-node: tests/clients/node/package.json

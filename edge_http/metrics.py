@@ -112,6 +112,12 @@ class EdgeMetrics:
             ("route", "model", "continued_by"),
             registry=registry,
         )
+        self._nonconforming_calls = Counter(
+            "kvloom_edge_nonconforming_calls",
+            "Demanded tool calls whose arguments do not conform to their tool's schema, of which a guide has not "
+            "followed all. Unit: calls.",
+            registry=registry,
+        )
         self._ignored_fields = CounterFamily(
             "kvloom_edge_ignored_fields",
             "Fields of requests that are not known and were left out, by name; of many names, most are `other`. Unit: "
@@ -179,6 +185,9 @@ class EdgeMetrics:
     def on_ignored_field(self, field: str) -> None:
         """`field` is one of a bounded number of names."""
         self._ignored_fields.labels(field).total += 1
+
+    def on_nonconforming_call(self) -> None:
+        self._nonconforming_calls.inc()
 
     def on_disconnect(self) -> None:
         self._disconnects.inc()

@@ -153,14 +153,19 @@ def _check_structural_tags(guide: StructuralTags, field: str) -> None:
             raise invalid_argument(f"{field}: every tag must begin with a trigger.", field)
         if max(len(tag.begin.encode()), len(tag.end.encode())) > MAX_TAG_BYTES:
             raise invalid_argument(f"{field}: a tag's begin or end is longer than {MAX_TAG_BYTES} bytes.", field)
+        if guide.json_schema and not (tag.json_schema or tag.end):
+            continue
         total.values |= _check_schema(tag.json_schema, field).values
         if not tag.json_schema.lstrip().startswith("{"):
             raise invalid_argument(f"{field}: the schema must be a JSON object.", field)
+    if guide.json_schema:
+        total.values |= _check_schema(guide.json_schema, field).values
     total.check(field)
     for trigger in triggers:
         if not any(tag.begin.startswith(trigger) for tag in tags):
             raise invalid_argument(f"{field}: no tag begins with the trigger {trigger!r}.", field)
-    if sum(len(tag.json_schema.encode()) for tag in tags) > MAX_SCHEMA_BYTES:
+    schemas = [guide.json_schema, *(tag.json_schema for tag in tags)]
+    if sum(len(schema.encode()) for schema in schemas) > MAX_SCHEMA_BYTES:
         raise invalid_argument(f"{field}: the schemas are longer than {MAX_SCHEMA_BYTES} bytes together.", field)
 
 

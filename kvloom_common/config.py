@@ -9,6 +9,7 @@ Unknown keys and wrong types are errors that name the key. `tools` applies comma
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -97,6 +98,8 @@ class ModelConfig(Section):
     max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 64
     """Adapters of a larger rank are refused."""
     defaults: GenerationDefaults = msgspec.field(default_factory=GenerationDefaults)
+    reads_generation_config: bool = True
+    """Whether what `defaults` does not say is taken from the model's generation_config.json, as vLLM does it."""
     shard: dict[str, Any] = {}
     """The settings of [shard] that differ for the shards of this model, e.g. `num_shards` or `engine`."""
 
@@ -247,6 +250,9 @@ class EdgeConfig(Section):
 
     host: str = "127.0.0.1"
     port: Port = 8080
+    root_path: Annotated[str, Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$", max_length=256)] = ""
+    """The path below which a proxy serves the edges, e.g. "/llm": requests may have it or not, and the pages and
+    /openapi.json name it. Empty: there is none."""
     num_edges: Annotated[int, Meta(ge=1, le=256)] = 1
     """How many edges `kvloom up` starts. They share the port."""
     colocate: bool = False
@@ -781,13 +787,22 @@ class TensorRtLlmConfig(Section):
     cache_transceiver: TensorRtCacheTransceiverConfig = msgspec.field(default_factory=TensorRtCacheTransceiverConfig)
 
 
+SMALL_MACHINE_CORES: Final = 2
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class ShardConfig(Section):
     """The shards, and the engine that each runs."""
 
     engine: str = "torch"
     """torch, sim, tensorrt_llm, or the name of a plugin's engine (docs/plugins.md)."""
-    num_shards: PositiveInt = 2
-    """How many shards `kvloom up` starts."""
+    num_shards: Annotated[int, Meta(ge=0)] = 0
+    """How many shards `kvloom up` starts. 0: two, or one of the torch engine on a machine with at most two cores, which
+    two would share, each with the weights in memory."""
     host: str = "127.0.0.1"
     reflection: bool = True
     """As for the router."""
@@ -826,8 +841,13 @@ class ShardConfig(Section):
     """The settings of a plugin's engine, which only that engine knows and checks."""
 
     def __post_init__(self) -> None:
-        if self.num_prefill_shards and self.num_prefill_shards >= self.num_shards:
-            raise ValueError(f"num_prefill_shards must leave one of {self.num_shards} shards for answers")
+        if self.num_prefill_shards and self.num_prefill_shards >= self.num_started:
+            raise ValueError(f"num_prefill_shards must leave one of {self.num_started} shards for answers")
+
+    @property
+    def num_started(self) -> int:
+        """`num_shards`, with what 0 stands for on this machine."""
+        return self.num_shards or (1 if self.engine == "torch" and num_cores() <= SMALL_MACHINE_CORES else 2)
 
 
 class SafetyConfig(Section):

@@ -42,6 +42,9 @@ class WitnessLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was computed before the first new token; 0: not counted."""
     num_resumed_tokens: int = 0
     """What its client had when it continued the answer here, as far as a ticket proves it."""
+    is_settled: bool = False
+    """Takes the place of the line of the answer that began behind as many tokens: the client has not received all that
+    was sent."""
 
 
 def witness_files(data_dir: Path) -> list[Path]:

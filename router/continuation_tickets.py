@@ -22,8 +22,10 @@ from typing import Final
 import msgspec
 
 from kvloom.sampling import is_greedy
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.trust.seal import Sealer, SealError
+from router.core.actions import RequestEnded
 from router.core.events import Request
 
 LIFETIME_SECONDS: Final = 3600.0
@@ -58,8 +60,9 @@ class ContinuationTickets:
         self._earlier_uses: Counter[str] = Counter()
         """In the period before that."""
         self._tenant_uses: Counter[str] = Counter()
-        self._open: dict[str, str] = {}
-        """Client id of a request whose ticket was believed -> the answer."""
+        self._open: dict[tuple[str, str], tuple[str, bool]] = {}
+        """Client and request id of a request whose ticket was believed -> the answer, and whether its client has no
+        other requests."""
         self._began_at = clock()
 
     def issue(self, digest: str, answer_id: str, num_cached_tokens: int) -> bytes:
@@ -67,9 +70,10 @@ class ContinuationTickets:
         ticket = Ticket(answer_id, num_cached_tokens, self._clock())
         return self._sealer.encrypt(digest, msgspec.json.encode(ticket))
 
-    def redeem(self, sealed: bytes, digest: str, request: Request) -> Ticket | None:
+    def redeem(self, sealed: bytes, digest: str, request: Request, *, is_alone: bool) -> Ticket | None:
         """What the ticket says, if it holds for the request with this digest; this counts as a use. None: it is forged,
-        damaged, expired, used up, or belongs to another request."""
+        damaged, expired, used up, or belongs to another request. `is_alone`: the client stream has no other
+        requests."""
         if not sealed or len(sealed) > MAX_TICKET_BYTES:
             return None
         try:
@@ -87,13 +91,17 @@ class ContinuationTickets:
             return None
         self._uses[name] += 1
         self._tenant_uses[request.tenant] += 1
-        self._open[request.client_id] = name
+        self._open[request.client_id, request.request_id] = name, is_alone
         return ticket
 
-    def request_ended(self, client_id: str, tenant: str, *, was_computed: bool) -> None:
+    def request_ended(self, ended: RequestEnded) -> None:
         """A refusal is no use: the client may ask again."""
-        name = self._open.pop(client_id, None)
-        if name is None or was_computed:
+        key, tenant = (ended.client_id, ended.request_id), ended.tenant
+        name, is_alone = self._open.get(key, ("", False))
+        if not name or (ended.error_reason == ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID and not is_alone):
+            return  # on a stream of many requests, the one with the ticket may run under this name
+        del self._open[key]
+        if ended.num_attempts:
             return
         for uses, key in ((self._uses, name), (self._tenant_uses, tenant)):
             if uses[key] > 0:

@@ -378,7 +378,8 @@ class Intake:
             request = self._with_claims(request, model, answer_id) if request.has_output else request
             return msgspec.structs.replace(request, answer_id=answer_id)
         if request.has_output or num_ended:
-            ticket = tickets.redeem(wanted.continuation_ticket, digest, request)
+            is_alone = isinstance(wanted, GenerateRequest)
+            ticket = tickets.redeem(wanted.continuation_ticket, digest, request, is_alone=is_alone)
             if ticket is None:
                 return self._with_claims(request, model, answer_id)
             # What its earlier output is, only the client says: it is screened as a prompt.

@@ -80,8 +80,9 @@ from router.links.moderation import Moderation
 from router.links.safety_finder import safety_finder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
-from router.metering.delivery_witness import DeliveryWitness
+from router.metering.delivery_witness import DeliveryWitness, note_settled
 from router.metering.metering import Metering
+from router.metering.suspensions import Suspensions, is_believed
 from router.metrics import RouterMetrics
 from router.receipts.writer import ReceiptWriter, chat_template_checksum
 from router.result_cache.cache import ResultCache
@@ -192,6 +193,7 @@ class RouterServer:
             remembers_unplaced=config.router.decision_log.sample_share > 0,
         )
         self._usage_records = UsageRecords()
+        self._suspensions = Suspensions()
         self._metering: Metering | None = None
         """None without tenants."""
         if callers.identities is not None:
@@ -352,6 +354,7 @@ class RouterServer:
                     owned.append(tasks.create_task(self._connect_safety(self._safety_link), name="safety link"))
                 if self._metering is not None:
                     owned.append(tasks.create_task(self._metering.run(), name="metering"))
+                    owned.append(tasks.create_task(self._suspensions.watch(), name="suspensions"))
                 if self._leases is not None:
                     owned.append(tasks.create_task(self._leases.run(), name="leases of limits"))
                 if self._decision_writer is not None:
@@ -526,10 +529,8 @@ class RouterServer:
         record = b""
         if self._metering is not None:
             record = self._metering.request_ended(ended)
-            if ended.usage is not None and ended.usage.answer_id:
-                record = b""  # what a client outside the fabric says of lost tokens is no reason to charge less
         if self._tickets is not None:
-            self._tickets.request_ended(ended.client_id, ended.tenant, was_computed=ended.num_attempts > 0)
+            self._tickets.request_ended(ended)
         self._usage_records.request_ended(ended, record)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
@@ -546,8 +547,10 @@ class RouterServer:
                     self._metering.discarded(record)
 
     def tokens_credited(self, credit: Credit) -> None:
-        if self._metering is not None and credit.record:
-            self._metering.tokens_lost(credit.record, credit.num_tokens)
+        if self._metering is not None and credit.record and is_believed(credit.record, self._suspensions):
+            corrected = self._metering.tokens_lost(credit.record, credit.num_tokens)
+            if self._witness is not None:
+                note_settled(self._witness, corrected)
         self._metrics.tokens_credited(credit)
 
     def request_refused(self, error: KvloomError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
@@ -80,7 +81,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     stop_token_ids = frozenset(submit.stop.stop_token_ids)
     if not submit.stop.ignore_eos:
         stop_token_ids |= info.eos_token_ids
-    guide = guide_of(submit.sampling) if submit.sampling.HasField("guide") else None
+    guide = guide_of(submit.sampling, info.capabilities) if submit.sampling.HasField("guide") else None
     kv_share = KvShare(submit.kv_share.owner, submit.kv_share.percent) if submit.HasField("kv_share") else None
     class_rank = submit.class_rank if submit.HasField("class_rank") else INTERACTIVE_RANK
     seed = submit.sampling.seed if submit.sampling.HasField("seed") else secrets.randbits(64)
@@ -160,7 +161,7 @@ def _sampling(
     )
 
 
-def guide_of(sampling: SamplingParams) -> Guide:
+def guide_of(sampling: SamplingParams, capabilities: AbstractSet[Capability] = frozenset(Capability)) -> Guide:
     """The guide in the form that engines accept; `sampling` has been checked."""
     guide = sampling.guide
     match guide.WhichOneof("form"):
@@ -172,6 +173,8 @@ def guide_of(sampling: SamplingParams) -> Guide:
             return Guide(GuideKind.CHOICE, json.dumps(list(guide.choice.texts), ensure_ascii=False))
         case "grammar":
             return Guide(GuideKind.GRAMMAR, guide.grammar)
+        case "structural_tags" if Capability.STRUCTURAL_TAGS not in capabilities:
+            return Guide(GuideKind.JSON_SCHEMA, guide.structural_tags.json_schema)  # the JSON alone
         case "structural_tags":
             return Guide(GuideKind.STRUCTURAL_TAGS, _structural_tags(guide.structural_tags))
         case _:
@@ -180,7 +183,8 @@ def guide_of(sampling: SamplingParams) -> Guide:
 
 def _structural_tags(wanted: StructuralTags) -> str:
     tags = [{"begin": tag.begin, "json_schema": tag.json_schema, "end": tag.end} for tag in wanted.tags]
-    return json.dumps({"tags": tags, "triggers": list(wanted.triggers)}, ensure_ascii=False)
+    form = {"json_schema": wanted.json_schema} if wanted.json_schema else {}
+    return json.dumps({"tags": tags, "triggers": list(wanted.triggers), **form}, ensure_ascii=False)
 
 
 def _max_tokens(submit: ShardSubmit, num_prompt_tokens: int, info: EngineInfo) -> int:
@@ -242,7 +246,7 @@ def _check_capabilities(submit: ShardSubmit, info: EngineInfo) -> None:
         (Capability.GUIDED, sampling.HasField("guide"), GUIDE_FIELD, "has no guided decoding"),
         (
             Capability.STRUCTURAL_TAGS,
-            sampling.guide.WhichOneof("form") == "structural_tags",
+            sampling.guide.WhichOneof("form") == "structural_tags" and not sampling.guide.structural_tags.json_schema,
             GUIDE_FIELD,
             "cannot guide structures in free text, as strict tools need it",
         ),

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from edge_http.answers.checked_output import CheckedOutput
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.anthropic.formatter import MessageOptions, MessagesFormatter
 from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, client_tools_of
@@ -19,6 +20,11 @@ from kvloom.conversation.tools import Tool
 from kvloom_common.parsers.output_parser import make_parser
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
 from kvloom_common.text.tokenizer import ModelTokenizer
+
+
+def _do_nothing() -> None:
+    pass
+
 
 _PROMPT_FIELDS: Final = {"completion": "prompt", "responses": "input"}
 
@@ -45,11 +51,17 @@ def prompt_field_of(shape: ResponseShape) -> str:
     return _PROMPT_FIELDS.get(shape.api, "messages")
 
 
-def parsed_outputs(shape: ResponseShape, num_choices: int) -> list[ParsedOutput]:
-    """One for each choice; none if all output is text."""
+def parsed_outputs(
+    shape: ResponseShape, num_choices: int, on_nonconforming: Callable[[], None] = _do_nothing
+) -> list[ParsedOutput]:
+    """One for each choice; none if all output is text. `on_nonconforming` is called for each demanded call whose
+    arguments do not conform to its tool's schema."""
     spec = shape.parser
     if spec is None:
         return []
+    if spec.only_calls:
+        parsers = [make_parser(spec, shape.tools) for _ in range(num_choices)]
+        return [CheckedOutput(parser, shape.tools, on_nonconforming) for parser in parsers]
     return [
         ParsedOutput(make_parser(spec, shape.tools), starts_in_reasoning=spec.starts_in_reasoning)
         for _ in range(num_choices)

@@ -116,6 +116,7 @@ _REFUSED: Final = {
 _HARMLESS_EDIT: Final = "clear_thinking_"
 """Context edits of this kind leave out old thinking, as chat templates do by themselves."""
 
+_CONTENT: Final = msgspec.json.Decoder(list[ContentBlock])
 _CONTENT_BLOCK: Final = msgspec.json.Decoder(ContentBlock)
 _RESULT_BLOCK: Final = msgspec.json.Decoder(ResultBlock)
 _Body = TypeVar("_Body", bound=PromptBody)
@@ -151,25 +152,32 @@ def _with_known_blocks(raw: bytes) -> bytes:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
         return raw
     for message in messages:
-        for block in message["content"]:
-            if (
-                isinstance(block, dict)
-                and block.get("type") == "tool_result"
-                and isinstance(block.get("content"), list)
-            ):
+        if _is_known(message["content"], _CONTENT):
+            continue
+        results = [
+            block for block in message["content"] if isinstance(block, dict) and block.get("type") == "tool_result"
+        ]
+        for block in results:
+            if isinstance(block.get("content"), list):
                 block["content"] = [_known(each, _RESULT_BLOCK) for each in block["content"]]
-        if message is not asked_one:
+        if message is not asked_one or results:
             message["content"] = [_known(block, _CONTENT_BLOCK) for block in message["content"]]
     return msgspec.json.encode(body)
 
 
 def _known(block: Any, decoder: msgspec.json.Decoder[Any]) -> Any:
+    if _is_known(block, decoder):
+        return block
+    text = block.get("text") if isinstance(block, dict) else None
+    return {"type": "text", "text": text if isinstance(text, str) else ""}
+
+
+def _is_known(value: Any, decoder: msgspec.json.Decoder[Any]) -> bool:
     try:
-        decoder.decode(msgspec.json.encode(block))
+        decoder.decode(msgspec.json.encode(value))
     except (msgspec.MsgspecError, RecursionError):
-        text = block.get("text") if isinstance(block, dict) else None
-        return {"type": "text", "text": text if isinstance(text, str) else ""}
-    return block
+        return False
+    return True
 
 
 def check_version(version: str | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from edge_http.anthropic.requests import MessagesBody, PromptBody
+from edge_http.formatting.body_guide import BodyGuide
 from edge_http.formatting.decoding import json_text
 from kvloom.errors import invalid_argument, unsupported
 from kvloom.guide import check_guide
@@ -89,7 +90,7 @@ def omits_thinking(body: PromptBody) -> bool:
     return body.thinking is not None and body.thinking.display == "omitted"
 
 
-def output_guide(body: PromptBody) -> tuple[Guide, str] | None:
+def output_guide(body: PromptBody) -> BodyGuide | None:
     """The guide of a structured output, and the field that asks for it. Raises KvloomError (INVALID_ARGUMENT,
     UNSUPPORTED_PARAMETER)."""
     wanted, field = body.output_format, "output_format"
@@ -102,4 +103,4 @@ def output_guide(body: PromptBody) -> tuple[Guide, str] | None:
     field += ".schema"
     guide = Guide(json_schema=json_text(wanted.schema, field))
     check_guide(guide, field)
-    return guide, field
+    return BodyGuide(guide, field)

@@ -258,7 +258,7 @@ async def _whole_body(
     lease: ByteLease,
 ) -> WholeBody:
     """Raises KvloomError."""
-    parsed = parsed_outputs(job.shape, job.num_choices)
+    parsed = parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call)
     collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
     begin_answer(name, job.model.name, collected)
     if edge.usage is not None:
@@ -335,7 +335,7 @@ def _headers(request: web.BaseRequest, job: GenerationJob, name: str) -> dict[st
 def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> dict[str, Any]:
     """Return the options for what a streamed answer contains besides its text."""
     return {
-        "parsed": parsed_outputs(job.shape, job.num_choices),
+        "parsed": parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call),
         "with_details": wants_details(request),
         "with_explanation": wants_explanation(request),
         "with_cache_use": edge.has_result_cache,

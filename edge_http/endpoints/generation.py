@@ -12,8 +12,9 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
-from edge_http.openai.guide import guide_of, with_calls
+from edge_http.openai.guide import guide_of
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens, truncated
 from edge_http.openai.prompt_report import prompt_report

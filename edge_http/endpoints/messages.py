@@ -27,6 +27,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.body_guide import BodyGuide, with_calls
 from edge_http.formatting.client_tools import left_out_headers
 from edge_http.openai.prompt import Prompt, chat_prompt
 from edge_http.side_call import side_call
@@ -36,7 +37,6 @@ from edge_http.wire.json_response import json_response
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import Guide
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
@@ -54,8 +54,7 @@ class _Prepared(NamedTuple):
     tools: MessageTools
     plan: ToolPlan
     parser: ParserSpec | None
-    guide: Guide | None
-    guide_field: str
+    guide: BodyGuide | None
 
 
 async def messages(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -102,7 +101,7 @@ async def _job(
         prompts=[prepared.prompt],
         prompt_sizes=[num_prompt_tokens],
         n=1,
-        sampling=sampling_of(body, prepared.guide),
+        sampling=sampling_of(body, None if prepared.guide is None else prepared.guide.guide),
         stop=stop_conditions(body, max_tokens if room is None else min(room, max_tokens)),
         max_tokens_field="max_tokens",
         stream=bool(body.stream),
@@ -112,7 +111,7 @@ async def _job(
         body_digest=digest_of(raw),
         headers={ANTHROPIC_REQUEST_ID: request_id(request), **left_out_headers(prepared.tools.left_out)},
         shape=shape_of("messages", prepared.parser, prepared.plan.tools, **msgspec.structs.asdict(options)),
-        guide_field=prepared.guide_field,
+        guide_field="" if prepared.guide is None else prepared.guide.field,
     )
 
 
@@ -125,11 +124,10 @@ async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel
         model=model.output,
         place=ToolPlace(at="", schema="input_schema", numbers=tools.numbers),
     )
-    guide, guide_field = output_guide(body) or (None, "")
-    if guide is not None and plan.tools:
-        raise invalid_argument(f"{guide_field} leaves no room for calls: use it without tools.", guide_field)
+    form = output_guide(body)
+    guide = with_calls(form, plan, "tools")
     chat, continues = chat_messages(body), is_continued(body)
-    if continues and (guide is not None or plan.guide is not None or thinks(body)):
+    if continues and (guide is not None or thinks(body)):
         message = "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
         raise invalid_argument(message, "messages")
     prompt, rendered = await chat_prompt(
@@ -141,13 +139,11 @@ async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel
         scope=scope,
         is_continued=continues,
     )
-    parser = None if guide is not None else prompted(plan.parser, rendered)
+    parser = None if form is not None and guide is form else prompted(plan.parser, rendered)
     if continues and parser is not None:
         starts = starts_in_reasoning(parser, rendered)
         parser = dataclasses.replace(parser, starts_in_reasoning=starts)
-    if plan.guide is not None:
-        guide, guide_field = plan.guide, "tools"
-    return _Prepared(model, prompt, tools, plan, parser, guide, guide_field)
+    return _Prepared(model, prompt, tools, plan, parser, guide)
 
 
 def _room(window: int, num_prompt_tokens: int) -> int | None:

@@ -11,8 +11,8 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
-from edge_http.openai.guide import with_calls
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.input_items import conversation
 from edge_http.openai.responses.parameters import as_chat, echo_of, max_tokens_of, template_options, text_guide
@@ -61,6 +61,7 @@ async def _job(
     scope = edge.callers.cache_scope_of(request)
     prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, "input", scope=scope)
     parser = prompted(plan.parser, rendered)
+    echo = echo_of(body, given, model.default_sampling)
     return GenerationJob(
         operation="chat",
         id_prefix="resp_",
@@ -77,7 +78,7 @@ async def _job(
         tier=tier_of(shared),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("responses", parser, plan.tools, echo=echo_of(body, given), **options_of(given.client_tools)),
+        shape=shape_of("responses", parser, plan.tools, echo=echo, **options_of(given.client_tools)),
         headers=left_out_headers(given.left_out),
         guide_field="" if guide is None else guide.field,
     )

@@ -14,7 +14,6 @@ are history, in which nothing is refused.
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
@@ -117,6 +116,8 @@ class BodyReader(Generic[_T]):
         self._decoder = msgspec.json.Decoder(kind)
         self._refused: Mapping[str, Refused] = refused or {}
         self._mend = mend
+        self._known: _Known | None = None
+        """Made for the first body that needs it."""
 
     def read(self, raw: bytes, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS) -> _T:
         """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
@@ -127,7 +128,9 @@ class BodyReader(Generic[_T]):
 
     def _read_slowly(self, raw: bytes, rules: FieldRules, headers: Mapping[str, str]) -> _T:
         ignored: list[str] = []
-        pruned = self._pruned(raw, _known_fields(self._kind), "", ignored, is_strict=rules.is_strict(headers))
+        if self._known is None:
+            self._known = _known_fields(self._kind)
+        pruned = self._pruned(raw, self._known, "", ignored, is_strict=rules.is_strict(headers))
         try:
             body = self._decoder.decode(pruned)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -202,7 +205,6 @@ _Known = dict[str, Any]
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-@functools.cache
 def _known_fields(kind: type) -> _Known:
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType)

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
-
 import msgspec
 
+from edge_http.formatting.body_guide import ALL_OUTPUT, GUIDED, BodyGuide
 from edge_http.formatting.decoding import json_text
 from edge_http.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
 from kvloom.v1.generation_pb2 import Choices, Guide
-from kvloom_common.conversation.tool_plan import ToolPlan
-
-_ALL_OUTPUT: Final = "structured_outputs"
-"""The field whose form is that of all output, not only of messages."""
-
-
-_GUIDED: Final = "guided_"
-"""What the fields begin with that were its predecessors."""
-
-
-class BodyGuide(NamedTuple):
-    guide: Guide
-    field: str
-    """The field of the body that requested the guide."""
 
 
 def guide_of(body: GenerationBody) -> BodyGuide | None:
@@ -32,27 +17,13 @@ def guide_of(body: GenerationBody) -> BodyGuide | None:
     found = _of_response_format(body.response_format) if body.response_format is not None else None
     if body.structured_outputs is not None:
         if found is not None:
-            raise invalid_argument("Give either response_format or structured_outputs.", _ALL_OUTPUT)
+            raise invalid_argument("Give either response_format or structured_outputs.", ALL_OUTPUT)
         found = _of_structured_outputs(body.structured_outputs)
-    if body.guided_json or body.guided_regex or body.guided_choice or body.guided_grammar:
+    if body.guided_regex or body.guided_choice or body.guided_grammar or _is_given(body.guided_json):
         found = _of_predecessors(body, is_only=found is None)
     if found is not None:
         check_guide(found.guide, found.field)
     return found
-
-
-def with_calls(guide: BodyGuide | None, plan: ToolPlan, field: str) -> BodyGuide | None:
-    """Return the guide of an answer that has this form, or calls as `plan` says; `field` has the tools. An answer of
-    another form has no calls, not even of strict tools. As OpenAI's, a response format is about messages: an answer
-    that must be a call has none. `structured_outputs` is about all output: raises KvloomError (INVALID_ARGUMENT) if a
-    call is demanded as well."""
-    if plan.guide is None:
-        return guide
-    if guide is None or (plan.demands_call and not guide.field.startswith((_ALL_OUTPUT, _GUIDED))):
-        return BodyGuide(plan.guide, field)
-    if plan.demands_call:
-        raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
-    return guide
 
 
 def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
@@ -73,14 +44,15 @@ def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
 
 def _of_predecessors(body: GenerationBody, *, is_only: bool) -> BodyGuide:
     """What older clients of vLLM say instead of `structured_outputs`."""
-    names = [name for name in ("json", "regex", "choice", "grammar") if getattr(body, _GUIDED + name)]
+    names = [name for name in ("regex", "choice", "grammar") if getattr(body, GUIDED + name)]
+    names += ["json"] if _is_given(body.guided_json) else []
     if not is_only or len(names) > 1:
-        raise invalid_argument(f"{_GUIDED}{names[-1]}: give one form of the answer only.", _GUIDED + names[-1])
+        raise invalid_argument(f"{GUIDED}{names[-1]}: give one form of the answer only.", GUIDED + names[-1])
     wanted = StructuredOutputs(
         json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
     )
     found = _of_structured_outputs(wanted)
-    return BodyGuide(found.guide, found.field.replace(f"{_ALL_OUTPUT}.", _GUIDED))
+    return BodyGuide(found.guide, found.field.replace(f"{ALL_OUTPUT}.", GUIDED))
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
@@ -88,7 +60,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
     if wanted.json_object:
         guides["json_object"] = Guide(json_object=True)
     if _is_given(wanted.json):
-        guides["json"] = Guide(json_schema=_schema_text(wanted.json, f"{_ALL_OUTPUT}.json"))
+        guides["json"] = Guide(json_schema=_schema_text(wanted.json, f"{ALL_OUTPUT}.json"))
     if wanted.regex is not None:
         guides["regex"] = Guide(regex=wanted.regex)
     if wanted.choice is not None:
@@ -97,10 +69,10 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
         guides["grammar"] = Guide(grammar=wanted.grammar)
     if len(guides) != 1:
         raise invalid_argument(
-            f"{_ALL_OUTPUT} must hold exactly one form, got {', '.join(guides) or 'none'}.", _ALL_OUTPUT
+            f"{ALL_OUTPUT} must hold exactly one form, got {', '.join(guides) or 'none'}.", ALL_OUTPUT
         )
     [(name, guide)] = guides.items()
-    return BodyGuide(guide, f"{_ALL_OUTPUT}.{name}")
+    return BodyGuide(guide, f"{ALL_OUTPUT}.{name}")
 
 
 def _is_given(raw: msgspec.Raw) -> bool:

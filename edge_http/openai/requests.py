@@ -179,7 +179,6 @@ class GenerationBody(Body, kw_only=True):
     logit_bias: dict[str, float] | None = None
     """Maps token ids to what is added to their logits."""
     min_p: float | None = None
-    """vLLM's extension, as are the next two."""
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from edge_http.openai.guide import BodyGuide
+from edge_http.formatting.body_guide import BodyGuide
 from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
 from kvloom.sampling import MAX_LOGPROBS, MAX_SHOWN_SPECIAL_TOKENS, check_num_choices, check_sampling, check_stop

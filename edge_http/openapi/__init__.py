@@ -2,6 +2,7 @@
 
 operation.py   what the document says about one method of one path
 parameters.py  the headers and query parameters of requests, and the headers of responses
+common_fields.py  what fields mean that many bodies share
 schemas.py     JSON Schemas of typed structs, with the descriptions that stand in their source
 document.py    the whole document
 """

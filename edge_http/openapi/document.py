@@ -17,8 +17,9 @@ _IN_PATH: Final = re.compile(r"\{(\w+)\}")
 _BODY_ERRORS: Final = (400, 408, 413, 415)
 _ABOUT: Final = (
     "Any client library of OpenAI works with this server's /v1. Errors have OpenAI's shape; their `code` says what "
-    "happened. Parameters that are not listed are refused by name. APIs of OpenAI that are not listed (audio, images, "
-    "files, assistants and others) are refused with 501 `not_implemented`."
+    "happened. Fields that are not listed pass if they are hints, and are refused by name if they would change the "
+    "answer. APIs of OpenAI that are not listed (audio, images, files, assistants and others) are refused with 501 "
+    "`not_implemented`."
 )
 _SECURITY_SCHEMES: Final = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, as OpenAI's clients send it."},
@@ -26,9 +27,11 @@ _SECURITY_SCHEMES: Final = {
 }
 
 
-def openapi_document(operations: Sequence[Operation], version: str, error: Any, *, needs_key: bool) -> Json:
+def openapi_document(
+    operations: Sequence[Operation], version: str, error: Any, *, needs_key: bool, root_path: str = ""
+) -> Json:
     """`error` is the type of errors' bodies for operations without one of their own. `needs_key`: requests without an
-    API key are refused."""
+    API key are refused. `root_path`: the path below which the server is reached."""
     types = {error} | {kind for operation in operations for kind in _types_of(operation)}
     wanted = sorted(types, key=lambda kind: (kind.__name__, kind.__module__))
     schemas, components = schemas_of(wanted)
@@ -40,7 +43,7 @@ def openapi_document(operations: Sequence[Operation], version: str, error: Any, 
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvloom", "version": version, "description": _ABOUT},
-        "servers": [{"url": "/"}],
+        "servers": [{"url": f"{root_path}/"}],
         "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in operations)],
         "paths": paths,
         "components": {

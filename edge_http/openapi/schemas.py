@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from edge_http.openapi.common_fields import COMMON_FIELDS
+
 Json = dict[str, Any]
 _TEMPLATE = "#/components/schemas/{name}"
 
@@ -24,9 +26,11 @@ def schemas_of(types: Iterable[Any]) -> tuple[list[Json], Json]:
     for struct in _structs_in(wanted):
         component = components.get(struct.__name__) or components.get(_qualified(struct))
         if component is not None:
-            for name, text in field_texts(struct).items():
-                if name in component.get("properties", {}):
-                    component["properties"][name] = {**component["properties"][name], "description": text}
+            texts = field_texts(struct)
+            for name, about in component.get("properties", {}).items():
+                text = texts.get(name) or COMMON_FIELDS.get(name)
+                if text:
+                    component["properties"][name] = {**about, "description": text}
             if "description" in component and not struct.__doc__:
                 del component["description"]
     return list(schemas), dict(components)

@@ -156,7 +156,7 @@ class HttpRouter:
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)
         except KvloomError as error:
-            if error.reason == ErrorReason.ERROR_REASON_MODEL_NOT_FOUND:
+            if error.reason == ErrorReason.ERROR_REASON_MODEL_NOT_FOUND and error.message.endswith("does not exist."):
                 error = self._with_models(request, error)
             record.error_type = error.reason_name.lower()
             response = _error_response(request, error)
@@ -176,7 +176,7 @@ class HttpRouter:
 
     def _with_models(self, request: web.BaseRequest, error: KvloomError) -> KvloomError:
         """The error, with the models that the caller may use instead."""
-        names = sorted({model.name for model in self._edge.models.values()})
+        names = sorted({model.name for model in self._edge.models.values() if model.adapter is None})
         usable = [name for name in names if name in set(self._edge.usable(request, names))]
         if not usable:
             return error

@@ -15,6 +15,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import HttpVersion10, HttpVersion11
 from aiohttp.streams import StreamReader
+from yarl import URL
 
 from edge_http.edge import Edge
 from edge_http.server.connection import Connection
@@ -40,7 +41,8 @@ _SERVED_VERSIONS: Final = (HttpVersion11, HttpVersion10)
 class _Server(web.Server):
     def __init__(self, edge: Edge) -> None:
         # When a client disconnects, its handler is cancelled, which ends its request.
-        super().__init__(HttpRouter(edge), handler_cancellation=True, request_factory=self._request)
+        make = self._prefixed_request if edge.config.root_path else self._request
+        super().__init__(HttpRouter(edge), handler_cancellation=True, request_factory=make)
         self._edge = edge
         self._address_limit = AddressLimit(edge.config.max_connections_per_address, edge.config.trusted_proxies)
 
@@ -54,6 +56,13 @@ class _Server(web.Server):
         if message.version not in _SERVED_VERSIONS:
             kind, message = _UnservedRequest, message._replace(version=HttpVersion11, should_close=True)
         return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
+
+    def _prefixed_request(self, message: RawRequestMessage, *context: Any) -> web.BaseRequest:
+        """Without the prefix of a proxy that has left it there."""
+        path = message.path.removeprefix(self._edge.config.root_path)
+        if path != message.path and path.startswith("/") and not path.startswith("//"):
+            message = message._replace(path=path, url=URL(path, encoded=True))
+        return self._request(message, *context)
 
 
 class _Request(web.BaseRequest):

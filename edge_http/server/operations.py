@@ -240,7 +240,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     *(
         _operation(
-            path, "GET", f"file_{file.replace('.', '_')}", "Pages", f"A file of the {page}",
+            path, "GET", f"file_{file.rpartition('/')[2].replace('.', '_')}", "Pages", f"A file of the {page}",
             Answer("The file.", content_type=content_type), is_open=True,
         )
         for page, files in (("chat page", PAGE_FILES), ("reference page", DOCS_FILES))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Required, TypedDict
 
 from google.protobuf.message import Message
@@ -151,7 +152,9 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     unknown = given.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"These options are unknown: {', '.join(sorted(unknown))}.")
+        raise TypeError(f"These options are unknown: {', '.join(sorted(unknown))}.{_guess(unknown)}")
+    if given.get("top_k") == -1:  # vLLM's and SGLang's way to say all tokens
+        given["top_k"] = 0
     if sum(name in given for name in _INPUTS) != 1:
         raise invalid_argument("Give exactly one of messages, text and token_ids.", "messages")
     request = router_service_pb2.GenerateRequest()
@@ -209,6 +212,12 @@ def _set(message: Message, name: str, values: Mapping[str, Any], *, field: str =
             setattr(message, name, value)
     except (AttributeError, TypeError, ValueError) as error:
         raise invalid_argument(f"{field or name} has an unusable value: {error}", field or name) from error
+
+
+def _guess(unknown: Iterable[str]) -> str:
+    near = [difflib.get_close_matches(name, GenerateOptions.__annotations__, 1) for name in sorted(unknown)]
+    meant = [names[0] for names in near if names]
+    return f" Did you mean {', '.join(meant)}?" if meant else ""
 
 
 def _set_prediction(request: router_service_pb2.GenerateRequest, prediction: str | Sequence[int]) -> None:

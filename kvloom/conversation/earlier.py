@@ -25,10 +25,11 @@ def omitted(kind: str) -> str:
 
 def asked_message(roles: Sequence[str]) -> int | None:
     """The number of the message by which the new turn asks for something: the user's last one, if neither the assistant
-    nor a tool has said anything since. All others are history."""
+    nor a tool has said anything since. All others are history, and so is one that follows a tool's result: agents put
+    there the images that a tool has given, which a result in chat completions cannot hold."""
     for number in range(len(roles) - 1, -1, -1):
         if roles[number] == "user":
-            return number
+            return number if not number or roles[number - 1] != "tool" else None
         if roles[number] not in ("system", "developer"):
             return None
     return None

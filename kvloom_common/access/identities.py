@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc.aio
 
@@ -11,7 +12,9 @@ from kvloom_common.access.client_certificates import ClientCertificates
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.access.tokens import TokenVerifier, is_token
-from kvloom_common.config import ConfigError, KvloomConfig
+from kvloom_common.config import ConfigError, KvloomConfig, load_config
+from kvloom_common.process.control_socket import stored_config
+from kvloom_common.process.watched_files import WatchedFiles
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.trust.fabric_trust import FabricTrust
 
@@ -28,6 +31,9 @@ class Identities:
             raise ConfigError("control.certificates needs tls.client_ca_file, by which certificates are verified")
         self.trust = trust
         self._operators = control.operator_organisation
+        folder = Path(config.data_dir).expanduser() if config.data_dir else Path.home() / ".kvloom"
+        self._config_path = stored_config(folder)
+        self._config_file = WatchedFiles([self._config_path])
         self._follower = TenantFollower(config, own_name, trust)
         self.tenants: Tenants = self._follower.tenants
         self._tokens = TokenVerifier(control.issuers) if control.issuers else None
@@ -75,5 +81,18 @@ class Identities:
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follower.watch(), name="tenants")
+            tasks.create_task(self._follow_config(), name="operators")
             if self._tokens is not None:
                 tasks.create_task(self._tokens.watch(), name="issuers' keys")
+
+    async def _follow_config(self) -> None:
+        """`kvloom reload` stores what it was given. The operator's organisation counts at once: an administrator who is
+        no operator any more must not stay one until the next restart."""
+        await self._config_file.follow("the operator's organisation", self._read_operators, self._use_operators)
+
+    def _read_operators(self) -> str:
+        """Raises ConfigError."""
+        return load_config(self._config_path).control.operator_organisation
+
+    def _use_operators(self, organisation: str) -> None:
+        self._operators = organisation

@@ -8,5 +8,6 @@ tool_plan.py       what a request with tools means: the tools in the prompt, the
 call_ids.py        the ids of tool calls
 call_guide.py      guides under which a model can only write valid calls
 call_tags.py       guides under which it is free to call or not, and calls of strict tools conform to their schemas
+strict_turns.py    conversations for chat templates that refuse what does not have the order of their training
 plain_messages.py  conversations with tools for chat templates that know no tools
 """

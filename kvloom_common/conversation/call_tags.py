@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvloom.conversation.tools import Tool
-from kvloom.errors import unsupported
+from kvloom.errors import KvloomError, unsupported
+from kvloom.guide import check_guide
 from kvloom.v1.generation_pb2 import Guide, StructuralTag, StructuralTags
 from kvloom_common.conversation.call_guide import IN_FUNCTIONS, ToolPlace, followed
 
@@ -37,6 +38,19 @@ _FORMS: Final[Mapping[str, _Form]] = {
         "<｜tool▁call▁begin｜>", lambda name: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     ),
 }
+_CALL_MARKERS: Final[Mapping[str, str]] = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "glm45": "<tool_call>",
+    "granite": "<|tool_call|>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "llama3_json": "<|python_tag|>",
+    "llama4_pythonic": "<|python_start|>",
+    "mistral": "[TOOL_CALLS]",
+    "phi4": "<|tool_call|>",
+    "qwen3_coder": "<tool_call>",
+}
+"""What the calls of a family begin with, where no JSON does."""
 _SAME_FORM: Final[Mapping[str, str]] = {"deepseek_r1": "deepseek_v3"}
 
 _ANY_ARGUMENTS: Final = '{"type": "object"}'
@@ -54,15 +68,34 @@ def strict_guide(tools: Sequence[Tool], family: str | None, place: ToolPlace = I
         field = place.of(strict, "strict")
         message = f"{field}: calls in the format of {family!r} cannot be guided; with tool_choice required they are."
         raise unsupported(message, field)
-    tags = [
-        StructuralTag(
-            begin=form.begin(tool.name),
-            json_schema=_arguments(tool, number, place),
-            end=form.end,
-        )
+    return Guide(structural_tags=StructuralTags(tags=_tags(tools, form, place), triggers=[form.trigger]))
+
+
+def form_or_calls(schema: str, tools: Sequence[Tool], family: str | None, place: ToolPlace) -> Guide | None:
+    """The guide of an answer that is JSON which conforms to this schema, or calls. None for a family whose calls no
+    guide can tell from JSON, or whose strict tools it cannot follow, and where all together is too large."""
+    family = _SAME_FORM.get(family or "", family or "")
+    form = _FORMS.get(family)
+    if form is not None and family not in _CALL_MARKERS:
+        tags, trigger = _tags(tools, form, place), form.trigger
+    elif family in _CALL_MARKERS and not any(tool.strict for tool in tools):
+        trigger = _CALL_MARKERS[family]
+        tags = [StructuralTag(begin=trigger)]
+    else:
+        return None
+    found = Guide(structural_tags=StructuralTags(tags=tags, triggers=[trigger], json_schema=schema))
+    try:
+        check_guide(found, place.tools)
+    except KvloomError:
+        return None
+    return found
+
+
+def _tags(tools: Sequence[Tool], form: _Form, place: ToolPlace) -> list[StructuralTag]:
+    return [
+        StructuralTag(begin=form.begin(tool.name), json_schema=_arguments(tool, number, place), end=form.end)
         for number, tool in enumerate(tools)
     ]
-    return Guide(structural_tags=StructuralTags(tags=tags, triggers=[form.trigger]))
 
 
 def _arguments(tool: Tool, number: int, place: ToolPlace) -> str:

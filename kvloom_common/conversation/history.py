@@ -17,6 +17,8 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
 
 MAX_ARGUMENTS_DEPTH: Final = 64
+MAX_COMPLETED_CHARS: Final = 128 * 1024
+"""Of all arguments of a conversation that were cut off: a microsecond each, in the worst case."""
 WRAPPED: Final = "arguments"
 """The name under which an object holds arguments that are not an object themselves."""
 UNNAMED: Final = "unknown"
@@ -40,9 +42,10 @@ def json_object(text: str, field: str) -> dict[str, Any]:
     return value
 
 
-def call_arguments(text: str) -> str:
+def call_arguments(text: str, max_completed_chars: int = MAX_COMPLETED_CHARS) -> str:
     """The arguments of an earlier call as a JSON object. Those that were cut off are completed, null and nothing become
-    {}, and whatever else is no object, or nested too deeply, becomes the one value of an object. Never raises."""
+    {}, and whatever else is no object, nested too deeply, or too long to be completed, becomes the one value of an
+    object. Never raises."""
     if not text.strip():
         return "{}"
     try:
@@ -51,7 +54,7 @@ def call_arguments(text: str) -> str:
             return "{}"
         check_depth(value, WRAPPED, MAX_ARGUMENTS_DEPTH)
     except (ValueError, RecursionError):
-        text = _completed(text) or _wrapped(text)
+        text = (_completed(text) if len(text) <= max_completed_chars else None) or _wrapped(text)
     except KvloomError:
         text = _wrapped(text)
     else:
@@ -116,6 +119,7 @@ class KnownCalls:
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._unanswered: dict[str, None] = {}
+        self._max_completed_chars = MAX_COMPLETED_CHARS
 
     def add(self, call_id: str | None, name: str | None, arguments: str) -> ToolCall:
         """A call of the assistant. One without an id gets one."""
@@ -123,7 +127,10 @@ class KnownCalls:
         name = name or UNNAMED
         self._names[call_id] = name
         self._unanswered[call_id] = None
-        return ToolCall(call_id, name, call_arguments(arguments))
+        kept = call_arguments(arguments, self._max_completed_chars)
+        if kept is not arguments:
+            self._max_completed_chars -= len(arguments)
+        return ToolCall(call_id, name, kept)
 
     def result(self, call_id: str | None, name: str | None, content: str) -> ChatMessage:
         """The message with the result of a call. One without an id belongs to the first call that has no result yet.

@@ -54,9 +54,9 @@ def fit_to_parser(
     """Have the shard show the special tokens by which a parser of these families finds its way, and look for stop
     strings behind the reasoning only."""
     if spec is not None and spec.reasoning and stop.stop:
-        openings, closings = registry.reasoning_span(spec.reasoning)
+        openings, closings, begins_inside = registry.reasoning_span(spec.reasoning)
         if closings:
-            stop.reasoning.begins_inside = spec.starts_in_reasoning
+            stop.reasoning.begins_inside = begins_inside or spec.starts_in_reasoning
             stop.reasoning.openings[:] = openings
             stop.reasoning.closings[:] = closings
     if spec is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 from kvloom.conversation.tools import Tool
 from kvloom.text.chat_message import ChatMessage
 from kvloom_common.conversation.plain_messages import plain_messages
+from kvloom_common.conversation.strict_turns import other_ways
+from kvloom_common.text.chat_template import TemplateRejectionError
 from kvloom_common.text.tokenizer import ModelTokenizer
 
 
@@ -29,7 +32,16 @@ async def conversation_prompt(
     if template is not None and not template.knows_tools and (tools or _has_calls(messages)):
         messages, tools = plain_messages(messages, tools), ()
     functions = [tool.as_function() for tool in tools]
-    return await tokenizer.encode_chat(messages, functions, options, is_continued, scope=scope)
+    try:
+        return await tokenizer.encode_chat(messages, functions, options, is_continued, scope=scope)
+    except TemplateRejectionError:
+        if is_continued:
+            raise
+        for other, told in other_ways(messages, tools):
+            functions = [tool.as_function() for tool in told]
+            with contextlib.suppress(TemplateRejectionError):
+                return await tokenizer.encode_chat(other, functions, options, scope=scope)
+        raise
 
 
 def screened_text(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:

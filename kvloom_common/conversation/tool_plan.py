@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from kvloom.conversation.tools import AUTO, Tool, ToolChoice
 from kvloom.v1.generation_pb2 import Guide
 from kvloom_common.conversation.call_guide import IN_FUNCTIONS, ToolPlace, call_guide
-from kvloom_common.conversation.call_tags import strict_guide
+from kvloom_common.conversation.call_tags import form_or_calls, strict_guide
 from kvloom_common.parsers.spec import ParserSpec
 
 
@@ -25,6 +25,14 @@ class ToolPlan(NamedTuple):
     """The guide has no room for another form of the answer."""
     parser: ParserSpec | None = None
     """None: the output is text."""
+    place: ToolPlace = IN_FUNCTIONS
+
+    def or_form(self, schema: str) -> Guide | None:
+        """The guide of an answer that may be JSON which conforms to this schema, too. None: it can be nothing else.
+        Raises KvloomError (INVALID_ARGUMENT) for a strict tool."""
+        if not self.tools or self.demands_call or self.parser is None:
+            return None
+        return form_or_calls(schema, self.tools, self.parser.tools, self.place)
 
 
 _PLAIN: Final = ToolPlan()
@@ -46,7 +54,8 @@ def plan_tools(
     if not tools or choice.mode == "none":
         return ToolPlan(parser=reasoning) if reasoning is not None else _PLAIN
     if choice.mode == "auto":
-        return ToolPlan(tools, strict_guide(tools, model.tools if model is not None else None, place), parser=model)
+        guide = strict_guide(tools, model.tools if model is not None else None, place)
+        return ToolPlan(tools, guide, parser=model, place=place)
     allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
     first = next((number for number, tool in enumerate(tools) if tool in allowed), 0)
     is_array = is_parallel and choice.mode == "required"

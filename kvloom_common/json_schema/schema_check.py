@@ -7,6 +7,7 @@ a client's schema of forty levels of `allOf` may demand 2^40 checks (jsonschema-
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeGuard
 
@@ -48,6 +49,7 @@ class _Check:
             and ("const" not in schema or _equal(value, schema["const"]))
             and (not isinstance(schema.get("enum"), list) or any(_equal(value, one) for one in schema["enum"]))
             and self._combinations_hold(value, schema, levels_left - 1)
+            and self._branches_hold(value, schema, levels_left - 1)
             and self._parts_hold(value, schema, levels_left - 1)
             and _limits_hold(value, schema)
         )
@@ -76,6 +78,8 @@ class _Check:
         if isinstance(value, dict):
             return self._properties_hold(value, schema, levels_left)
         if isinstance(value, list):
+            if not self._list_holds(value, schema, levels_left):
+                return False
             first = schema.get("prefixItems")
             first = first if isinstance(first, list) else []
             rest = schema.get("items", True)
@@ -85,11 +89,38 @@ class _Check:
             )
         return True
 
+    def _list_holds(self, value: list[Any], schema: Mapping[str, Any], levels_left: int) -> bool:
+        """What is said of all items together."""
+        if schema.get("uniqueItems") is True:
+            self._num_left -= len(value)
+            texts = [json.dumps(item, sort_keys=True) for item in value]
+            if len(set(texts)) < len(texts) and self._num_left >= 0:
+                return False
+        if "contains" not in schema:
+            return True
+        num_found = sum(self.holds(item, schema["contains"], levels_left) for item in value)
+        least, most = _number(schema, "minContains", 1), _number(schema, "maxContains", len(value))
+        return self._num_left < 0 or least <= num_found <= most
+
+    def _branches_hold(self, value: Any, schema: Mapping[str, Any], levels_left: int) -> bool:
+        if "if" not in schema or not levels_left:
+            return True
+        branch = "then" if self.holds(value, schema["if"], levels_left) else "else"
+        return self._num_left < 0 or self.holds(value, schema.get(branch, True), levels_left)
+
     def _properties_hold(self, value: Mapping[str, Any], schema: Mapping[str, Any], levels_left: int) -> bool:
         known = schema.get("properties")
         known = known if isinstance(known, Mapping) else {}
         required = schema.get("required")
         if isinstance(required, list) and not all(name in value for name in required):
+            return False
+        needed = schema.get("dependentRequired")
+        if isinstance(needed, Mapping):
+            for name, others in needed.items():
+                if name in value and isinstance(others, list) and not all(other in value for other in others):
+                    return False
+        names = schema.get("propertyNames", True)
+        if not all(self.holds(name, names, levels_left) for name in value):
             return False
         # Names that match a pattern are none of the additional ones; patterns are not checked.
         others = True if "patternProperties" in schema else schema.get("additionalProperties", True)

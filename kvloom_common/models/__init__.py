@@ -2,6 +2,7 @@
 
 configured.py        the models in the configuration, and what holds for the shards of each
 model_card.py        what a process must know of a model to take its requests, as one transferable file
+generation_config.py  how a model's makers would have its answers generated
 card_service.py      ModelCardService: gives and fetches cards
 served_model.py      a model whose requests this process can take
 catalogue.py         those models by name, which come and go while the process runs

@@ -86,7 +86,7 @@ def shard_config(config: KvloomConfig, model: ModelConfig) -> ShardConfig:
 
 def num_configured_shards(config: KvloomConfig) -> int:
     """How many shards `kvloom up` starts, of all models. Raises ConfigError."""
-    return sum(shard_config(config, model).num_shards for model in configured_models(config))
+    return sum(shard_config(config, model).num_started for model in configured_models(config))
 
 
 def merged_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.model_card_pb2 import ModelCard, ModelFile
 from kvloom_common.config import GenerationDefaults, ModelConfig
+from kvloom_common.models.generation_config import with_generation_config
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _FILES: Final = (
@@ -52,6 +53,7 @@ class PackedCard:
 def make_card(config: ModelConfig) -> PackedCard:
     """Read the model's files. Blocks. Raises OSError and ValueError."""
     folder = Path(config.path)
+    defaults = with_generation_config(config, folder)
     files = [ModelFile(name=name, content=(folder / name).read_bytes()) for name in _FILES if _has(folder, name)]
     card = ModelCard(
         name=config.name,
@@ -60,8 +62,8 @@ def make_card(config: ModelConfig) -> PackedCard:
         owned_by=config.owned_by,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
-        default_sampling=_sampling_of(config.defaults),
-        default_max_tokens=config.defaults.max_tokens,
+        default_sampling=_sampling_of(defaults),
+        default_max_tokens=defaults.max_tokens,
         files=files,
         succeeds=config.succeeds,
     )

@@ -111,12 +111,16 @@ def markers(spec: ParserSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def reasoning_span(name: str) -> tuple[Sequence[str], Sequence[str]]:
-    """What begins the reasoning of a family at the beginning of an answer, and what ends it. Nothing for families of
-    plugins that do not say it."""
+def reasoning_span(name: str) -> tuple[Sequence[str], Sequence[str], bool]:
+    """What begins the reasoning of a family at the beginning of an answer, what ends it, and whether every answer
+    begins inside it. Nothing for families of plugins that do not say it."""
     family = reasoning_family(name)
     pairs: Mapping[str, Markers] = getattr(family, "pairs", {})
-    return list(pairs), list(dict.fromkeys(end for ends in pairs.values() for end in ends.strings))
+    return (
+        list(pairs),
+        list(dict.fromkeys(end for ends in pairs.values() for end in ends.strings)),
+        bool(getattr(family, "begins_inside", False)),
+    )
 
 
 def _load(folder: str, place: str) -> Any:

@@ -1,6 +1,7 @@
 """What every service process needs: start and stop, logs, metrics, timers, and small policies.
 
 service.py        uvloop, signals, the ready line, the gRPC server's port, health and reflection
+ready_line.py     the lines by which a process tells its parent how it is
 quick_start.py    imported first by every entry point, for a quick start
 telemetry.py      sets up structlog
 log_lines.py      the renderers of log lines, and the writer that batches them

@@ -17,6 +17,11 @@ def run_folder(data_dir: Path) -> Path:
     return data_dir / "run"
 
 
+def stored_config(data_dir: Path) -> Path:
+    """The completed configuration of that `kvloom up`, which its processes have read."""
+    return run_folder(data_dir) / "config.json"
+
+
 @contextlib.contextmanager
 def short_path(directory: Path) -> Iterator[str]:
     """A short alias of a directory, because paths of sockets are limited to about 100 characters. Raises OSError."""

@@ -19,6 +19,7 @@ from kvloom.transport.addresses import join_address
 from kvloom_common.config import ConfigError
 from kvloom_common.private_file import OTHERS
 from kvloom_common.process.freed_memory import return_freed_memory
+from kvloom_common.process.ready_line import END_LINE, LEAVING_LINE, ReadyLine
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from kvloom_common.trust.secret import SecretError
 
@@ -54,26 +55,6 @@ class StartError(Exception):
     """The process cannot start. The message tells the operator why."""
 
 
-class ReadyLine(msgspec.Struct):
-    """Printed once on stdout, as one line of JSON, when a process starts to serve."""
-
-    address: str
-    metrics_address: str = ""
-    router_address: str = ""
-    """The address of the router in this process, if there is one; its metrics likewise."""
-    router_metrics_address: str = ""
-    internal_address: str = ""
-    """Where the router in this process serves the processes of its fabric, if there is one."""
-    peer_address: str = ""
-    """Where the edge in this process serves the processes of its fabric, if there is one and the fabric has a
-    secret."""
-    engine: str = ""
-    """What computes in this process, and how fast, if it is a shard."""
-    variant: str = ""
-    """See ShardInfo.variant in shard_service.proto."""
-    event: str = "ready"
-
-
 def announce_ready(line: ReadyLine) -> None:
     """Report to the parent process that this process serves, and at which addresses."""
     settle_memory()
@@ -81,16 +62,10 @@ def announce_ready(line: ReadyLine) -> None:
     sys.stdout.buffer.flush()
 
 
-LEAVING_LINE: Final = b'{"event":"leaving"}'
-
-
 def announce_leaving() -> None:
     """Report to the parent process that this process accepts no new connections any more."""
     sys.stdout.buffer.write(LEAVING_LINE + b"\n")
     sys.stdout.buffer.flush()
-
-
-END_LINE: Final = b'{"event":"end"}'
 
 
 def announce_end() -> None:

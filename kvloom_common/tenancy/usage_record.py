@@ -137,6 +137,11 @@ def counting(records: Iterable[UsageRecord]) -> list[UsageRecord]:
     found = [record for record in found if (record.producer, record.number) not in corrected]
     if len(found) < 2 or not found[0].answer_id:
         return [max(found, key=_order)] if found else []
+    computed = [record for record in found if record.num_attempts or record.is_result_cache_hit]
+    if computed and not any(record.outcome == OUTCOME_LOST for record in computed):
+        # A continuation for which nothing was computed, since no budget was left, knows no better than the router that
+        # it continues, unless that was killed: otherwise what its client claims would be charged beyond the budget.
+        found = computed
     by_name = {(record.producer, record.number): record for record in found}
     runs = (Run(one.num_resumed_tokens, one.num_output_tokens, name) for name, one in by_name.items())
     return [by_name[run.name] for run in last_runs(runs)]

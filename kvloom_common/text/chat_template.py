@@ -23,6 +23,7 @@ import jinja2.parser
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.text.bounded_template import BoundedEnvironment, TemplateLimitError
 
 MAX_RENDERED_CHARS: Final = 16 * 2**20
@@ -30,6 +31,10 @@ _MAX_INDENT: Final = 16
 _MAX_REASON_CHARS: Final = 500
 _ROLE: Final = re.compile(r"[a-z][a-z_]{0,31}")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class TemplateRejectionError(KvloomError):
+    """A template does not take the messages; told in another way, it may."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -120,7 +125,10 @@ class ChatTemplate:
             raise invalid_argument(message, "messages") from error
         except jinja2.TemplateError as error:
             reason = str(error)[:_MAX_REASON_CHARS]
-            raise invalid_argument(f"The model's chat template rejects these messages: {reason}", "messages") from error
+            message = f"The model's chat template rejects these messages: {reason}"
+            raise TemplateRejectionError(
+                ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, field="messages"
+            ) from error
         except Exception as error:
             # A template may do anything with its input, so any other exception is caused by the messages.
             raise invalid_argument("The model's chat template cannot render these messages.", "messages") from error

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom_common.tenancy.usage_record import UsageRecord
 from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
 from router.core.events import Request, RequestArrived
@@ -20,6 +21,24 @@ class _Delivery(msgspec.Struct):
     """Choices whose end its client has not been sent."""
     num_tokens: int = 0
     is_complete: bool = True
+
+
+def note_settled(witness: UsageWitness, record: bytes) -> None:
+    """A usage record (JSON) has been corrected: what the router sent is not what arrived. The counts of edges are those
+    of what arrived."""
+    found = msgspec.json.decode(record, type=UsageRecord)
+    if found.answer_id:
+        witness.note(
+            WitnessLine(
+                found.request_id,
+                found.num_output_tokens,
+                False,
+                found.answer_id,
+                found.num_prompt_tokens,
+                found.num_resumed_tokens,
+                is_settled=True,
+            )
+        )
 
 
 class DeliveryWitness:
@@ -85,4 +104,8 @@ class DeliveryWitness:
         delivery.is_complete &= is_complete
         if not delivery.num_open:
             line, count = delivery.line, delivery.num_tokens
+            if line.num_resumed_tokens and count == line.num_resumed_tokens:
+                # Nothing was computed for it: what its client had before may count, or not (UsageRecord.counting).
+                count, delivery.is_complete = 0, False
+                line = msgspec.structs.replace(line, num_resumed_tokens=0)
             self._witness.note(msgspec.structs.replace(line, num_output_tokens=count, is_complete=delivery.is_complete))

@@ -100,9 +100,11 @@ class Metering:
             return b""
         return self._put(self._meter.record(ended, self._writer.last_number + 1))
 
-    def tokens_lost(self, record: bytes, num_tokens: int) -> None:
-        """Some of the tokens of an earlier record did not reach the client."""
-        self._put(self._meter.correction(record, self._writer.last_number + 1, num_tokens))
+    def tokens_lost(self, record: bytes, num_tokens: int) -> bytes:
+        """Some of the tokens of an earlier record did not reach the client. Returns the one that replaces it."""
+        corrected = self._meter.correction(record, self._writer.last_number + 1, num_tokens)
+        self._put(corrected)
+        return corrected
 
     def discarded(self, record: bytes) -> None:
         """The answer of an earlier record reaches nobody, and is not billed."""

@@ -37,6 +37,7 @@ CLIENTS: Final = (
     Client("Pydantic AI", "check_pydantic_ai.py", ("pydantic-ai-slim",), "current"),
     Client("smolagents", "check_smolagents.py", ("smolagents",), "current"),
     Client("LiteLLM", "check_litellm.py", ("litellm",), "current"),
+    Client("anthropic 1 (Python)", "check_anthropic.py", ("anthropic",), "openai2"),
     Client("openai 2 (Python)", "check_openai.py", ("openai",), "openai2"),
     Client("Instructor", "check_instructor.py", ("instructor", "openai"), "openai2"),
     Client("LlamaIndex", "check_llama_index.py", ("llama-index-llms-openai-like", "openai"), "openai2"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.clients.clients import CHECKS, Client
 
-BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
-"""Around the table in docs/clients.md."""
+MARK = "clients"
+"""Stands around the table in docs/clients.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,20 @@ def table(results: Sequence[ClientResult]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def with_table(page: str, text: str) -> str:
+def with_table(page: str, text: str, mark: str = MARK) -> str:
     """The page with this table between its marks."""
-    before, rest = page.split(BEGIN)
-    _, behind = rest.split(END)
-    return f"{before}{BEGIN}\n{text}\n{END}{behind}"
+    begin, end = marks(mark)
+    before, rest = page.split(begin)
+    _, behind = rest.split(end)
+    return f"{before}{begin}\n{text}\n{end}{behind}"
+
+
+def rows_of(page: str, mark: str = MARK) -> list[list[str]]:
+    """The cells of the table between these marks, without its head."""
+    begin, end = marks(mark)
+    lines = page.split(begin)[1].split(end)[0].strip().splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def marks(mark: str) -> tuple[str, str]:
+    return f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page, Route, expect
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from kvloom_common.access.api_keys import ApiKey, ApiKeys, digest_of
 from kvloom_common.callers import Callers
+from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest
 
@@ -34,6 +35,15 @@ CODE_ANSWER = [
     "\nIt adds two numbers and returns the sum. ",
     "Call it with `add(2, 3)`.",
 ]
+
+
+HOSTILE_MARKDOWN = (
+    "[click](javascript:alert(1)) [data](data:text/html,<script>alert(1)</script>) [ok](https://example.com)",
+    '![x](https://example.com/x.png) ![y](x"onerror="alert(1))',
+    "<svg onload=alert(1)><math><mtext></mtext></math>\n\n<iframe src=x></iframe>\n\n<p style='top:0'>over</p>",
+    '<https://example.com/"><img src=x onerror=alert(1)>> <mailto:a@example.com>\n\n- [x] <input autofocus>',
+    '```"><img src=x onerror=alert(1)>\ncode\n```\n\n[ref]\n\n[ref]: javascript:alert(1) "title"',
+)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -215,7 +225,190 @@ async def test_model_output_is_text_never_markup(browser: Browser, world: EdgeWo
     request.finish()
     await expect(last_answer(page).locator(".text")).to_contain_text("<script>alert(1)</script><b>bold</b>")
     assert await page.locator("#conversation :is(script, b, i, img)").count() == 0
+    for markdown in HOSTILE_MARKDOWN:
+        request = await ask(page, world, "More")
+        request.tokens(markdown)
+        request.finish()
+        await expect(last_answer(page).locator(".facts")).to_be_visible()
+    unsafe = ":is(script, style, iframe, img, svg, math, form, input, [style], [onclick], [onerror], [src])"
+    assert await page.locator(f"#conversation {unsafe}").count() == 0
+    for link in await page.locator("#conversation .text a[href]").all():
+        assert (await link.get_attribute("href") or "").startswith(("https:", "mailto:"))
+        assert await link.get_attribute("rel") == "noopener noreferrer"
     await close_page(page)
+
+
+async def test_markdown_is_shown_while_it_streams(browser: Browser, world: EdgeWorld) -> None:
+    """Models answer in Markdown: a table, a list or a heading that is not finished must not wait for the end."""
+    page = await open_page(browser, world)
+    request = await ask(page, world, "Compare")
+    request.start()
+    request.tokens("## Looms\n\nA **hand** loom and a `power` loom:\n\n- slow\n")
+    text = last_answer(page).locator(".text")
+    await expect(text.locator("h3")).to_have_text("Looms")
+    await expect(text.locator("strong")).to_have_text("hand")
+    await expect(text.locator("li")).to_have_text(["slow"])
+    request.tokens("- fast\n\n| loom | speed |\n|---|--:|\n| hand | 1 |\n")
+    await expect(text.locator("li")).to_have_text(["slow", "fast"])
+    await expect(text.locator("td")).to_have_text(["hand", "1"])
+    request.tokens("\n> quoted\n\n[a loom](https://example.com/loom)\n\n```python\nprint(1)\n")
+    await expect(text.locator("pre")).to_have_text("print(1)")
+    await expect(text.locator(".code-bar span")).to_have_text("python")
+    request.tokens("```\n\n1. one\n2. two\n")
+    request.finish()
+    await expect(text.locator("ol li")).to_have_text(["one", "two"])
+    await expect(text.locator("blockquote")).to_have_text("quoted")
+    await expect(text.get_by_role("link", name="a loom")).to_have_attribute("href", "https://example.com/loom")
+    await screenshot(page, "markdown")
+    await page.emulate_media(color_scheme="dark")
+    await screenshot(page, "markdown-dark")
+    await page.set_viewport_size(PHONE)  # pyright: ignore[reportArgumentType]
+    assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    await screenshot(page, "markdown-phone-dark")
+    await close_page(page)
+
+
+async def test_answers_and_code_are_copied(browser: Browser, world: EdgeWorld) -> None:
+    """The Markdown of an answer, and the code of a block without its fences."""
+    page = await open_page(browser, world)
+    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    request = await ask(page, world, "Write a function that adds two numbers.")
+    await play(request, CODE_ANSWER)
+    request.finish()
+    await expect(last_answer(page).locator(".facts")).to_be_visible()
+    await last_answer(page).get_by_role("button", name="Copy code").click()
+    await expect(last_answer(page).get_by_role("button", name="Copied")).to_be_visible()
+    clipboard = "navigator.clipboard.readText()"
+    assert await page.evaluate(clipboard) == "def add(a, b):\n    return a + b  # <b>not bold</b>"
+    await last_answer(page).get_by_role("button", name="Copy", exact=True).click()
+    await expect(last_answer(page).locator(".actions").get_by_role("button", name="Copied")).to_be_visible()
+    assert await page.evaluate(clipboard) == "".join(CODE_ANSWER)
+    await close_page(page)
+
+
+async def test_an_answer_is_made_again_and_a_message_is_edited(browser: Browser, world: EdgeWorld) -> None:
+    """Both replace what follows: the model is never sent two answers to one question."""
+    page = await open_page(browser, world)
+    for question, text in (("First", "one"), ("Second", "two")):
+        request = await ask(page, world, question)
+        request.tokens(text)
+        request.finish()
+        await expect(last_answer(page).locator(".facts")).to_be_visible()
+    await expect(page.get_by_role("button", name="Regenerate")).to_have_count(1)
+    await page.get_by_role("button", name="Regenerate").click()
+    again = await world.link.next_request()
+    assert again.request.prompt_text == "First\none\nSecond"
+    again.tokens("zwei")
+    again.finish()
+    await expect(last_answer(page).locator(".facts")).to_be_visible()
+    await expect(page.locator(".turn.assistant .text")).to_have_text(["one", "zwei"])
+
+    await page.get_by_role("button", name="Edit").first.click()
+    await expect(page.get_by_label("Your message")).to_have_value("First")
+    await screenshot(page, "edit")
+    await page.keyboard.press("Escape")
+    await expect(page.locator(".turn")).to_have_count(4)
+    await page.get_by_role("button", name="Edit").first.click()
+    edited = await ask(page, world, "Another first")
+    assert edited.request.prompt_text == "Another first"
+    edited.tokens("eins")
+    edited.finish()
+    await expect(page.locator(".turn .text")).to_have_text(["Another first", "eins"])
+    await expect(last_answer(page).locator(".facts")).to_be_visible()
+    await page.reload()
+    await expect(page.locator(".turn .text")).to_have_text(["Another first", "eins"])
+    await close_page(page)
+
+
+async def test_settings_are_sent_and_kept(browser: Browser, world: EdgeWorld) -> None:
+    """A system prompt and a temperature; empty ones are the model's own."""
+    page = await open_page(browser, world)
+    await page.get_by_role("button", name="Settings").click()
+    await page.get_by_label("System prompt").fill("Be brief.")
+    await page.get_by_label("Temperature").fill("0.3")
+    await screenshot(page, "settings")
+    await page.get_by_role("button", name="Done").click()
+    request = await ask(page, world, "Hello")
+    assert request.request.prompt_text == "Be brief.\nHello"
+    assert request.request.sampling.temperature == pytest.approx(0.3)
+    request.tokens("Hi")
+    request.finish()
+    await expect(last_answer(page).locator(".facts")).to_be_visible()
+    await page.reload()
+    await page.get_by_role("button", name="Settings").click()
+    await expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+    await page.get_by_label("System prompt").fill("")
+    await page.get_by_label("Temperature").fill("")
+    second = await ask(page, world, "More")
+    assert second.request.prompt_text == "Hello\nHi\nMore"
+    await close_page(page)
+
+
+@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.long), "/llm"])
+async def test_pages_find_one_another_and_the_api_behind_a_prefix(browser: Browser, prefix: str) -> None:
+    """A proxy that serves kvloom below a path sends pages whose links pointed at the root of the host."""
+    config = EdgeConfig(root_path=prefix)
+    async with edge_world(config=config) as world:
+        page = await browser.new_page()
+        failed: list[str] = []
+        page.on("response", lambda response: failed.append(response.url) if response.status >= 400 else None)
+        await page.goto(f"{world.url}{prefix}/")
+        await expect(page.get_by_label("Model")).to_have_value("tiny")
+        request = await ask(page, world, "Hello")
+        request.tokens("Hi")
+        request.finish()
+        await expect(last_answer(page).locator(".text")).to_have_text("Hi")
+        await page.get_by_role("link", name="API").click()
+        await expect(page.get_by_text("/v1/chat/completions").first).to_be_visible()
+        assert page.url == f"{world.url}{prefix}/docs"
+        servers = await page.evaluate("fetch('openapi.json').then((r) => r.json()).then((api) => api.servers)")
+        assert servers == [{"url": f"{prefix}/"}]
+        await page.get_by_role("link", name="Chat", exact=True).click()
+        await expect(page.get_by_label("Model")).to_have_value("tiny")
+        assert failed == []
+        await page.close()
+
+
+async def test_a_key_that_may_not_chat_is_told_so(browser: Browser) -> None:
+    """The page said for ever that the server cannot be reached."""
+    async with edge_world() as world:
+        page = await browser.new_page()
+        error = {"error": {"message": "This key has only the scope usage.", "code": "permission_denied"}}
+        asked: list[str] = []
+
+        async def refuse(route: Route) -> None:
+            asked.append(route.request.url)
+            await route.fulfill(status=403, json=error)
+
+        await page.route("**/v1/models", refuse)
+        await page.goto(world.url)
+        notice = page.locator("#notice")
+        await expect(notice).to_have_text("This key may not chat: This key has only the scope usage.")
+        await expect(page.get_by_label("API key")).to_be_visible()
+        assert len(asked) == 1
+        await page.unroute("**/v1/models")
+        busy = {"error": {"message": "Too many requests."}}
+        await page.route("**/v1/models", lambda route: route.fulfill(status=429, json=busy))
+        await page.reload()
+        await expect(notice).to_have_text("Too many requests. Trying again…")
+        await page.close()
+
+
+async def test_words_of_the_reference_are_whole_on_a_phone(browser: Browser, world: EdgeWorld) -> None:
+    """Names of fields were broken in the middle, where a table can be scrolled."""
+    page = await browser.new_page(viewport=PHONE)  # pyright: ignore[reportArgumentType]
+    await page.goto(f"{world.url}/docs")
+    await expect(page.get_by_text("/v1/chat/completions").first).to_be_visible()
+    await page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+    assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    broken = await page.evaluate(
+        """() => [...document.querySelectorAll('td code')].filter((code) => !/\\s|[|.-]/.test(code.textContent)
+          && code.getClientRects().length > 1).map((code) => code.textContent)"""
+    )
+    assert broken == []
+    await page.evaluate("document.querySelector('#createChatCompletion, article').scrollIntoView()")
+    await screenshot(page, "docs-phone")
+    await page.close()
 
 
 async def test_conversation_survives_a_reload_and_new_chat_clears_it(browser: Browser, world: EdgeWorld) -> None:

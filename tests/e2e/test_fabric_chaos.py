@@ -62,6 +62,9 @@ def _check_tenants(found: dict[str, Any]) -> None:
     assert found["changes"]["keys revoked"] > 0
     assert found["trespasses"]["revoked key: 401"] > 0
     assert found["trespasses"]["other tenant: 404"] > 0
+    hostile = found["hostile"]
+    assert min(hostile[name] for name in ("answered", "with_claims", "with_tickets")) > 5 * MINUTES
+    assert hostile["received_tokens"] > 0
     ample, rated, scarce = found["tenants"]
     assert min(ample["complete"], rated["complete"], scarce["complete"]) > 0
     assert scarce["refused"] + scarce["cut_short"] > 0

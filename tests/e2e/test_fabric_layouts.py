@@ -3,13 +3,15 @@ several models. (tests/e2e/test_fabric_fleet.py gives the same commands on the m
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.e2e.fabric import RunningFabric, run_kvloom
+from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 
 LAYOUTS: Final = ("sim", "control", "colocated", "models")
 ASKING: Final[Sequence[Sequence[str]]] = (
@@ -49,8 +51,16 @@ def test_a_reload_of_an_unchanged_file_changes_nothing(fabric: RunningFabric) ->
     assert fabric.pids() == before
 
 
-def test_a_shard_is_drained_filled_and_restarted(fabric: RunningFabric) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.long] * (name != "control"))])
+        for name in LAYOUTS
+    ],
+)
+def test_a_shard_is_drained_filled_and_restarted(request: pytest.FixtureRequest, layout: str) -> None:
     """These are the commands of a night shift, which must not depend on what else runs."""
+    fabric: RunningFabric = request.getfixturevalue(f"{layout}_fabric")
     shard = fabric.processes("shard")[0]["name"]
     for command in (("drain", shard), ("undrain", shard), ("restart", shard), ("restart", "edge")):
         done = run_kvloom(*command, env=fabric.env)
@@ -64,6 +74,37 @@ def test_models_that_are_served_are_listed(fabric: RunningFabric) -> None:
     models = {process["model"] for process in fabric.processes("shard")}
     assert {line.split()[0] for line in served.splitlines()} >= models
     assert "ready, generate" in served
+
+
+@pytest.mark.xdist_group("colocated")
+def test_the_operators_organisation_is_reloaded(colocated_fabric: RunningFabric) -> None:
+    """With an edge to restart, an administrator who was the operator's stayed it until somebody did."""
+    fabric = colocated_fabric
+    file = Path(fabric.env["KVLOOM_DATA_DIR"]).parent / "kvloom.toml"
+    made = run_kvloom("keys", "create", "--project", "staff/ops", "--create", "--scope", "admin", env=fabric.env)
+    assert "it may: administer its organisation; it may not: use models" in made.stderr
+    key = made.stdout.strip()
+
+    def status() -> int:
+        request = urllib.request.Request(f"{fabric.http_url}/metrics", headers={"Authorization": f"Bearer {key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    eventually("the key is known", lambda: status() == 403)
+    before = fabric.pids()
+    file.write_text('[control]\noperator_organisation = "staff"\n')
+    try:
+        lines = run_kvloom("reload", env=fabric.env).stdout
+        assert lines == "  control.operator_organisation: applied\nreloaded\n"
+        eventually("the key is an operator's", lambda: status() == 200)
+    finally:
+        file.write_text("")
+        run_kvloom("reload", env=fabric.env)
+    eventually("the key is an operator's no more", lambda: status() == 403)
+    assert fabric.pids() == before
 
 
 @pytest.mark.xdist_group("colocated")

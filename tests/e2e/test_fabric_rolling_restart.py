@@ -137,3 +137,32 @@ async def test_a_rolling_restart_loses_nothing(fabric: RunningFabric, load: Load
             await load.answered.wait()
     assert +load.faults == Counter()
     assert load.num_answered > 3 * NUM_CLIENTS
+
+
+@pytest.mark.xdist_group("models")
+async def test_the_only_shard_of_a_model_is_restarted_without_losing_a_request(models_fabric: RunningFabric) -> None:
+    """With one shard a restart was 8.6 s of 503, though the command's promise names no number of shards."""
+    fabric = models_fabric
+    (shard,) = (process["name"] for process in fabric.processes("shard") if process["model"] == "chat")
+    load = Load(fabric.http_url, "chat", "unused")
+    await load.learn()
+    stop = asyncio.Event()
+    clients = [asyncio.create_task(load.run_client(seat, stop)) for seat in range(2)]
+    done = await asyncio.to_thread(run_kvloom, "restart", shard, env=fabric.env, timeout_seconds=TIMEOUT_SECONDS)
+    stop.set()
+    await asyncio.wait_for(asyncio.gather(*clients), TIMEOUT_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{shard} is the only shard of its model: {shard}-spare serves meanwhile" in done.stdout
+    assert +load.faults == Counter()
+    assert load.num_answered > 2
+    assert f"{shard}-spare" not in {process["name"] for process in fabric.processes()}
+
+
+@pytest.mark.xdist_group("models")
+def test_a_drain_of_the_only_shard_of_a_model_warns(models_fabric: RunningFabric) -> None:
+    """Its requests are refused until somebody takes the drain back."""
+    (shard,) = (process["name"] for process in models_fabric.processes("shard") if process["model"] == "chat")
+    drained = run_kvloom("drain", shard, env=models_fabric.env)
+    undrained = run_kvloom("undrain", shard, env=models_fabric.env)
+    assert (drained.returncode, undrained.returncode) == (0, 0)
+    assert drained.stderr.startswith(f"warning: {shard} is the only shard of chat that takes requests")

@@ -27,12 +27,17 @@ async def assert_accessible(page: Page) -> None:
 async def test_chat_page(browser: Browser, scheme: str) -> None:
     """With an answer, so that all parts are there."""
     async with edge_world() as world:
-        world.link.script = answer("Hello there.")
+        world.link.script = answer(
+            "Hello there.\n\n## Parts\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx = 1\n```\n"
+        )
         page = await open_page(browser, world.url, scheme)
         await expect(page.get_by_label("Model")).to_have_value("tiny")
         await page.get_by_label("Your message").fill("Hi")
         await page.keyboard.press("Enter")
         await expect(page.locator(".turn.assistant").last).to_contain_text("Hello there.")
+        await expect(page.locator(".turn.assistant td").last).to_have_text("2")
+        await page.get_by_role("button", name="Settings").click()
+        await page.get_by_role("button", name="Edit").click()
         await assert_accessible(page)
 
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvloom.router_link.group import RouterGroup
 from kvloom_common.config import KvloomConfig, dump_config
 from kvloom_common.discovery.router_finder import linked_routers
-from kvloom_common.process.service import ReadyLine
+from kvloom_common.process.ready_line import ReadyLine
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.server import ShardServer

@@ -24,7 +24,7 @@ from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse
 from kvloom.v1.directory_service_pb2 import ApiKey, CreateKeyRequest, ListKeysRequest
 from kvloom_common.config import ControlConfig, KvloomConfig, dump_config
 from kvloom_common.discovery.registry import ProcessRegistry
-from kvloom_common.process.service import ReadyLine
+from kvloom_common.process.ready_line import ReadyLine
 from kvloom_common.tenancy.table import TenantTable
 from tests.fakes.forked_process import ForkedProcess, fork_service
 

@@ -92,7 +92,7 @@ INVALID = [
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
     ({"metadata": "x"}, "metadata"),
     ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json"),
-    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_json"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     ({"priority": -1}, "priority"),
@@ -193,6 +193,9 @@ async def test_values_that_mean_off_are_accepted(world: EdgeWorld) -> None:
         best_of=1,
         include_reasoning=True,
         mirostat=0,
+        guided_json=None,
+        guided_choice=None,
+        structured_outputs=None,
         anything_at_all=None,
     )
     assert status == 200

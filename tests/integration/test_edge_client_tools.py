@@ -167,3 +167,25 @@ async def test_hundreds_of_tools_are_served(world: EdgeWorld) -> None:
     async with world.http.post(world.url + "/v1/messages", json=request) as response:
         text = await response.text()
     assert response.status == 200 or "prompt is too long" in text, text
+
+
+async def test_calls_come_back_as_the_model_has_written_them(world: EdgeWorld) -> None:
+    """What a response has answered is in the next request's input, under the client's names."""
+    world.link.script = answer("ok")
+    items = [
+        {"role": "user", "content": "fix it"},
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "namespace": "mcp__idea",
+            "name": "open",
+            "arguments": '{"file": "a"}',
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": "opened"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "the patch"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
+    ]
+    await posted(world, "/v1/responses", {"model": "tiny", "input": items, "tools": [IDEA, PATCH]})
+    prompt = prompt_of(world)
+    assert call("mcp__idea__open", {"file": "a"}) in prompt
+    assert call("apply_patch", {"input": "the patch"}) in prompt

@@ -135,3 +135,26 @@ async def test_stop_strings_concern_the_answer(world: EdgeWorld) -> None:
     ):
         await world.post(path, {"model": "tiny", **body})
         assert not last(world).stop.HasField("reasoning")
+
+
+@pytest.mark.parametrize(
+    ("family", "opening", "begins_inside"),
+    [
+        ("deepseek_r1", "<think>", True),
+        ("qwen3", "<think>", False),
+        ("kimi", "◁think▷", False),
+        ("mistral", "[THINK]", False),
+        ("granite", "Here is my thought process:", False),
+        ("harmony", "<|channel|>analysis", False),
+    ],
+)
+async def test_every_family_says_where_its_reasoning_is(family: str, opening: str, begins_inside: bool) -> None:
+    """A family that forgets it would have its thoughts cut off."""
+    tools = "harmony" if family == "harmony" else None
+    async with edge_world(output=ParserSpec(tools=tools, reasoning=family)) as world:
+        world.link.script = answer("x")
+        await world.chat(stop=["x"])
+        span = last(world).stop.reasoning
+        assert opening in span.openings
+        assert span.closings
+        assert span.begins_inside == begins_inside

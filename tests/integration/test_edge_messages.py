@@ -444,7 +444,7 @@ async def test_errors_have_anthropics_shape(world: EdgeWorld, client: anthropic.
     assert caught.value.request_id
     for method, path, status, kind in (
         ("GET", "/v1/messages", 405, "invalid_request_error"),
-        ("POST", "/v1/messages/batches", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 501, "api_error"),
         ("GET", "/v1/messages/msg_x?stream=true", 404, "not_found_error"),
     ):
         async with world.http.request(method, world.url + path) as response:

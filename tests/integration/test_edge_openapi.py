@@ -101,6 +101,37 @@ def test_fields_come_from_the_types_that_decode_them() -> None:
     assert chat["properties"]["top_k"]["description"] == "An extension. 0 or -1 means all tokens, which is the default."
 
 
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "seed", "stop", "n", "stream", "presence_penalty", "frequency_penalty", "min_p"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "logprobs", "top_logprobs", "repetition_penalty"),
+    *("min_tokens", "stop_sequences", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+)
+
+
+def test_every_field_of_a_request_has_a_meaning() -> None:
+    """And those by which answers are made have their range and their default, so that nobody has to try them."""
+    schemas = DOCUMENT["components"]["schemas"]
+    waiting = [
+        operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        for path, methods in DOCUMENT["paths"].items()
+        for operation in methods.values()
+        if "requestBody" in operation and not path.startswith("/admin/")
+    ]
+    seen: set[str] = set()
+    while waiting:
+        ref = waiting.pop()
+        if ref in seen:
+            continue
+        seen.add(ref)
+        schema = schemas[ref.rpartition("/")[2]]
+        waiting += re.findall(r'"\$ref": "([^"]+)"', json.dumps(schema))
+        for name, about in schema.get("properties", {}).items():
+            assert about.get("description"), (ref, name)
+            if name in SAMPLING and name not in schema.get("required", ()):
+                assert re.search("default|absent", about["description"]), (ref, name, about["description"])
+    assert len(seen) > 50
+
+
 def test_keys_are_demanded_where_the_edge_demands_them() -> None:
     """A generated client asks for a key only if one is needed."""
     closed = json.loads(document_bytes(needs_key=True))["paths"]

@@ -122,8 +122,8 @@ async def test_a_model_without_tools_in_its_template_is_told_of_them(world: Edge
     world.link.script = answer("x")
     await world.chat(tools=[WEATHER, CLOCK])
     prompt = prompt_of(world)
-    assert '"name": "get_weather"' in prompt
-    assert '"name": "get_time"' in prompt
+    assert '"name":"get_weather"' in prompt
+    assert '"name":"get_time"' in prompt
     await world.chat(tools=[WEATHER], tool_choice="none")
     assert "get_weather" not in prompt_of(world)
 
@@ -244,6 +244,34 @@ async def test_a_response_format_does_not_stand_in_the_way_of_a_demanded_call(wo
     assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
 
 
+@pytest.mark.parametrize("text", [CALL, '{"a": "x"}'])
+async def test_a_response_format_leaves_room_for_calls(world: EdgeWorld, text: str) -> None:
+    """OpenAI's format is about messages: with tools that the model is free to call, the answer is JSON or calls."""
+    world.link.script = answer(*pieces(text))
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    status, body = await world.chat(tools=[WEATHER], response_format=wanted)
+    assert status == 200, body
+    guide = world.link.requests[-1].request.sampling.guide.structural_tags
+    assert json.loads(guide.json_schema) == schema
+    assert list(guide.triggers) == ["<tool_call>"]
+    message = body["choices"][0]["message"]
+    assert ("tool_calls" in message, message["content"]) == ((True, None) if text == CALL else (False, text))
+    body = {"model": "tiny", "input": "x", "tools": [WEATHER["function"] | {"type": "function"}]}
+    status, body = await world.post(
+        "/v1/responses", body | {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    )
+    assert status == 200, body
+    assert body["output"][-1]["type"] == ("function_call" if text == CALL else "message")
+    tool = {"name": "get_weather", "input_schema": schema}
+    body = {"model": "tiny", "max_tokens": 99, "messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    status, body = await world.post(
+        "/v1/messages", body | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    )
+    assert status == 200, body
+    assert body["content"][-1]["type"] == ("tool_use" if text == CALL else "text")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -336,3 +364,17 @@ async def test_markers_that_are_special_tokens_are_shown(path: str, body: dict[s
         assert status == 200, answered
         shown = world.link.requests[0].request.sampling.shown_special_token_ids
         assert list(shown) == marked.special_token_ids(["[TOOL_CALLS]"]) != []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_demanded_calls_are_checked_when_they_have_ended(world: EdgeWorld, *, streams: bool) -> None:
+    """A guide drops what it cannot follow of a schema; the operator learns how often that shows."""
+    ids = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"ids": ids}}}}
+    for text in ('{"ids": ["a", "a"]}', '{"ids": ["a", "b"]}'):
+        world.link.script = answer(*pieces(f'{{"name": "f", "arguments": {text}}}'))
+        status, _ = await world.chat(tools=[tool], tool_choice="required") if not streams else (200, None)
+        assert status == 200
+        if streams:
+            await streamed(world, chat_body(tools=[tool], tool_choice="required"))
+    assert b"kvloom_edge_nonconforming_calls_total 1.0" in world.edge.metrics.exposition()

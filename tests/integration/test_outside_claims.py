@@ -183,3 +183,21 @@ async def test_an_answer_that_was_delivered_is_neither_lost_nor_discarded(world:
     assert [record.num_output_tokens for record in records] == [20, 20]
     assert {record.tenant for record in records} == {"acme/search"}
     assert all(record.cost_nanos for record in records)
+
+
+@pytest.mark.parametrize("has_hung", [False, True])
+async def test_a_client_that_says_nothing_had_arrived_pays_unless_the_router_hung(
+    world: MeteredWorld, has_hung: bool
+) -> None:
+    """The SDK settles what it leaves behind, and a router that hung has computed for a client that was gone."""
+    stub = await limited(world)
+    token = "a token of 16 chars"
+    assert await num_generated(stub, wanted(20, resume_token=token)) == 20
+    await world.until_recorded(1)
+    if has_hung:
+        world.models.server._suspensions.note(0.0, 10.0)
+    await stub.Cancel(pb.CancelRequest(request_id="r", resume_token=token, num_received_tokens=3), metadata=BEARER)
+    if has_hung:
+        await world.until_recorded(2)
+    [record] = await world.counted()
+    assert record.num_output_tokens == (3 if has_hung else 20)

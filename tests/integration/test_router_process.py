@@ -18,7 +18,7 @@ import pytest
 from kvloom_common.config import KvloomConfig, dump_config, load_config
 from kvloom_common.discovery.records import ShardRecord
 from kvloom_common.discovery.registry import ShardRegistry
-from kvloom_common.process.service import ReadyLine
+from kvloom_common.process.ready_line import ReadyLine
 from tests.fakes.fake_shard import FakeShard, expected_text
 from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer

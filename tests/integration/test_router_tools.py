@@ -261,7 +261,7 @@ async def test_the_history_reaches_the_model(world: RouterWorld) -> None:
     prompt = world.tokenizer.decode(prompt_ids, skip_special_tokens=False)
     assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in prompt
     assert "Snow." in prompt
-    assert '"description": "The weather."' in prompt
+    assert '"description":"The weather."' in prompt
     assert merged(deltas) == [("text", "ok")]
     plan = await (await world.stub()).Plan(PlanRequest(request=wanted(**fields)))
     assert plan.num_prompt_tokens == finish_of(deltas).num_prompt_tokens

@@ -16,7 +16,7 @@ from tests.fakes.no_rollouts import NoRollouts
 from tools.failures import CommandError
 from tools.supervisor.logs.entries import LogEntry
 from tools.supervisor.logs.files import LogQuery, log_paths
-from tools.supervisor.rollout.rollout import RolloutState
+from tools.supervisor.rollout.state import RolloutState
 from tools.supervisor.service.client import UnreachableError, remote_supervisor
 from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.state import FabricState

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,8 +18,8 @@ from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.parsers.events import TextDelta, ToolCallArguments, ToolCallStart
 from kvloom_common.parsers.output_parser import make_parser
 from kvloom_common.parsers.spec import ToolSchema
-from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 from shard_server.submits import guide_of
+from tests.fakes.tiny_guides import eos_token_id, started
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer
 
 MAX_TOKENS = 300
@@ -86,14 +84,6 @@ def random_schema(rng: Random, levels_left: int) -> Any:
 
 
 @functools.cache
-def compiler() -> GuideCompiler:
-    tokenizer = byte_level_tokenizer()
-    path = Path(tempfile.mkdtemp()) / "tokenizer.json"
-    path.write_text(tokenizer.to_str())
-    return GuideCompiler(path, tokenizer.get_vocab_size(), [tokenizer.token_to_id("<|im_end|>")])
-
-
-@functools.cache
 def token_texts() -> list[str]:
     tokenizer = byte_level_tokenizer()
     return [tokenizer.decode([token_id]) for token_id in range(tokenizer.get_vocab_size())]
@@ -102,7 +92,7 @@ def token_texts() -> list[str]:
 def written(state: Any, seed: int) -> tuple[list[int], bool]:
     """The tokens that a model writes which chooses at random, and likes to come to an end; whether it has."""
     rng = Random(seed)
-    eos = byte_level_tokenizer().token_to_id("<|im_end|>")
+    eos = eos_token_id()
     token_ids: list[int] = []
     for _ in range(MAX_TOKENS):
         bits = np.unpackbits(state.mask(), bitorder="little")
@@ -122,7 +112,7 @@ def check(tools: Sequence[Tool], seed: int, *, is_parallel: bool) -> None:
     plan = plan_tools(tools, REQUIRED, is_parallel=is_parallel)
     assert plan.parser is not None
     guide = guide_of(SamplingParams(guide=plan.guide))
-    token_ids, has_ended = written(compiler().start(guide, [byte_level_tokenizer().token_to_id("<|im_end|>")]), seed)
+    token_ids, has_ended = written(started(guide), seed)
     schemas = [ToolSchema(tool.name, tool.parameters) for tool in tools]
     decoded = byte_level_tokenizer().decode
     for end in range(len(token_ids) + 1):

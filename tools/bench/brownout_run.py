@@ -89,7 +89,7 @@ async def run(
     on_progress("starting a fabric without a ladder")
     async with bench_fabric(config) as fabric:
         on_progress(f"what the fabric can serve, {plan.capacity_seconds:g} s")
-        num_places = config.shard.num_shards * config.shard.max_batch
+        num_places = config.shard.num_started * config.shard.max_batch
         capacity = await measure_capacity(fabric, plan.requests, num_places, plan.capacity_seconds)
         on_progress(f"{capacity:.2f} requests/s; without the ladder, {total:g} s")
         without = await _play(fabric, plan, WITHOUT, capacity)
@@ -106,7 +106,7 @@ async def run(
     return {
         "engine": config.shard.engine,
         "device": config.shard.torch.device,
-        "num_shards": config.shard.num_shards,
+        "num_shards": config.shard.num_started,
         "max_batch": config.shard.max_batch,
         "capacity_per_second": round(capacity, 2),
         "load": plan.load,

@@ -61,7 +61,7 @@ async def run(
     on_progress("starting a fabric")
     async with bench_fabric(config, (CALM, FLOOD)) as fabric:
         on_progress(f"what the fabric can serve, {plan.capacity_seconds:g} s")
-        num_places = config.shard.num_shards * config.shard.max_batch
+        num_places = config.shard.num_started * config.shard.max_batch
         capacity = await measure_capacity(fabric, plan.requests, num_places, plan.capacity_seconds, fabric.keys[CALM])
         on_progress(f"{capacity:.2f} requests/s; the calm tenant alone, {plan.seconds:g} s")
         alone = await _play(fabric, plan, "alone", capacity, flood_as=None)
@@ -82,7 +82,7 @@ async def run(
     return {
         "engine": config.shard.engine,
         "device": config.shard.torch.device,
-        "num_shards": config.shard.num_shards,
+        "num_shards": config.shard.num_started,
         "max_batch": config.shard.max_batch,
         "policy": config.router.placement.policy,
         "capacity_per_second": round(capacity, 2),

@@ -109,7 +109,7 @@ async def run(
         rows.append(row_of(WITHOUT, waiting, waited, alone, await fabric.explain(waited)))
     for name, streams in ((IDLE, on_idle), (WITH, urgent), (WITHOUT, waiting)):
         curves[name] = Curves(_ttfts(streams), [])
-    return PreemptionReport(config.shard.engine, config.shard.num_shards, config.shard.max_batch, plan, rows)
+    return PreemptionReport(config.shard.engine, config.shard.num_started, config.shard.max_batch, plan, rows)
 
 
 def _batch(plan: PreemptionPlan, run_name: str) -> list[Stream]:

@@ -36,6 +36,7 @@ from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import LONG_HANG_SHARE, Fault, FaultKind, plan_faults
 from tools.chaos.fabric.injector import Injector
 from tools.chaos.fabric.quiescence import wait_for_quiescence
+from tools.chaos.tenants.hostile import greedy_tenant, hostile_tenant
 from tools.chaos.tenants.tenancy import Tenancy
 from tools.chaos.users import PATIENCE_SECONDS, QuestionSource, UserContext, run_user
 from tools.failures import CommandError
@@ -182,7 +183,9 @@ class _Run:
         self._cluster.user_seed, self._cluster.attacks = plan.seed, plan.attacks
         self._records: list[Record] = []
         self._memory = MemoryWatch()
-        self._tenancy = Tenancy(self._cluster, plan.num_tenants, plan.seed) if plan.num_tenants else None
+        self._tenancy: Tenancy | None = None
+        if plan.num_tenants:
+            self._tenancy = Tenancy(self._cluster, plan.num_tenants, plan.seed, self._may_attack)
 
     async def run(self) -> dict[str, Any]:
         try:
@@ -191,7 +194,7 @@ class _Run:
                 await self._set_up_tenants(self._tenancy)
             self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
             log_dir = self._cluster.folder.log_dir
-            attackers = attackers_tenants(self._cluster.trust.caller_key)
+            attackers = attackers_tenants(self._cluster.trust.caller_key) | {hostile_tenant().id, greedy_tenant().id}
             self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")], attackers)
             async with self._context() as context:
                 await self._run_users_and_faults(context)
@@ -203,6 +206,12 @@ class _Run:
         finally:
             await self._cluster.stop()
         return self._report(problems)
+
+    def _may_attack(self) -> bool:
+        """Of the hostile tenant, which attacks all the time, or only when all attackers do."""
+        if not self._plan.attack_seconds:
+            return True
+        return any(one.ended_at is None for one in self._injector.disturbances)
 
     async def _set_up_tenants(self, tenancy: Tenancy) -> None:
         try:
@@ -315,7 +324,12 @@ class _Run:
         if plan.attack_seconds:
             (attack,) = self._injector.disturbances
             answers = self._cluster.attack_answers
-            figures["attack"] = attack_figures(self._records, attack, answers, self._memory, self._begin)
+            tenants = [] if self._tenancy is None else self._tenancy.tenants
+            calm = {tenant.id for tenant in tenants if not tenant.refusal_codes} or {""}
+            figures["attack"] = attack_figures(self._records, attack, answers, self._memory, self._begin, calm)
+            if self._tenancy is not None:
+                figures["attack"]["over_served"] = figures["tenancy"]["over_served"]
+                figures["attack"]["mis_metered"] = figures["tenancy"]["mis_metered"]
         elif not plan.kinds:
             figures["problems"] += soak_problems(memory)
         return {

@@ -13,9 +13,9 @@ from kvloom.client.client import Client
 from kvloom.client.generate_request import GenerateOptions
 from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
+from kvloom.text.chat_message import ChatMessage
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
 from kvloom_common.process.cancellation import raise_if_cancelled
-from kvloom_common.text.tokenizer import ChatMessage
 from tools.cli.router_client import Routers, choose_routers, client_options, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option

@@ -16,8 +16,10 @@ from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom.v1.shard_service_pb2 import DrainRequest
 from tools.failures import CommandError
 from tools.fleet.members import Fleet
+from tools.fleet.view import REGISTERED
 from tools.options import Seconds, config_option, data_dir_option, option
 from tools.supervisor.readiness import reachable_address
+from tools.supervisor.supervised_process import ProcessState
 
 POLL_SECONDS: Final = 0.1
 CALL_TIMEOUT_SECONDS: Final = 5.0
@@ -60,7 +62,9 @@ def drain(
     if deadline_seconds is not None and within is not None:
         raise click.UsageError("give --deadline-seconds or --within")
     request = DrainRequest(draining=True, deadline_seconds=deadline_seconds, empty_within_seconds=within)
-    asyncio.run(_drain(shard, Fleet.open(data_dir, config_file), request))
+    fleet = Fleet.open(data_dir, config_file)
+    asyncio.run(_warn_of_last(shard, fleet))
+    asyncio.run(_drain(shard, fleet, request))
     print(f"{shard} is drained")
 
 
@@ -111,6 +115,20 @@ async def find_shard(fleet: Fleet, name: str) -> str:
     if name not in records:
         raise CommandError(f"there is no shard {name!r}; there are: {', '.join(sorted({*shards, *records}))}")
     return records[name].address
+
+
+async def _warn_of_last(shard: str, fleet: Fleet) -> None:
+    """On stderr. Raises CommandError if there is no such shard."""
+    await find_shard(fleet, shard)
+    shards = [process for process in (await fleet.view(with_shards=True)).processes if process.role == "shard"]
+    model = next((process.model for process in shards if process.name == shard), "")
+    ready = (ProcessState.READY, REGISTERED)
+    if not any(one.name != shard and one.model == model and one.state in ready for one in shards):
+        print(
+            f"warning: {shard} is the only shard of {model or 'its model'} that takes requests: they are refused until "
+            "`kvloom undrain`",
+            file=sys.stderr,
+        )
 
 
 async def _drain(shard: str, fleet: Fleet, request: DrainRequest) -> None:

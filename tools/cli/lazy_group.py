@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -47,19 +50,31 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Like click, but a command that cannot be imported does not hide the others."""
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Like click, but the commands are not imported for it: of each, the source is read."""
         width = formatter.width - 6 - max(map(len, self._commands_at))
         for heading, names in self.sections.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, self._short_help(ctx, name, width)) for name in names])
+                formatter.write_dl([(name, self.summary_of(name, width)) for name in names])
 
-    def _short_help(self, ctx: click.Context, name: str, width: int) -> str:
+    def summary_of(self, name: str, width: int) -> str:
+        """The beginning of the command's documentation."""
+        module, attribute = self._commands_at[name].split(":")
         try:
-            command = self.get_command(ctx, name)
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None or found.origin is None:  # it is not installed, and an import says why
+            return self._reason_without(name)
+        text = documentation(Path(found.origin).read_text(encoding="utf-8"), attribute)
+        return click.Command(name, help=text).get_short_help_str(width)
+
+    def _reason_without(self, name: str) -> str:
+        try:
+            self.get_command(click.Context(self), name)
         except CommandError as error:
             return error.message
-        return "" if command is None else command.get_short_help_str(width)
+        return ""
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         """Like click, but every failure is one line on stderr, including that of a wrong flag."""
@@ -81,3 +96,11 @@ class LazyGroup(click.Group):
             print("aborted", file=sys.stderr)
             sys.exit(130)
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def documentation(source: str, function: str) -> str:
+    """The docstring of a function in a module's source; "" if it has none."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            return ast.get_docstring(node) or ""
+    return ""

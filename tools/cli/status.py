@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tools.failures import EXIT_INCOMPLETE, EXIT_NOT_RUNNING, CommandError
 from tools.fleet.members import Fleet
@@ -20,6 +19,8 @@ from tools.supervisor.supervised_process import ProcessStatus
 
 _PIPED_WIDTH: Final = 1000
 _COLUMNS: Final = ("name", "role", "pid", "state", "restarts", "address", "metrics")
+_NUM_SHORT: Final = 5
+"""The columns before the addresses."""
 _STOPPED: Final[Mapping[str, Any]] = {"phase": "stopped", "http_url": None, "router_address": None, "processes": []}
 
 
@@ -100,9 +101,9 @@ def _print_tables(view: FleetView) -> None:
     for problem in view.problems:
         console.print(f"warning: {problem}", markup=False)
     supervised = [process for machine in view.machines if machine.state for process in machine.state.processes]
-    console.print(_table(supervised, "name"))
+    print_table(console, supervised, "name")
     if view.bare:
-        console.print(_table(view.bare, "not started by kvloom up"))
+        print_table(console, view.bare, "not started by kvloom up")
     processes = view.processes
     models = _models(processes)
     for process in processes:
@@ -143,7 +144,9 @@ def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
     return lines + [f"  {machine.problem}"] * bool(machine.problem)
 
 
-def _table(processes: Iterable[ProcessStatus], title: str) -> Table:
+def print_table(console: Console, processes: Sequence[ProcessStatus], title: str) -> None:
+    """One row a process. Where a row does not fit the console, the addresses stand on a line of their own below it:
+    they are what operators copy."""
     rows = [
         (
             one.name,
@@ -156,11 +159,15 @@ def _table(processes: Iterable[ProcessStatus], title: str) -> Table:
         )
         for one in processes
     ]
-    table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(_COLUMNS):
-        # In a narrow terminal the addresses are shortened, and not the names.
-        width = None if column in ("address", "metrics") else max((len(row[number]) for row in rows), default=0)
-        table.add_column(title if column == "name" else column, no_wrap=True, min_width=width)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    heads = (title, *_COLUMNS[1:])
+    widths = [max(len(row[number]) for row in (heads, *rows)) for number in range(len(heads))]
+    fits = sum(widths) + 2 * (len(widths) - 1) <= console.width
+    for row in (heads, *rows):
+        shown = row if fits else row[:_NUM_SHORT]
+        line = "  ".join(text.ljust(width) for text, width in zip(shown, widths, strict=False)).rstrip()
+        console.print(line, markup=False, style="bold" if row is heads else None)
+        if not fits and row is not heads:
+            named = zip(_COLUMNS[_NUM_SHORT:], row[_NUM_SHORT:], strict=True)
+            details = ", ".join(f"{name} {address}" for name, address in named if address)
+            if details:
+                console.print(f"  {details}", markup=False)

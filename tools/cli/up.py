@@ -11,7 +11,6 @@ import click
 
 from kvloom_common.config import KvloomConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
-from tools.cli.launch import Launch, apply_flags
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir
 from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
@@ -48,7 +47,7 @@ class ShardCounts(click.ParamType):
     type=ShardCounts(),
     default="",
     metavar="N|MODEL=N,...",
-    help="The number of engine shards, of each model or by model.  [default: 2]",
+    help="The number of engine shards, of each model or by model.  [default: 2, or 1 of torch on two cores]",
 )
 @option("--edges", type=click.IntRange(1, 256), help="The number of HTTP edges. They share the port.  [default: 1]")
 @option("--routers", type=click.IntRange(1, 256), help="The number of routers. They share the port.  [default: 1]")
@@ -168,6 +167,8 @@ def up(
     Prints `ready: URL` when all processes are ready. Ctrl-C stops all of them. With --join, this machine becomes one of
     a fleet, and --role chooses its part.
     """
+    from tools.cli.launch import Launch, apply_flags  # here, because `down` and --help need nothing of it
+
     models = flags.pop("model")
     # A daemon reads them again from another directory.
     flags = {name: value.expanduser().absolute() if isinstance(value, Path) else value for name, value in flags.items()}

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
-import redis.exceptions
-
 from kvloom.v1.shard_service_pb2 import GetInfoResponse
 from kvloom_common.config import ConfigError, KvloomConfig, load_config
 from kvloom_common.discovery.records import ProcessRecord
@@ -19,7 +17,7 @@ from tools.fabric_trust import trust_of
 from tools.failures import EXIT_NOT_RUNNING, CommandError
 from tools.fleet.view import FleetView, Machine, merged, with_loads
 from tools.options import choose_data_dir, load_config_file
-from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
+from tools.supervisor.fleet_records import FleetRecords
 from tools.supervisor.readiness import shard_info
 from tools.supervisor.reporters import log_to_stderr
 from tools.supervisor.service.client import (
@@ -79,6 +77,11 @@ class Fleet:
         """Empty without a registry. Raises CommandError if it cannot be read."""
         if self.local_only or not self.config.redis.url:
             return FleetRecords()
+        # Imported here, because most fabrics are one machine, whose supervisor tells all.
+        import redis.exceptions
+
+        from tools.supervisor.fleet_registry import FleetRegistry
+
         registry = FleetRegistry(self.config.redis, self.trust.sealer)
         try:
             async with asyncio.timeout(_REGISTRY_TIMEOUT_SECONDS):

@@ -10,6 +10,7 @@ config_reload.py       applies a changed configuration file while the processes 
 embedded_redis.py      the Redis-protocol server that `kvloom up` starts
 supervisor.py          starts, watches, replaces and stops a set of processes
 supervised_process.py  keeps one process running, with backoff
+spares.py              a spare for the only shard of a model while that is restarted
 child.py               one operating-system process
 exec_bound.py          the wrapper that binds a child to the life of its parent
 shared_port.py         a TCP port on which several processes listen
@@ -18,6 +19,7 @@ readiness.py           checks whether the fabric is ready
 named_models.py        models that the configuration names and that nothing serves
 tenant_tables.py       which edges and routers do not follow the table of tenants
 fleet_records.py       what the registry says about the whole fleet
+fleet_registry.py      reads it
 joining.py             what a machine checks and completes before it joins a fleet
 bindings.py            what the processes listen on, for people
 state.py               the run folder: lock, state file, logs

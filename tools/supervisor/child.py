@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom_common.process.service import END_LINE, LEAVING_LINE, ReadyLine
+from kvloom_common.process.ready_line import END_LINE, LEAVING_LINE, ReadyLine
 from tools.supervisor.logs.bounded_log import BoundedLog
 from tools.supervisor.shared_port import SharedPort
 

@@ -12,6 +12,8 @@ from tools.supervisor.process_specs import ROLES
 
 _ALL: Final = ROLES
 _NONE: Final[tuple[str, ...]] = ()
+FOLLOWED: Final = ("followed",)
+"""Processes read the stored configuration again for these keys, within a second."""
 _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "data_dir": _NONE,
     "edge": ("edge",),
@@ -41,7 +43,7 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "safety.patience_seconds": ("router",),
     "control": ("router", "edge"),
     "control.enabled": _NONE,
-    "control.operator_organisation": ("edge",),
+    "control.operator_organisation": FOLLOWED,
     "control.host": _NONE,
     "control.port": _NONE,
     "control.database_url": ("control",),

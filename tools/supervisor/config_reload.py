@@ -15,6 +15,7 @@ from kvloom_common.models.configured import configured_models
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
 from tools.supervisor.config_changes import (
+    FOLLOWED,
     Change,
     apply_change,
     changed_model,
@@ -252,6 +253,8 @@ class ConfigReload:
             return "not used"
         if not change.readers:
             return "applied: it is as at the start again"
+        if change.readers == FOLLOWED:
+            return "applied"
         if any(self._reads(status, change) for status in self._statuses):
             return "applied: the processes run with it"
         return "applied: no process here reads it"

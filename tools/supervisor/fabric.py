@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import redis.exceptions
 
 from kvloom_common.config import AdapterConfig, KvloomConfig, ModelConfig
@@ -25,7 +26,8 @@ from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.config_reload import ConfigReload, ConfigSource
 from tools.supervisor.detach import has_terminal
-from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
+from tools.supervisor.fleet_records import FleetRecords
+from tools.supervisor.fleet_registry import FleetRegistry
 from tools.supervisor.logs.files import log_paths
 from tools.supervisor.models.adapters import AdapterChanges, ListedAdapter
 from tools.supervisor.models.changes import ModelChanges, Resolve
@@ -47,7 +49,9 @@ from tools.supervisor.rollout.commands import MachineRollouts
 from tools.supervisor.rollout.rollouts import Rollouts
 from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.shared_port import SharedPort
+from tools.supervisor.spares import has_stand_in, no_room, spare_of, standing_in
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
+from tools.supervisor.supervised_process import ProcessStatus
 from tools.supervisor.supervisor import Supervisor
 from tools.supervisor.tenant_tables import not_following
 
@@ -121,6 +125,9 @@ class Fabric:
         def services(config: KvloomConfig) -> Sequence[ChildSpec]:
             return [spec for stage in plan(config) for spec in stage if spec.role != "redis"]
 
+        self._services = services
+        self._num_spares = 0
+        """The shards that stand in for others now."""
         self._history = ModelHistory(folder.data_dir, reporter.step)
         rollouts = Rollouts()
         self._models = ModelChanges(
@@ -230,13 +237,43 @@ class Fabric:
 
     async def _replace(self, wanted: Sequence[str], report: Callable[[str], None]) -> None:
         for name in plan_restart(self._supervisor.statuses, wanted):
-            try:
-                await self._supervisor.replace(name)
-            except ChildFailedError as error:
-                raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
-            await self._models.keep_asleep()
-            await self._wait_ready()
+            async with self._stood_in_for(name, report):
+                try:
+                    await self._supervisor.replace(name)
+                except ChildFailedError as error:
+                    raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
+                await self._models.keep_asleep()
+                await self._wait_ready()
             report(f"{name} was restarted")
+
+    @contextlib.asynccontextmanager
+    async def _stood_in_for(self, name: str, report: Callable[[str], None]) -> AsyncIterator[None]:
+        """With a spare for the only awake shard of a model, which routers know before the context begins."""
+        (status,) = (status for status in self._supervisor.statuses if status.name == name)
+        if status.role != "shard" or status.model in self._models.asleep or await self._has_stand_in(status):
+            yield
+            return
+        unnumbered = msgspec.structs.replace(
+            self._config, metrics=msgspec.structs.replace(self._config.metrics, port=0)
+        )
+        spec = next((spec for spec in self._services(unnumbered) if spec.name == name), None)
+        spare, reason = spec and spare_of(spec), no_room(self._config, status)
+        async with standing_in(self._supervisor, spare, reason, name, report) as runs:
+            self._num_spares = int(runs)
+            try:
+                await self._wait_ready()
+                yield
+            finally:
+                self._num_spares = 0
+
+    async def _has_stand_in(self, status: ProcessStatus) -> bool:
+        """Whether another shard has the model, here or on another machine of the fleet."""
+        if has_stand_in(status, self._supervisor.statuses):
+            return True
+        records = await self._records()
+        return records is not None and any(
+            record.model == status.model and record.owner != self._state.owner for record in records.shards.values()
+        )
 
     async def _reload(self, file: Path | None, restarts: bool, on_step: Callable[[str], None]) -> None:
         """Apply the changed configuration. With `restarts`, also by restarting processes one after another. Raises
@@ -356,7 +393,7 @@ class Fabric:
         if not self._supervisor.all_ready:
             away = [f"{status.name} is {status.state}" for status in statuses if status.state != "ready"]
             return away or ["not all processes run"]
-        num_shards = self._models.num_awake_shards if "shard" in self._roles else 0
+        num_shards = self._models.num_awake_shards + self._num_spares if "shard" in self._roles else 0
         if not num_shards and self._models.asleep:
             return []  # nothing is served, as it was asked for
         records = await self._records()

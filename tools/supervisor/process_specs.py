@@ -11,7 +11,6 @@ from kvloom_common.config import KvloomConfig, ShardConfig
 from kvloom_common.models.configured import configured_models, model_label, shard_config
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec, launched_command
-from tools.supervisor.embedded_redis import embedded_redis
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.supervised_process import ProcessStatus
 
@@ -83,7 +82,12 @@ def plan_stages(
     def router(name: str) -> tuple[str, ...]:
         return "--share-port", "--own-port", "0", *metrics("router", name)
 
-    stages = [[embedded_redis(config.redis.url, config_path.parent)]] if embed_redis else []
+    stages: list[list[ChildSpec]] = []
+    if embed_redis:
+        # Imported here, because commands that only want the roles need no server.
+        from tools.supervisor.embedded_redis import embedded_redis
+
+        stages.append([embedded_redis(config.redis.url, config_path.parent)])
     if "control" in roles:
         control = f"{prefix}control"
         # Not before its predecessor has stopped: a SQLite database has one owner.
@@ -176,7 +180,7 @@ def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> li
         # The shards of [model] have its name neither in theirs nor among their arguments.
         label = "" if model is config.model else model.name
         chosen = ("--model", label) if label else ()
-        num_shards, per_process = settings.num_shards, settings.sim.shards_per_process
+        num_shards, per_process = settings.num_started, settings.sim.shards_per_process
         if settings.engine != "sim" or per_process == 1:
             for number in range(num_shards):
                 name = shard_name(number, prefix, label)

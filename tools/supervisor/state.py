@@ -14,9 +14,10 @@ import msgspec
 import psutil
 
 from kvloom_common.private_file import make_own_folder, open_private_file, replacement
+from kvloom_common.process.control_socket import stored_config
 from kvloom_common.process.data_dir import make_data_dir_private
 from tools.failures import EXIT_NOT_RUNNING, CommandError
-from tools.supervisor.rollout.rollout import RolloutState
+from tools.supervisor.rollout.state import RolloutState
 from tools.supervisor.supervised_process import ProcessStatus
 
 
@@ -61,7 +62,7 @@ class RunFolder:
         self.data_dir = data_dir
         self.run_dir = data_dir / "run"
         self.log_dir = data_dir / "logs"
-        self.config_path = self.run_dir / "config.json"
+        self.config_path = stored_config(data_dir)
         self._state_path = self.run_dir / "state.json"
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvloom.backoff import Backoff
-from kvloom_common.process.service import ReadyLine
+from kvloom_common.process.ready_line import ReadyLine
 from tools.supervisor.child import Child, ChildFailedError, ChildSpec
 from tools.supervisor.logs.bounded_log import open_log
 

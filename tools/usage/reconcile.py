@@ -70,6 +70,8 @@ def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessLine]
 
 def _whole(lines: Sequence[WitnessLine]) -> WitnessLine:
     """Of one answer."""
+    settled = {line.num_resumed_tokens for line in lines if line.is_settled}
+    lines = [line for line in lines if line.is_settled or line.num_resumed_tokens not in settled]
     last = max(lines, key=lambda line: (line.is_complete, line.num_output_tokens))
     if len(lines) == 1 or not last.answer_id:
         return last  # an answer that moved to another edge has a line of each; the later one has more of it

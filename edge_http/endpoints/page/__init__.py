@@ -2,11 +2,15 @@
 
 index.html   the page
 chat.js      its code
+markdown.js  shows the Markdown of answers
+stream.js    one streamed answer
 chat.css     its style
 favicon.svg  the icon of both pages
 docs.html    the reference page, which shows /openapi.json
 docs.js      its code
 docs.css     its style, besides that of the chat page
+
+The folder vendored has marked and DOMPurify, with their licences (docs/third-party.md).
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ PAGE_FILES: Final = {
     "/": ("index.html", "text/html"),
     "/chat.css": ("chat.css", "text/css"),
     "/chat.js": ("chat.js", "text/javascript"),
+    "/markdown.js": ("markdown.js", "text/javascript"),
+    "/stream.js": ("stream.js", "text/javascript"),
+    "/marked.js": ("vendored/marked.js", "text/javascript"),
+    "/purify.js": ("vendored/purify.js", "text/javascript"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
 """The files of the chat page by path: name and type."""

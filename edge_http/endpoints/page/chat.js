@@ -1,19 +1,22 @@
 "use strict";
-// The chat page. Model output is only ever put into text nodes.
+// The chat page. Model output is shown by markdown.js, which sanitises it.
 
 const $ = (id) => document.getElementById(id);
 const page = {
   model: $("model"), notice: $("notice"), scroller: $("scroller"), conversation: $("conversation"),
   welcome: $("welcome"), composer: $("composer"), prompt: $("prompt"), send: $("send"), stop: $("stop"),
   newChat: $("new-chat"), announcer: $("announcer"), keyForm: $("key-form"), key: $("key"),
+  settings: $("settings"), settingsButton: $("settings-button"), system: $("system"), temperature: $("temperature"),
+  editNote: $("edit-note"), stopEditing: $("stop-editing"),
 };
 const STORE = "kvloom.conversation";
+const SETTINGS_STORE = "kvloom.settings";
 const KEY_STORE = "kvloom.api-key";  // forgotten with the tab
 const POLL_MS = 2000;
-const RESUME_PAUSES_MS = [0, 500, 1000, 2000, 4000, 8000];  // within the server's grace period
 
 let messages = [];     // what the model is sent: {role, content}
 let running = null;    // AbortController of the answer that streams
+let edited = null;     // the turn that the next message replaces, with all that follow
 
 // --- the API key, if the server asks for one ------------------------------------------------------------------------
 
@@ -24,8 +27,8 @@ function fetchWithKey(url, options = {}) {
   return fetch(url, { ...options, headers });
 }
 
-function askForKey() {
-  showNotice(apiKey ? "The server does not accept this API key." : "This server asks for an API key.");
+function askForKey(reason) {
+  showNotice(reason);
   page.keyForm.hidden = false;
   page.key.focus();
 }
@@ -50,16 +53,23 @@ function useKey(key) {
 
 async function loadModels() {
   let models = null;
+  let problem = "The server cannot be reached.";
   try {
-    const response = await fetchWithKey("/v1/models");
+    const response = await fetchWithKey("v1/models");
     if (response.status === 401) {
-      askForKey();
+      askForKey(apiKey ? "The server does not accept this API key." : "This server asks for an API key.");
       return;
     }
-    models = response.ok ? (await response.json()).data : null;
+    if (response.ok) models = (await response.json()).data;
+    else problem = (await errorOf(response)).message;
+    if (response.status === 403) {
+      // Another try with the same key would be refused as well.
+      askForKey(`This key may not chat: ${problem}`);
+      return;
+    }
   } catch { /* said below */ }
   if (models === null) {
-    showNotice("The server cannot be reached. Trying again…");
+    showNotice(`${problem} Trying again…`);
   } else {
     showModels(models);
     const ready = models.some((model) => model.num_ready_shards > 0);
@@ -87,29 +97,29 @@ function addTurn(role, text) {
   const turn = $("turn-template").content.cloneNode(true).firstElementChild;
   turn.classList.add(role);
   turn.querySelector(".who").textContent = role === "user" ? "You" : page.model.value;
+  turn.index = messages.length; // of its message, once that is stored
   showText(turn, text);
+  const actions = turn.querySelector(".actions");
+  actions.append(copyButton(() => turn.source, "Copy"));
+  if (role === "user") actions.append(actionButton("Edit", () => edit(turn)));
+  else actions.append(Object.assign(actionButton("Regenerate", () => regenerate(turn)), { className: "small regenerate" }));
   page.conversation.append(turn);
   page.welcome.hidden = true;
   return turn;
 }
 
-// Text between ``` fences becomes a code block, all else stays as it is.
 function showText(turn, text) {
-  const pieces = text.split(/^```/m);
-  const nodes = pieces.map((piece, i) => {
-    // Blank lines next to a block are its margin's business.
-    if (i % 2 === 0) return document.createTextNode(trimLines(piece, i > 0, i < pieces.length - 1));
-    const block = document.createElement("pre");
-    block.tabIndex = 0; // can be scrolled by keyboard
-    block.textContent = piece.replace(/^[^\n]*\n/, "").replace(/\n$/, "");
-    return block;
-  });
-  turn.querySelector(".text").replaceChildren(...nodes);
+  turn.source = text;
+  const box = turn.querySelector(".text");
+  if (turn.classList.contains("assistant")) showMarkdown(box, text);
+  else box.textContent = text;
+  turn.querySelector(".actions").hidden = text === "";
 }
 
-function trimLines(text, atStart, atEnd) {
-  const started = atStart ? text.replace(/^\n+/, "") : text;
-  return atEnd ? started.replace(/\n+$/, "") : started;
+function actionButton(label, act) {
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "small", textContent: label });
+  button.addEventListener("click", () => { if (!running) act(); });
+  return button;
 }
 
 function showFacts(turn, facts) {
@@ -151,15 +161,20 @@ async function answer() {
   turn.setAttribute("aria-busy", "true");
   page.scroller.scrollTop = page.scroller.scrollHeight;
   const seen = { text: "", startedAt: performance.now(), firstAt: 0, lastAt: 0, usage: null, details: null, reason: "" };
-  const textNode = document.createTextNode("");
-  turn.querySelector(".text").replaceChildren(textNode);
   let error = null;
   try {
-    await stream(abort.signal, (chunk) => keepAtEnd(() => takeChunk(chunk, seen, textNode)));
+    await stream(requestBody(), abort.signal, (chunk) => takeChunk(chunk, seen, turn));
   } catch (failure) {
     if (failure.name !== "AbortError") error = failure.asOpenAI ?? { message: "The connection to the server was lost." };
   }
   if (running === abort) finishAnswer(turn, seen, error, abort.signal.aborted);
+}
+
+function requestBody() {
+  return {
+    model: page.model.value, messages: [...systemMessages(), ...messages], ...sampling(),
+    stream: true, stream_options: { include_usage: true },
+  };
 }
 
 function finishAnswer(turn, seen, error, stopped) {
@@ -170,24 +185,37 @@ function finishAnswer(turn, seen, error, stopped) {
     showFacts(turn, factsOf(seen, stopped));
     if (error) showError(turn, error);
   });
-  if (seen.text && !error) messages.push({ role: "assistant", content: seen.text });
+  if (seen.text && !error) {
+    turn.index = messages.length;
+    messages.push({ role: "assistant", content: seen.text });
+  }
   save();
   setRunning(null);
   page.announcer.textContent = error ? "" : stopped ? "Answer stopped." : `Answer: ${seen.text}`;
 }
 
-function takeChunk(chunk, seen, textNode) {
+function takeChunk(chunk, seen, turn) {
   const choice = chunk.choices?.[0];
   const text = choice?.delta?.content ?? "";
   if (text) {
     seen.lastAt = performance.now();
     seen.firstAt ||= seen.lastAt;
     seen.text += text;
-    textNode.data = seen.text;
+    showSoon(seen, turn);
   }
   seen.reason = choice?.finish_reason ?? seen.reason;
   seen.usage = chunk.usage ?? seen.usage;
   seen.details = chunk.kvloom ?? seen.details;
+}
+
+// At most once for each picture of the screen: tokens may come faster.
+function showSoon(seen, turn) {
+  if (seen.isDue) return;
+  seen.isDue = true;
+  requestAnimationFrame(() => {
+    seen.isDue = false;
+    if (turn.classList.contains("running")) keepAtEnd(() => showText(turn, seen.text));
+  });
 }
 
 function factsOf(seen, stopped) {
@@ -210,81 +238,6 @@ function factsOf(seen, stopped) {
   return facts;
 }
 
-async function stream(signal, onChunk) {
-  let response = await fetchWithKey("/v1/chat/completions", {
-    method: "POST",
-    signal,
-    headers: { "Content-Type": "application/json", "x-kvloom-details": "true", "x-kvloom-resume": "on" },
-    body: JSON.stringify({
-      model: page.model.value, messages, stream: true, stream_options: { include_usage: true },
-    }),
-  });
-  if (!response.ok) throw await errorOf(response);
-  const url = `/v1/chat/completions/${response.headers.get("x-kvloom-response-id")}`;
-  const isResumable = response.headers.has("x-kvloom-resume");
-  // Without this, the server would continue generation for a client that has left for good.
-  const cancel = () => { if (isResumable) fetchWithKey(`${url}/cancel`, { method: "POST", keepalive: true }).catch(() => {}); };
-  const position = { event: 0 };
-  addEventListener("pagehide", cancel);
-  try {
-    for (let losses = 0; ;) {
-      const before = position.event;
-      try {
-        response ??= await fetchWithKey(`${url}?stream=true&starting_after=${position.event}`, { signal });
-        if (!response.ok) throw await errorOf(response);
-        if (await readEvents(response, position, onChunk)) return;
-      } catch (failure) {
-        if (signal.aborted) cancel();
-        if (signal.aborted || failure.asOpenAI) throw failure;
-      }
-      if (position.event > before) losses = 0;
-      if (!isResumable || losses === RESUME_PAUSES_MS.length) throw new Error("the stream broke off");
-      response = null;
-      await pause(RESUME_PAUSES_MS[losses++], signal);
-    }
-  } finally {
-    removeEventListener("pagehide", cancel);
-  }
-}
-
-// Returns whether the answer is complete; false when the connection ended before.
-async function readEvents(response, position, onChunk) {
-  if (response.status === 204) return true;
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return false;
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      const lines = event.split("\n");
-      const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
-      if (data === "[DONE]") return true;
-      if (!data) continue;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw Object.assign(new Error(), { asOpenAI: chunk.error });
-      onChunk(chunk);
-      position.event = Number(lines.find((line) => line.startsWith("id: "))?.slice(4) ?? position.event);
-    }
-  }
-}
-
-function pause(ms, signal) {
-  return new Promise((resolve) => {
-    const timer = setTimeout(resolve, ms);
-    signal.addEventListener("abort", () => { clearTimeout(timer); resolve(); }, { once: true });
-  });
-}
-
-async function errorOf(response) {
-  let error = { message: `The server answered with status ${response.status}.` };
-  try {
-    error = (await response.json()).error ?? error;
-  } catch { /* not JSON: the status explains the error */ }
-  return Object.assign(new Error(error.message), { asOpenAI: error });
-}
-
 // --- what the user does -----------------------------------------------------------------------------------------
 
 function setRunning(abort) {
@@ -295,6 +248,7 @@ function setRunning(abort) {
 
 function ask(text) {
   if (!text || running || page.model.disabled) return;
+  if (edited) removeFrom(edited);
   // A question without an answer would break the order of turns: the new one takes its place.
   if (messages.at(-1)?.role === "user") messages.pop();
   messages.push({ role: "user", content: text });
@@ -302,6 +256,68 @@ function ask(text) {
   save();
   page.announcer.textContent = "Answering…";
   answer();
+}
+
+function edit(turn) {
+  edited = turn;
+  turn.classList.add("edited");
+  page.editNote.hidden = false;
+  page.prompt.value = turn.source;
+  fitPrompt();
+  page.prompt.focus();
+}
+
+function stopEditing() {
+  edited?.classList.remove("edited");
+  edited = null;
+  page.editNote.hidden = true;
+  page.prompt.value = "";
+  fitPrompt();
+}
+
+// Without this turn and all that follow it.
+function removeFrom(turn) {
+  messages.length = Math.min(messages.length, turn.index);
+  while (turn.nextElementSibling) turn.nextElementSibling.remove();
+  turn.remove();
+  edited = null;
+  page.editNote.hidden = true;
+}
+
+function regenerate(turn) {
+  if (edited) stopEditing();
+  removeFrom(turn);
+  page.prompt.focus();
+  answer();
+}
+
+// --- settings ---------------------------------------------------------------------------------------------------
+
+function systemMessages() {
+  const content = page.system.value.trim();
+  return content ? [{ role: "system", content }] : [];
+}
+
+function sampling() {
+  return page.temperature.value === "" ? {} : { temperature: page.temperature.valueAsNumber };
+}
+
+function toggleSettings() {
+  page.settings.hidden = !page.settings.hidden;
+  page.settingsButton.setAttribute("aria-expanded", String(!page.settings.hidden));
+  if (!page.settings.hidden) page.system.focus();
+}
+
+function saveSettings() {
+  try {
+    sessionStorage.setItem(SETTINGS_STORE, JSON.stringify([page.system.value, page.temperature.value]));
+  } catch { /* storage is off: the settings live on the page only */ }
+}
+
+function restoreSettings() {
+  try {
+    [page.system.value, page.temperature.value] = JSON.parse(sessionStorage.getItem(SETTINGS_STORE)) ?? ["", ""];
+  } catch { /* the model's own */ }
 }
 
 function fitPrompt() {
@@ -315,6 +331,7 @@ function startNewChat() {
   abort?.abort();
   messages = [];
   save();
+  stopEditing();
   page.conversation.replaceChildren();
   page.welcome.hidden = false;
   page.announcer.textContent = "New chat.";
@@ -333,7 +350,12 @@ function restore() {
   } catch {
     messages = [];
   }
-  for (const message of messages) addTurn(message.role, message.content);
+  const stored = messages;
+  messages = [];
+  for (const message of stored) {
+    addTurn(message.role, message.content);
+    messages.push(message);
+  }
   page.scroller.scrollTop = page.scroller.scrollHeight;
 }
 
@@ -357,17 +379,31 @@ page.prompt.addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key !== "Escape") return;
+  if (running) running.abort();
+  else if (edited) stopEditing();
 });
 page.stop.addEventListener("click", () => {
   running?.abort();
   page.prompt.focus();
 });
 page.newChat.addEventListener("click", startNewChat);
+page.stopEditing.addEventListener("click", () => {
+  stopEditing();
+  page.prompt.focus();
+});
+page.settingsButton.addEventListener("click", toggleSettings);
+page.system.addEventListener("change", saveSettings);
+page.temperature.addEventListener("change", saveSettings);
+page.settings.addEventListener("submit", (event) => {
+  event.preventDefault();
+  toggleSettings();
+});
 for (const example of document.querySelectorAll(".example")) {
   example.addEventListener("click", () => ask(example.textContent));
 }
 
 page.prompt.focus();
 restoreKey();
+restoreSettings();
 loadModels().then(restore);

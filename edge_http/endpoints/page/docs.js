@@ -11,7 +11,7 @@ main().catch((error) => {
 });
 
 async function main() {
-  const response = await fetch("/openapi.json");
+  const response = await fetch("openapi.json");
   if (!response.ok) throw new Error(`HTTP ${response.status}`);
   api = await response.json();
   document.getElementById("version").textContent = api.info.version;
@@ -189,7 +189,8 @@ async function request(path, method, inputs, body, output, signal) {
   const key = document.getElementById("key").value;
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  const url = query.size ? `${path}?${query}` : path;
+  const place = path.slice(1);  // below the page's own folder, also behind a prefix
+  const url = query.size ? `${place}?${query}` : place;
   const response = await fetch(url, {method: method.toUpperCase(), headers, body, signal});
   const names = [...response.headers].filter(([name]) => name !== "date" && name !== "connection");
   const head = [`HTTP ${response.status}`, ...names.map(([name, value]) => `${name}: ${value}`)].join("\n");

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from edge_http.formatting.client_tools import flat_name
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import TEXT_PARTS, OpenStruct
 from kvloom.conversation.earlier import MEDIA, asked_message, omitted
@@ -49,6 +50,7 @@ class CallItem(Item, kw_only=True):
 
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: Any = None
     input: Any = None
     """Of a tool that takes text."""
@@ -171,7 +173,8 @@ class _Items:
         if item.call_id is None and item.name is None and arguments is None:
             return  # a search and the like, of which nothing is told
         text = arguments if isinstance(arguments, str) else "" if arguments is None else _json_text(arguments)
-        call = self._calls.add(item.call_id, item.name or kind.removesuffix(_CALL_KIND), text)
+        name = item.name or kind.removesuffix(_CALL_KIND)
+        call = self._calls.add(item.call_id, flat_name(item.namespace, name) if item.namespace else name, text)
         self._turn.calls.append(call)
         if result is not None:
             self._add_result(call.id, call.name, result)

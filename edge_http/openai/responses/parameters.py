@@ -7,15 +7,16 @@ from typing import Any, Final
 
 import msgspec
 
+from edge_http.formatting.body_guide import BodyGuide
 from edge_http.formatting.json_bytes import Json, encode_json
-from edge_http.openai.guide import BodyGuide
 from edge_http.openai.requests import ChatBody
 from edge_http.openai.responses.requests import ResponsesBody, TextFormat, ToolChoiceBody
 from edge_http.openai.responses.tools import ResponseTools
 from kvloom.conversation.tools import Tool
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
-from kvloom.v1.generation_pb2 import Guide
+from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from kvloom.v1.generation_pb2 import Guide, SamplingParams
 
 _MAX_UINT32: Final = 2**32 - 1
 _ABSENT: Final = (b"", b"null")
@@ -71,8 +72,9 @@ def text_guide(body: ResponsesBody) -> BodyGuide | None:
     return BodyGuide(guide, field)
 
 
-def echo_of(body: ResponsesBody, given: ResponseTools) -> bytes:
-    """The JSON object of what the response repeats of the request."""
+def echo_of(body: ResponsesBody, given: ResponseTools, defaults: SamplingParams | None = None) -> bytes:
+    """The JSON object of what the response repeats of the request. `defaults` are the model's."""
+    defaults = defaults or SamplingParams()
     reasoning = body.reasoning
     fields: Json = {
         "background": False,
@@ -92,16 +94,22 @@ def echo_of(body: ResponsesBody, given: ResponseTools) -> bytes:
         "safety_identifier": body.safety_identifier,
         "service_tier": "flex" if body.service_tier == "flex" else "default",
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": _effective(body.temperature, defaults, "temperature", DEFAULT_TEMPERATURE),
         "text": _text(body),
         "tool_choice": _tool_choice(body.tool_choice),
         "tools": [_tool(tool) for tool in given.all_tools],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": _effective(body.top_p, defaults, "top_p", DEFAULT_TOP_P),
         "truncation": "disabled",
         "user": body.user,
     }
     return encode_json(fields)
+
+
+def _effective(given: float | None, defaults: SamplingParams, name: str, otherwise: float) -> float:
+    if given is not None:
+        return given
+    return getattr(defaults, name) if defaults.HasField(name) else otherwise  # pyright: ignore[reportArgumentType]
 
 
 def _text(body: ResponsesBody) -> Json:

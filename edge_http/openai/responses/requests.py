@@ -84,7 +84,6 @@ class ResponsesBody(Body, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
-    """Of the Open Responses specification, as is the next one."""
     frequency_penalty: float | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: str | ToolChoiceBody | None = None

@@ -19,6 +19,9 @@ class MarkedReasoningParser(GrammarParser):
     pairs: ClassVar[Mapping[str, Markers]] = {}
     """What begins the reasoning, and what ends it. The first pair is that of prompts that end inside the reasoning."""
 
+    begins_inside: ClassVar[bool] = False
+    """Whether every output begins inside the reasoning, whatever the prompt."""
+
     def __init__(self, starts_in_reasoning: bool = False) -> None:
         self._starts_in_reasoning = starts_in_reasoning
         self.opening: str | None = None

@@ -27,5 +27,7 @@ class ThinkParser(MarkedReasoningParser):
 class DeepseekR1ReasoningParser(ThinkParser):
     """Always starts inside the reasoning."""
 
+    begins_inside: ClassVar[bool] = True
+
     def __init__(self, _starts_in_reasoning: bool = True) -> None:
         super().__init__(True)

@@ -322,7 +322,7 @@ class TorchEngine:
             self._model_dir,
             config.torch,
             max_model_len=config.max_model_len,
-            num_threads=config.torch.num_threads or max(1, available_cores() // config.num_shards),
+            num_threads=config.torch.num_threads or max(1, available_cores() // config.num_started),
             device=find_device(config.torch.device),
             on_progress=self._on_load_progress,
         )
@@ -373,7 +373,7 @@ class TorchEngine:
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
-            num_threads=config.torch.num_threads or max(1, cores // config.num_shards),
+            num_threads=config.torch.num_threads or max(1, cores // config.num_started),
             shared_cores=0 if config.torch.num_threads else cores,
             wants_batch_invariance=config.torch.deterministic,
             weights=config.torch.weights,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.clients.clients import CLIENTS
-from tests.clients.results import BEGIN, END, ClientResult, read_report, table
+from tests.clients.results import ClientResult, read_report, rows_of, table
+from tests.clients.run_agents import AGENTS, MARK
 
 REPOSITORY = Path(__file__).parents[3]
 CLIENTS_FOLDER = REPOSITORY / "tests" / "clients"
@@ -18,20 +19,30 @@ PAGE = REPOSITORY / "docs" / "clients.md"
 
 def pinned(environment: str) -> dict[str, str]:
     """The versions of an environment's packages."""
-    if environment == "node":
-        return json.loads((CLIENTS_FOLDER / "node" / "package.json").read_text())["dependencies"]
+    if environment in ("node", "agents"):
+        return json.loads((CLIENTS_FOLDER / environment / "package.json").read_text())["dependencies"]
     text = (CLIENTS_FOLDER / "python" / f"{environment}.txt").read_text()
     return dict(re.findall(r"^([\w.-]+)(?:\[.*\])?==(\S+)$", text, re.MULTILINE))
 
 
 def test_the_table_has_the_pinned_versions_of_all_clients() -> None:
     """A new version of a client that was not run must not look as if it had been."""
-    rows = PAGE.read_text().split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]
-    shown = [[cell.strip() for cell in row.strip("|").split("|")][:2] for row in rows]
+    shown = [row[:2] for row in rows_of(PAGE.read_text())]
     assert [name for name, _ in shown] == [client.name for client in CLIENTS]
     for client, (_, version) in zip(CLIENTS, shown, strict=True):
         for package in client.packages:
             assert pinned(client.environment)[package] in version
+
+
+def test_the_table_has_the_pinned_versions_of_all_agents() -> None:
+    """Likewise, and no agent fails."""
+    rows = rows_of(PAGE.read_text(), MARK)
+    assert [row[0] for row in rows] == [agent.name for agent in AGENTS]
+    for agent, row in zip(AGENTS, rows, strict=True):
+        environment = "aider" if agent.name == "aider" else "agents"
+        assert row[1] == pinned(environment)[agent.package]
+        assert set(row[3:]) <= {"pass", "-"}
+        assert row.count("-") == len(agent.not_offered)
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)

@@ -150,8 +150,9 @@ def test_media_among_the_results_of_tools() -> None:
     """An agent has read them; the user did not ask for them, so the model learns that it cannot see them."""
     result = {"type": "tool_result", "tool_use_id": "1", "content": [IMAGE, {"type": "no_such_block"}, text("x")]}
     document = {"type": "document", "source": {"type": "base64", "data": "x"}}
+    content = [result, document, {"type": "no_such_block"}]
     converted = chat_messages(
-        body([{"role": "assistant", "content": [use("1")]}, {"role": "user", "content": [result, document]}])
+        body([{"role": "assistant", "content": [use("1")]}, {"role": "user", "content": content}])
     )
     assert converted[1:] == [
         ChatMessage("tool", f"{NOTE}\n\nx", tool_call_id="1", name="f"),

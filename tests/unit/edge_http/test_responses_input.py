@@ -121,7 +121,7 @@ NOTE = "[image left out: this model reads text only]"
     ("item", "kept"),
     [
         (CALL | {"arguments": '{"a": "b'}, ToolCall("c1", "f", '{"a": "b"}')),
-        (CALL | {"arguments": None, "namespace": "n", "caller": {"type": "program"}}, ToolCall("c1", "f", "{}")),
+        (CALL | {"arguments": None, "namespace": "n", "caller": {"type": "program"}}, ToolCall("c1", "n__f", "{}")),
         ({"type": "function_call", "id": "fc_1", "name": "f"}, ToolCall("call_0", "f", "{}")),
         (
             {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.sampling import MAX_PROMPT_LOGPROBS, check_prompt_logprobs, max_cached_tokens
-from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom.sampling import MAX_PROMPT_LOGPROBS, check_prompt_logprobs, check_stop, max_cached_tokens
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 
 def test_only_those_that_are_reported_count_against_the_limit() -> None:
@@ -34,3 +34,13 @@ def test_the_token_before_the_first_reported_one_is_computed() -> None:
     assert max_cached_tokens(SamplingParams(prompt_logprobs_start=9)) is None
     for start, expected in ((0, 0), (1, 0), (2, 1), (40, 39)):
         assert max_cached_tokens(SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)) == expected
+
+
+@pytest.mark.parametrize(("openings", "closings"), [(["a"] * 9, ["b"]), ([""], ["b"]), (["a"], ["b" * 257])])
+def test_markers_of_reasoning_are_bounded(openings: list[str], closings: list[str]) -> None:
+    """They are looked for in all text of the answer."""
+    stop = StopConditions(stop=["x"])
+    stop.reasoning.openings[:], stop.reasoning.closings[:] = openings, closings
+    with pytest.raises(KvloomError, match=r"stop\.reasoning\.") as raised:
+        check_stop(stop, "stop.")
+    assert raised.value.field.startswith("stop.reasoning.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,16 @@ from kvloom_common.access.caller_access import check_models, check_scope, may_us
 from kvloom_common.access.client_certificates import contents_of
 from kvloom_common.access.identities import Identities
 from kvloom_common.access.tenants import Tenants
-from kvloom_common.config import CallersConfig, CertificateConfig, ConfigError, ControlConfig, KvloomConfig
+from kvloom_common.config import (
+    CallersConfig,
+    CertificateConfig,
+    ConfigError,
+    ControlConfig,
+    KvloomConfig,
+    dump_config,
+)
+from kvloom_common.process.control_socket import stored_config
+from kvloom_common.process.watched_files import following
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.table import Organisation, Tenant
 from kvloom_common.trust.fabric_trust import NO_SECRET
@@ -201,3 +211,20 @@ def test_salts_cannot_be_guessed_and_survive_a_rotation_of_the_secret() -> None:
     rotated = secret.with_accepted(b"x" * 32).with_used(b"x" * 32).without_others()
     assert salt == CacheSalts(rotated.cache_key).of("acme/search")
     assert secret.cache_key != secret.caller_key
+
+
+async def test_the_operators_organisation_is_followed(tmp_path: Path) -> None:
+    """Who is no operator any more must not stay one until the next restart, and a new one needs none."""
+    identities = identities_of(tmp_path, two_organisations(), operator_organisation="acme")
+    principal = identities.at_once(SEARCH_KEY, b"")
+    assert principal is not None
+    assert identities.administered_by(principal) is None
+    path = stored_config(tmp_path)
+    path.parent.mkdir()
+    async with following(identities):
+        dump_config(KvloomConfig(control=ControlConfig(enabled=True, operator_organisation="other")), path)
+        for _ in range(500):
+            if identities.administered_by(principal) is not None:
+                break
+            await asyncio.sleep(0.01)
+    assert identities.administered_by(principal) == "acme"

@@ -9,12 +9,20 @@ import msgspec
 import pytest
 
 from kvloom.v1 import router_service_pb2 as pb
-from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.trust.sealing import SecretSealer
 from kvloom_common.trust.secret import FabricSecret
 from router.caller_scope import CallerScope
-from router.continuation_tickets import LIFETIME_SECONDS, MAX_USES, MAX_USES_PER_TENANT, ContinuationTickets
+from router.continuation_tickets import (
+    LIFETIME_SECONDS,
+    MAX_USES,
+    MAX_USES_PER_TENANT,
+    ContinuationTickets,
+    digest_of,
+)
+from router.core.actions import RequestEnded
 from router.core.events import Request
 from router.intake import AcceptedGenerate, Intake
 from tests.fakes.tiny_tokenizer import model_tokenizer
@@ -30,6 +38,10 @@ class Fabric:
     def __init__(self) -> None:
         self.now = time.time()
         self.first, self.second = self.router(), self.router()
+
+    @staticmethod
+    def digest(answer: Request) -> str:
+        return digest_of(answer, 2, "", "")
 
     def router(self, secret: FabricSecret = SECRET) -> Intake:
         self.tickets = ContinuationTickets(SecretSealer(secret), lambda: self.now)
@@ -154,13 +166,38 @@ async def test_a_ticket_is_believed_a_few_times() -> None:
     outcomes = [await believed(fabric.second, wanted("jumps", ticket=ticket), client=f"c{n}") for n in range(5)]
     assert outcomes == [True] * MAX_USES + [False] * 2
     for _ in range(2):
-        fabric.tickets.request_ended("c1", "acme/search", was_computed=False)
-    fabric.tickets.request_ended("c2", "acme/search", was_computed=True)
-    fabric.tickets.request_ended("unknown", "acme/search", was_computed=False)
+        fabric.tickets.request_ended(ended("c1", 0))
+    fabric.tickets.request_ended(ended("c2", 1))
+    fabric.tickets.request_ended(ended("unknown", 0))
     outcomes = [await believed(fabric.second, wanted("jumps", ticket=ticket)) for _ in range(2)]
     assert outcomes == [True, False]
     fabric.now += LIFETIME_SECONDS
     assert not await believed(fabric.second, wanted("jumps", ticket=ticket))
+
+
+def ended(client: str, num_attempts: int, error_reason: int = 0) -> RequestEnded:
+    reason = FINISH_REASON_ERROR if error_reason else FINISH_REASON_STOP
+    request_id, tenant = OUTSIDE.request_id("r"), "acme/search"
+    return RequestEnded(
+        request_id, tenant, "m", "", num_attempts, reason, error_reason, 3, 0, 0, 0.0, None, 1.0, client_id=client
+    )
+
+
+async def test_a_duplicate_on_a_shared_stream_gives_no_use_back() -> None:
+    """A client that sent the same id twice over `Connect` had any number of uses."""
+    fabric = Fabric()
+    answer, ticket = await begun(fabric)
+    duplicate = ended("c", 0, ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID)
+    held = []
+    for _ in range(MAX_USES + 1):
+        held.append(fabric.tickets.redeem(ticket, fabric.digest(answer), answer, is_alone=False) is not None)
+        fabric.tickets.request_ended(duplicate)
+    assert held == [True] * MAX_USES + [False]
+    _, ticket = await begun(fabric, wanted(text="the dog"))
+    again = wanted("jumps", ticket=ticket, text="the dog")
+    for _ in range(MAX_USES + 1):  # a `Generate` has a stream of its own, and may have come too early
+        assert await believed(fabric.second, again)
+        fabric.tickets.request_ended(duplicate)
 
 
 async def test_one_tenants_tickets_are_no_other_tenants_burden() -> None:

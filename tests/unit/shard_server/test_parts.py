@@ -34,6 +34,12 @@ def test_defaults_are_filled_in() -> None:
     assert request.stop_token_ids == {2}
 
 
+def test_a_nucleus_of_nothing_is_the_likeliest_token() -> None:
+    """Engines divide by it, or keep none: they get a form that each of them knows."""
+    (request,) = resolve_submit(submit_of(1, [5], temperature=1.0, top_p=0.0, top_k=7), INFO, 3)
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, 1)
+
+
 def test_zero_is_not_absent() -> None:
     """Greedy is temperature 0, and logprobs 0 asks for the chosen token's alone."""
     (request,) = resolve_submit(submit_of(1, [5], seed=0, temperature=0.0, logprobs=0), INFO, 3)

@@ -9,6 +9,7 @@ import pytest
 
 from kvloom_common.config import KvloomConfig, ModelConfig, Section
 from tools.supervisor.config_changes import (
+    FOLLOWED,
     Change,
     apply_change,
     changed_model,
@@ -65,7 +66,7 @@ def leaves(section: Section, prefix: str = "") -> Iterator[str]:
 def test_every_key_of_the_configuration_has_an_answer():
     """A new section without one would break every reload."""
     keys = [key for key in leaves(KvloomConfig()) if key.split(".")[0] not in ("model", "models")]
-    assert all(set(readers_of(key)) <= set(ROLES) for key in keys)
+    assert all(set(readers_of(key)) <= {*ROLES, *FOLLOWED} for key in keys)
 
 
 def test_a_value_is_taken_over_without_its_neighbours():

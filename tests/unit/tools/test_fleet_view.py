@@ -137,7 +137,7 @@ def test_a_machine_starts_only_its_roles(tmp_path: Path) -> None:
     """Without any role it starts all, as on one machine."""
     config = KvloomConfig()
     assert started_roles(config) == ("edge", "router", "shard", "safety")
-    config.fabric.roles = ["shard", "router"]
+    config.fabric.roles, config.shard.num_shards = ["shard", "router"], 2
     (stage,) = plan_stages(config, tmp_path / "config.json", embed_redis=False, start_timeout_seconds=1)
     assert [spec.role for spec in stage] == ["router", "shard", "shard"]
 

@@ -17,7 +17,7 @@ _LONG_SECONDS: Final = 10.0
 
 async def unread_streams(attack: Attack) -> None:
     """Hundreds of streamed answers that are not read."""
-    request = chat_request(attack.targets.model, stream=True, max_tokens=2000)
+    request = chat_request(attack.targets, stream=True, max_tokens=2000)
     async with contextlib.AsyncExitStack() as stack:
         streams: list[Stream] = []
         for _ in range(NUM_UNREAD):
@@ -44,7 +44,7 @@ async def large_answers(attack: Attack) -> None:
 
 
 async def _answers(attack: Attack, **fields: object) -> None:
-    request = chat_request(attack.targets.model, **fields)
+    request = chat_request(attack.targets, **fields)
 
     async def one() -> None:
         try:

@@ -85,7 +85,9 @@ async def guessed_names(attack: Attack) -> None:
                     ("Generate", router.GenerateRequest(model=attack.targets.model, text="x", request_id=name)),
                 )
             )
-            headers = http2.call_headers(stream, method, host=ATTACKER_HOST, authorization=f"Bearer {GUESSED_KEY}")
+            headers = http2.call_headers(
+                stream, method, host=ATTACKER_HOST, authorization=f"Bearer {attack.targets.key or GUESSED_KEY}"
+            )
             writer.write(headers + b"".join(http2.call_message(stream, message.SerializeToString())))
             await asyncio.sleep(0.01)
         attack.note("sent", _NUM_NAMES)

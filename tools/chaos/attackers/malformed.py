@@ -7,7 +7,7 @@ import contextlib
 import json
 from typing import Any, Final
 
-from tools.chaos.attackers.targets import FLOOD_HOST, Attack, connection, exchange, status_of
+from tools.chaos.attackers.targets import FLOOD_HOST, Attack, Targets, connection, exchange, status_of
 
 _NUM_SLOW: Final = 40
 _SLOW_SECONDS: Final = 12.0
@@ -17,9 +17,14 @@ _LARGE_BYTES: Final = 12_000_000
 _POST: Final = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def chat_request(model: str, **fields: Any) -> bytes:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-    return _POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+def chat_request(targets: Targets, **fields: Any) -> bytes:
+    body = json.dumps({"model": targets.model, "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+    return _head_of(targets) + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def _head_of(targets: Targets) -> bytes:
+    """Of a request that is read, whatever else is wrong with it."""
+    return _POST + b"Authorization: Bearer %b\r\n" % targets.key.encode() if targets.key else _POST
 
 
 async def slow_headers(attack: Attack) -> None:
@@ -85,7 +90,7 @@ async def large_bodies(attack: Attack) -> None:
 
 async def guide_bombs(attack: Attack) -> None:
     """Guides whose automata would be enormous, and JSON that is nested deeply."""
-    model = attack.targets.model
+    targets = attack.targets
     nested: Any = {"type": "string"}
     for _ in range(60):
         nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
@@ -98,10 +103,10 @@ async def guide_bombs(attack: Attack) -> None:
         *({"structured_outputs": {"regex": regex}} for regex in regexes),
         *({"structured_outputs": {"grammar": grammar}} for grammar in grammars),
     ]
-    raws = [chat_request(model, max_tokens=2, **guide) for guide in guides]
+    raws = [chat_request(targets, max_tokens=2, **guide) for guide in guides]
     deep = b"[" * 50_000 + b"]" * 50_000
-    body = b'{"model": "%b", "messages": %b}' % (model.encode(), deep)
-    raws.append(_POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    body = b'{"model": "%b", "messages": %b}' % (targets.model.encode(), deep)
+    raws.append(_head_of(targets) + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     for raw in raws:
         await exchange(attack, raw)
 

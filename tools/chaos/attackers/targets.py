@@ -46,6 +46,8 @@ class Targets(msgspec.Struct, frozen=True):
     user_seed: int = 0
     """The names of the users' requests can be guessed: u0-SEED-1 and so on."""
     num_users: int = 0
+    key: str = ""
+    """Of a tenant of the attackers'; "": they have none, or the fabric has no tenants."""
 
     def guessed_name(self, rng: random.Random) -> str:
         return f"u{rng.randrange(max(1, self.num_users))}-{self.user_seed}-{rng.randrange(1, 500)}"

@@ -106,14 +106,14 @@ USAGE_RECORD_SECONDS: Final = 0.1
 busy machine."""
 
 
-_LOSES_RECORDS: Final = frozenset({FaultKind.KILL_ROUTER, FaultKind.DISK_FULL})
+LOSES_RECORDS: Final = frozenset({FaultKind.KILL_ROUTER, FaultKind.DISK_FULL})
 """A router that is killed has not logged its last usage records; on a full disk its log is not kept."""
 
 
 def may_miss_usage_record(record: Record, disturbances: Sequence[Disturbance]) -> bool:
     """Whether its usage record, or the end of it, may have been lost."""
     return any(
-        one.kind in _LOSES_RECORDS
+        one.kind in LOSES_RECORDS
         and one.is_felt(record.transcript.sent_at, record.transcript.ended_at + USAGE_RECORD_SECONDS)
         for one in disturbances
     )

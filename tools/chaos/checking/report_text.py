@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 _NEVER: Final = ("wrong", "lost", "doubled", "miscounted")
@@ -139,8 +139,20 @@ def attack_page(report: dict[str, Any]) -> str:
             _table(heads, rows),
             _table(("process", "RSS MB before", "most during", "after", "incarnations"), memory),
             _table(("attack", "answers"), attacks),
+            *_tenants_verdict(figures),
             figures["verdict"],
         )
+    )
+
+
+def _tenants_verdict(figures: dict[str, Any]) -> Iterator[str]:
+    if "over_served" not in figures:
+        return
+    wrong = sum(row["wrong"] for row in figures["phases"].values())
+    before, during = (_pair(figures["phases"][name]["ttft"]) for name in ("before", "during"))
+    yield (
+        f"{wrong} wrong, lost or doubled, {figures['over_served']} over-served, {figures['mis_metered']} mis-metered; "
+        f"calm tenants' time to first token p50 / p99 {before} s without the attackers, {during} s with them"
     )
 
 

@@ -75,6 +75,8 @@ class Cluster:
         """The key of the run's own requests. Without tenants any name will do."""
         self.attacks: Sequence[str] = ()
         """What hostile neighbours do; everything if it is empty."""
+        self.attackers_key = ""
+        """That of a tenant which is hostile neighbours'; "": there are no tenants."""
         self.attack_answers: Counter[str] = Counter()
         """How hostile neighbours were answered."""
 

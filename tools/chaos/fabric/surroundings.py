@@ -106,6 +106,7 @@ def targets_of(cluster: Cluster) -> Targets:
         redis_socket=unquote(urlsplit(config.redis.url).path),
         user_seed=cluster.user_seed,
         num_users=_NUM_GUESSED_USERS,
+        key=cluster.attackers_key,
     )
 
 

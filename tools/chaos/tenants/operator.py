@@ -41,17 +41,19 @@ class Operator:
         self._rng = random.Random(f"operator of {seed}")
         self.changes: Counter[str] = Counter()
 
-    async def set_up(self) -> None:
-        """Returns when every edge knows all keys. Raises CommandError and KvloomError."""
+    async def set_up(self, *others: ChaosTenant) -> None:
+        """Returns when every edge knows all keys. `others` are tenants of which nothing is changed later. Raises
+        CommandError and KvloomError."""
+        tenants = [*self._tenants, *others]
         price = {"model": "*", "prompt_nanos": PROMPT_NANOS, "output_nanos": OUTPUT_NANOS}
         await self._desk.change("CreatePrice", price=price)
-        for tenant in self._tenants:
+        for tenant in tenants:
             project = {"id": tenant.id, "limits": _limits(tenant.limits)}
             await self._desk.change("CreateProject", project=project, create_organisation=True)
             for _ in range(2):
                 await self._issue_key(tenant)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-            for tenant in self._tenants:
+            for tenant in tenants:
                 await self._wait_until_known(session, tenant)
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
@@ -16,7 +16,8 @@ from tools.chaos.checking.record import Record
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Disturbance
 from tools.chaos.tenants.control import ControlDesk
-from tools.chaos.tenants.judgement import Books, judge_tenants
+from tools.chaos.tenants.hostile import HostileTenant, greedy_tenant
+from tools.chaos.tenants.judgement import Books, judge_hostile, judge_tenants
 from tools.chaos.tenants.operator import Operator
 from tools.chaos.tenants.population import make_tenants
 from tools.chaos.tenants.trespass import OpenAnswer, Trespasser
@@ -29,27 +30,32 @@ _POLL_SECONDS: Final = 1.0
 
 
 class Tenancy:
-    def __init__(self, cluster: Cluster, count: int, seed: int) -> None:
+    def __init__(self, cluster: Cluster, count: int, seed: int, may_attack: Callable[[], bool] = lambda: True) -> None:
+        """`may_attack`: whether the hostile tenant may, at this moment."""
         self._cluster = cluster
         self._seed = seed
         self._desk = ControlDesk(cluster)
         self.tenants = make_tenants(count)
         self.open_answers: dict[str, OpenAnswer] = {}
         self._operator = Operator(cluster, self.tenants, seed)
+        self.hostile = HostileTenant(cluster, seed, may_attack)
+        self._greedy = greedy_tenant()
         self._trespasser = Trespasser(cluster, self.tenants, self.open_answers, seed)
         self._books: Books | None = None
         self._ended_at = 0.0
 
     async def set_up(self) -> None:
         """Returns when all keys are known. Raises CommandError and KvloomError."""
-        await self._operator.set_up()
+        await self._operator.set_up(self.hostile.tenant, self._greedy)
         self._cluster.probe_key = self.tenants[0].lasting_key.secret
+        self._cluster.attackers_key = self._greedy.lasting_key.secret
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set and the last change has been made."""
         async with self._trespasser, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._operator.run(stop), name="operator")
             tasks.create_task(self._trespasser.run(stop), name="trespasser")
+            tasks.create_task(self.hostile.run(stop), name="hostile tenant")
 
     async def close(self) -> None:
         """At the end, when all faults are over: try all revoked keys once more, and wait until nothing is on its
@@ -72,11 +78,15 @@ class Tenancy:
         if self._books is None:
             return {"problems": ["control could not be asked what was metered"]}
         found = judge_tenants(self.tenants, records, disturbances, self._trespasser.found, self._books, self._ended_at)
-        return {**found, "changes": dict(self._operator.changes)}
+        hostile = judge_hostile(self.hostile.tenant, self.hostile.made, disturbances, self._books)
+        for name in ("problems", "mis_metered", "over_served"):
+            found[name] += hostile.pop(name)
+        return {**found, "hostile": hostile, "changes": dict(self._operator.changes)}
 
     async def _close_books(self) -> Books:
         answers = await self._desk.answers()
-        budgets = {tenant.id: await self._budget_of(tenant.id) for tenant in self.tenants}
+        tenants = [*self.tenants, self.hostile.tenant, self._greedy]
+        budgets = {tenant.id: await self._budget_of(tenant.id) for tenant in tenants}
         files = witness_files(self._cluster.folder.data_dir)
         witnessed = await asyncio.to_thread(lambda: list(read_witness(files)))
         return Books(answers, budgets, reconcile(answers, witnessed))

@@ -42,6 +42,13 @@ COLUMNS: Final[Columns] = {
 }
 
 
+_RIGHTS: Final = {
+    "inference": "use models",
+    "usage": "read its project's usage",
+    "admin": "administer its organisation",
+}
+"""What each scope is for."""
+
 class_option, all_classes_option, default_class_option = class_options(
     "keys", "all of the project", "the project's, or else by the tier"
 )
@@ -132,7 +139,15 @@ def create(
         ),
         create_project=create_project,
     )
+    click.echo(f"it may: {may_do(made.key.scopes)} (docs/tenancy.md#which-key-for-what)", err=True)
     _show_secret(made, as_json=as_json)
+
+
+def may_do(scopes: Sequence[str]) -> str:
+    """What a key with these scopes is for, and for what it is not, in words."""
+    may = [words for scope, words in _RIGHTS.items() if scope in scopes]
+    not_ = [words for scope, words in _RIGHTS.items() if scope not in scopes]
+    return ", ".join(may) + (f"; it may not: {', '.join(not_)}" if not_ else "")
 
 
 def show_keys(directory: Directory, project: str, org: str, *, show_revoked: bool, as_json: bool) -> None:

@@ -16,7 +16,8 @@ from tools.dst.scenario import ShardShape
 from tools.dst.virtual_loop import VirtualLoop
 from tools.supervisor.rollout.announcement import RolloutAnnouncement
 from tools.supervisor.rollout.plan import RolloutPlan
-from tools.supervisor.rollout.rollout import Rollout, RolloutState
+from tools.supervisor.rollout.rollout import Rollout
+from tools.supervisor.rollout.state import RolloutState
 
 
 @dataclasses.dataclass(slots=True)

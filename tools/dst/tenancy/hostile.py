@@ -75,7 +75,7 @@ class HostileTenant:
             answer_id="",
             is_cacheable=False,  # as the intake decides
         )
-        found = self._of(router).redeem(ticket, _digest(earlier), again)
+        found = self._of(router).redeem(ticket, _digest(earlier), again, is_alone=False)
         if found is not None:
             cached = found.num_cached_tokens
             return msgspec.structs.replace(again, answer_id=found.answer_id, most_cached_tokens=cached)
@@ -93,8 +93,7 @@ class HostileTenant:
     def note_end(self, router: str, ended: RequestEnded) -> None:
         """A router reports a request's end."""
         if ended.tenant == self.tenant:
-            tickets = self._of(router)
-            tickets.request_ended(ended.client_id, ended.tenant, was_computed=ended.num_attempts > 0)
+            self._of(router).request_ended(ended)
 
     def _of(self, router: str) -> ContinuationTickets:
         found = self._tickets.get(router)

@@ -161,7 +161,7 @@ class ModelChanges:
         """How many shards are configured, without those of sleeping models, and those that have ended for good."""
         models = [model for model in configured_models(self.config) if model.name not in self.asleep]
         num_ended = sum(spec.model == model.name for spec in self.supervisor.ended for model in models)
-        return sum(shard_config(self.config, model).num_shards for model in models) - num_ended
+        return sum(shard_config(self.config, model).num_started for model in models) - num_ended
 
     async def _put_to_sleep(self, status: ProcessStatus) -> str:
         """Raises CommandError."""

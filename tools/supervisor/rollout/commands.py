@@ -17,8 +17,9 @@ from tools.supervisor.models.history import ModelHistory
 from tools.supervisor.rollout.announcement import RolloutAnnouncement
 from tools.supervisor.rollout.measurements import RouterMetering
 from tools.supervisor.rollout.plan import RolloutPlan
-from tools.supervisor.rollout.rollout import OnStep, Rollout, RolloutState
+from tools.supervisor.rollout.rollout import OnStep, Rollout
 from tools.supervisor.rollout.rollouts import Rollouts, RunningRollout
+from tools.supervisor.rollout.state import RolloutState
 from tools.supervisor.rollout.versions import ModelVersions
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
@@ -14,6 +13,7 @@ from tools.supervisor.rollout.announcement import Shares
 from tools.supervisor.rollout.judge import Counts, Decision, Looks, Verdict, judge, too_unlikely
 from tools.supervisor.rollout.measurements import Metering, Series, counts_of, gap_of
 from tools.supervisor.rollout.plan import MAX_HOLDS, RolloutPlan
+from tools.supervisor.rollout.state import RolloutState
 
 LOOK_SECONDS: Final = 1.0
 SETTLE_SECONDS: Final = POLL_SECONDS + 0.5
@@ -40,27 +40,6 @@ class Versions(Protocol):
 
 class _RolledBackError(Exception):
     """The new version is to be taken back. The message says why."""
-
-
-@dataclasses.dataclass(slots=True)
-class RolloutState:
-    """How far a rollout is."""
-
-    old: str
-    new: str
-    phase: str = "loading"
-    """"loading", "serving", "finishing", "rolling back"; at the end "done", "rolled back" or "failed"."""
-    share: float = 0.0
-    """In percent."""
-    step: int = 0
-    """From 1; 0 before the first one."""
-    num_steps: int = 0
-    reason: str = ""
-    """Why it was rolled back, or failed."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.phase in ("done", "rolled back", "failed")
 
 
 class Rollout:

@@ -10,7 +10,8 @@ from typing import Final
 import structlog
 
 from tools.failures import CommandError
-from tools.supervisor.rollout.rollout import Rollout, RolloutState
+from tools.supervisor.rollout.rollout import Rollout
+from tools.supervisor.rollout.state import RolloutState
 
 MAX_REMEMBERED: Final = 16
 """Rollouts that have ended and whose steps can still be read."""

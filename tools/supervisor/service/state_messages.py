@@ -7,7 +7,7 @@ from typing import Any
 
 from kvloom.v1.supervisor_service_pb2 import GetStateResponse, SupervisedProcess
 from kvloom.v1.supervisor_service_pb2 import RolloutState as RolloutMessage
-from tools.supervisor.rollout.rollout import RolloutState
+from tools.supervisor.rollout.state import RolloutState
 from tools.supervisor.state import FabricState
 from tools.supervisor.supervised_process import ProcessStatus
 

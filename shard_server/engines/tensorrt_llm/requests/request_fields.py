@@ -70,16 +70,22 @@ def _salted_regex(regex: str, request: EngineRequest) -> str:
 def _structural_tag(guide: str, request: EngineRequest) -> str:
     """The guide in xgrammar's format."""
     wanted = json.loads(guide)
+
+    def schema(text: str) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": json.loads(_salted_schema(text, request))}
+
     tags = [
         {
             "type": "tag",
             "begin": tag["begin"],
-            "content": {"type": "json_schema", "json_schema": json.loads(_salted_schema(tag["json_schema"], request))},
+            "content": schema(tag["json_schema"]) if tag["json_schema"] else {"type": "any_text"},
             "end": tag["end"],
         }
         for tag in wanted["tags"]
     ]
-    form = {"type": "triggered_tags", "triggers": wanted["triggers"], "tags": tags}
+    form: dict[str, Any] = {"type": "triggered_tags", "triggers": wanted["triggers"], "tags": tags}
+    if "json_schema" in wanted:
+        form = {"type": "or", "elements": [schema(wanted["json_schema"]), {**form, "at_least_one": True}]}
     return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
 
 

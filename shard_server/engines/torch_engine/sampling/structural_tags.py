@@ -28,6 +28,8 @@ class StructuralTagGrammar:
         """`guide`: the text of a GuideKind.STRUCTURAL_TAGS."""
         value: Any = json.loads(guide)
         tags, triggers = value["tags"], value["triggers"]
+        if "json_schema" in value:
+            return self._form_or_tags(value["json_schema"], tags)
         lines = ["%llguidance {}", "start: part* TEXT", r"TEXT: /(.|\n)*/"]
         parts: list[str] = []
         for number, trigger in enumerate(triggers):
@@ -46,11 +48,26 @@ class StructuralTagGrammar:
         lines.append(f"part: {' | '.join(parts)}")
         return "\n".join(lines)
 
+    def _form_or_tags(self, form: str, tags: Sequence[Mapping[str, Any]]) -> str:
+        """Without free text: either the JSON, or the tags."""
+        free = sorted(set(self._special.values()) - self._end_ids)
+        lines = ["%llguidance {}", "start: form | space tag (space tag)* space", f"form: {self._json(form)}"]
+        lines += [r"space: /[ \t\n]{0,8}/", "tag: " + " | ".join(f"tag_{place}" for place in range(len(tags)))]
+        lines.append(r"rest: (TEXT special)* TEXT" if free else "rest: TEXT")
+        lines += [r"TEXT: /(.|\n)*/", *([f"special: <[{','.join(map(str, free))}]>"] if free else [])]
+        for place, tag in enumerate(tags):
+            begin = self._literal(tag["begin"])
+            end = [self._json(tag["json_schema"]), *self._literal(tag["end"])] if tag["json_schema"] else ["rest"]
+            lines.append(f"tag_{place}: {' '.join([*begin, *end])}")
+        return "\n".join(lines)
+
+    def _json(self, text: str) -> str:
+        schema = {"x-guidance": {"whitespace_pattern": self._whitespace_pattern}, **guide_schema(text)}
+        return f"%json {json.dumps(schema)}"
+
     def _tag(self, tag: Mapping[str, Any], num_triggered: int) -> str:
-        schema = guide_schema(tag["json_schema"])
-        schema = {"x-guidance": {"whitespace_pattern": self._whitespace_pattern}, **schema}
         begin, end = self._literal(tag["begin"][num_triggered:]), self._literal(tag["end"])
-        return " ".join([*begin, f"%json {json.dumps(schema)}", *end])
+        return " ".join([*begin, self._json(tag["json_schema"]), *end])
 
     def _literal(self, text: str) -> Sequence[str]:
         pieces = self._split.split(text) if self._split is not None else [text]

@@ -58,7 +58,7 @@ def test_a_bad_option_is_named(options: dict[str, Any], field: str) -> None:
 
 def test_an_unknown_option_is_a_type_error() -> None:
     """Like any Python function. To ignore a misspelt option silently would be worse."""
-    with pytest.raises(TypeError, match="max_token"):
+    with pytest.raises(TypeError, match=r"max_token\. Did you mean max_tokens\?"):
         build_request({"model": "m", "text": "a", "max_token": 3})  # pyright: ignore[reportArgumentType]
 
 
@@ -135,3 +135,9 @@ def test_what_earlier_messages_hold_is_no_error() -> None:
         ("c", "", ""),
     ]
     assert sent[2].reasoning == "hm"
+
+
+def test_values_that_mean_all_tokens_or_the_likeliest() -> None:
+    """As callers of other servers say it."""
+    sampling = build_request({"model": "m", "text": "a", "top_k": -1, "top_p": 0.0}).sampling
+    assert (sampling.top_k, sampling.top_p) == (0, 0.0)

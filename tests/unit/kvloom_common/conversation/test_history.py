@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvloom.conversation.earlier import asked_message
 from kvloom.text.chat_message import ChatMessage, ToolCall
-from kvloom_common.conversation.history import KnownCalls, call_arguments, checked_messages
+from kvloom_common.conversation.history import MAX_COMPLETED_CHARS, KnownCalls, call_arguments, checked_messages
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -69,6 +69,15 @@ def test_any_text_of_arguments(text: str) -> None:
     json.dumps(json.loads(call_arguments(text)), ensure_ascii=False).encode()
 
 
+def test_no_more_is_completed_than_a_request_may_cost() -> None:
+    """Completing walks through the text in Python, which holds up all other requests."""
+    calls = KnownCalls()
+    cut_off = '{"path": "' + "x" * (MAX_COMPLETED_CHARS // 2)
+    kept = [json.loads(calls.add("a", "f", cut_off).arguments) for _ in range(3)]
+    assert [list(each) for each in kept] == [["path"], ["arguments"], ["arguments"]]
+    assert calls.add("a", "f", '{"b": 1}').arguments == '{"b": 1}'
+
+
 def test_results_find_their_calls() -> None:
     """By the id; without one in order; and those whose call is gone are kept."""
     calls = KnownCalls()
@@ -103,6 +112,7 @@ def test_messages_of_grpc_and_of_the_sdk() -> None:
         (["user", "user", "system"], 1),
         (["user", "assistant"], None),
         (["user", "assistant", "tool"], None),
+        (["user", "assistant", "tool", "user"], None),  # the image that the tool has read
         (["system"], None),
         ([], None),
     ],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from kvloom_common.config import ConfigError, KvloomConfig, load_config
+from kvloom_common.config import ConfigError, KvloomConfig, ShardConfig, load_config
 from kvloom_common.models.configured import config_of_model, configured_models, num_configured_shards
 
 TWO = """
@@ -71,7 +72,7 @@ def test_a_single_model_needs_no_list() -> None:
         ('name = "small"', 'name = "default"', "two have the name or alias 'default'"),
         ('name = "small"', 'name = "a b"', "'a b' is no name"),
         ('name = "small"', 'name = ""', "'' is no name"),
-        ("num_shards = 1", "num_shards = 0", r"model small: shard: .*`\$.num_shards`"),
+        ("num_shards = 1", "num_shards = -1", r"model small: shard: .*`\$.num_shards`"),
         ("num_shards = 1", "num_chards = 1", "model small: shard: .*num_chards"),
         ("step_ms = 7.0", 'step_ms = "7"', r"model small: shard: .*`\$.sim.step_ms`"),
     ],
@@ -98,3 +99,16 @@ def test_only_a_successor_may_have_the_names_of_another_model(tmp_path: Path) ->
     assert len(configured_models(read(tmp_path, text + 'succeeds = "large"\n'))) == 3
     with pytest.raises(ConfigError, match="name or alias 'large'"):
         configured_models(read(tmp_path, text + 'succeeds = "small"\n'))
+
+
+@pytest.mark.parametrize(
+    ("engine", "cores", "expected"), [("torch", 1, 1), ("torch", 2, 1), ("torch", 3, 2), ("sim", 1, 2)]
+)
+def test_a_small_machine_gets_one_shard(
+    monkeypatch: pytest.MonkeyPatch, engine: str, cores: int, expected: int
+) -> None:
+    """Two on two cores took 1.36 GB while idle, and each had one core."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    config = KvloomConfig(shard=ShardConfig(engine=engine))
+    assert (config.shard.num_started, num_configured_shards(config)) == (expected, expected)
+    assert ShardConfig(engine=engine, num_shards=3).num_started == 3

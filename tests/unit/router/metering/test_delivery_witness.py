@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
-from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_CANCELLED,
+    FINISH_REASON_ERROR,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FinishReason,
+)
 from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
 from router.core.events import ChoiceSpec, Request, RequestArrived
@@ -57,6 +64,18 @@ def test_a_continuation_has_what_came_before(tmp_path: Path) -> None:
     step = Step(slots=[1], token_ids=[7], deltas=["x"], finishes=[Finish(1, FINISH_REASON_STOP)])
     world.tap.stepped("c", step)
     assert world.lines() == [WitnessLine("r", 8, answer_id="a", num_prompt_tokens=3, num_resumed_tokens=7)]
+
+
+@pytest.mark.parametrize("reason", [FINISH_REASON_ERROR, FINISH_REASON_LENGTH])
+def test_a_continuation_for_which_nothing_is_computed_has_nothing(
+    tmp_path: Path, reason: FinishReason.ValueType
+) -> None:
+    """It is refused, or ends at once because no budget is left; no usage record may say that it was continued.
+    (`kvloom chaos` found it.)"""
+    world = World(tmp_path)
+    world.ask("a", ChoiceSpec(1, 0, [7, 7]))
+    world.tap.stepped("c", Step(finishes=[Finish(1, reason)]))
+    assert world.lines() == [WitnessLine("r", 0, False, "a", 3)]
 
 
 def test_an_answer_whose_client_leaves_is_incomplete(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gzip
 from collections import Counter
 
@@ -10,11 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from tools.chaos.attackers import grpc, http2
+from tools.chaos.attackers.malformed import chat_request
 from tools.chaos.attackers.mix import ATTACK_NAMES, attack_all
 from tools.chaos.attackers.targets import Targets
 from tools.chaos.checking.attack_report import attack_figures
 from tools.chaos.checking.memory import MemoryWatch
 from tools.chaos.checking.record import Record
+from tools.chaos.checking.report_text import attack_page
 from tools.chaos.checking.verdicts import Finding, Verdict
 from tools.chaos.clients.questions import Behaviour, Endpoint, Question, UserCall
 from tools.chaos.clients.transcript import End, Transcript
@@ -93,6 +96,27 @@ def test_users_are_compared_before_during_and_after_an_attack() -> None:
     assert "beyond the goal" in str(found["verdict"])
     (row,) = found["memory"]  # type: ignore[misc]
     assert (row["before_mb"], row["most_mb"], row["after_mb"], row["incarnations"]) == (100.0, 180.0, 110.0, 1)
+
+
+def test_the_first_tokens_are_those_of_calm_tenants_and_what_they_must_not_get_is_counted() -> None:
+    """A tenant at its limit waits for other reasons than the attackers."""
+    calm = [dataclasses.replace(answered(at, 0.1), tenant="calm/app") for at in (101, 115)]
+    scarce = dataclasses.replace(answered(116, 9.0), tenant="scarce/app")
+    attack = Disturbance(FaultKind.HOSTILE_NEIGHBOUR, "every port", 110.0, 120.0)
+    found = attack_figures([*calm, scarce], attack, Counter(), MemoryWatch(), 100.0, {"calm/app"})
+    assert found["phases"]["during"]["ttft"] == {"p50": 0.1, "p99": 0.1}
+    assert found["phases"]["during"]["requests"] == 2
+    report = {"attack": {**found, "over_served": 1, "mis_metered": 2}}
+    text = attack_page(report)
+    assert "0 wrong, lost or doubled, 1 over-served, 2 mis-metered" in text
+    assert "0.1 / 0.1 s without the attackers, 0.1 / 0.1 s with them" in text
+
+
+def test_attackers_of_a_fabric_with_tenants_have_a_key() -> None:
+    """Otherwise all that they send is refused before it is read."""
+    with_key = chat_request(Targets("", "", "m", key="kvl-attacker"))
+    assert b"\r\nAuthorization: Bearer kvl-attacker\r\n" in with_key
+    assert b"Authorization" not in chat_request(Targets("", "", "m"))
 
 
 def test_one_wrong_answer_fails_the_verdict() -> None:

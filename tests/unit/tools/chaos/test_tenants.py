@@ -14,7 +14,8 @@ from tools.chaos.clients.oracle import cut_at_stop
 from tools.chaos.clients.questions import Behaviour, Endpoint, Question, UserCall
 from tools.chaos.clients.transcript import End, Expected, ReceivedChoice, Transcript, cut_short
 from tools.chaos.fabric.faults import Disturbance, FaultKind
-from tools.chaos.tenants.judgement import Books, judge_tenants
+from tools.chaos.tenants.hostile import Claimed, hostile_tenant
+from tools.chaos.tenants.judgement import Books, judge_hostile, judge_tenants
 from tools.chaos.tenants.population import OUTPUT_NANOS, PROMPT_NANOS, make_tenants
 from tools.chaos.tenants.trespass import Trespass
 from tools.usage.reconcile import Reconciliation
@@ -113,6 +114,61 @@ def test_another_tenant_s_answer_may_never_be_read():
     assert problems(trespasses=[dataclasses.replace(read, status=404)]) == []
     assert problems(trespasses=[dataclasses.replace(read, status=503)]) == []
     assert problems(trespasses=[dataclasses.replace(read, status=500)], struck=struck)
+
+
+def claimed(request_id: str = "h1", **fields: Any) -> Claimed:
+    """A request with a prompt of 10 tokens, of which 20 tokens arrived."""
+    return Claimed(request_id, 10, **{"num_claimed": 0, "has_ticket": False, "sent_at": 1.0, "ended_at": 2.0,
+                                      "num_received": 20, "code": "OK", **fields})  # fmt: skip
+
+
+def hostile_problems(
+    made: list[Claimed], tokens: dict[str, tuple[int, int]], struck: list[Disturbance] | None = None, **state: int
+) -> list[str]:
+    """`tokens`: by the names of answers, what is metered of prompt and output."""
+    tenant = hostile_tenant()
+    answers = [
+        MeteredAnswer(
+            request_id=f"{name}@{tenant.id}",
+            tenant=tenant.id,
+            num_prompt_tokens=prompt,
+            num_output_tokens=output,
+            cost_nanos=PROMPT_NANOS * prompt + OUTPUT_NANOS * output,
+        )
+        for name, (prompt, output) in tokens.items()
+    ]
+    budget = BudgetState(**{"spent": sum(one.cost_nanos for one in answers), **state})
+    return judge_hostile(tenant, made, struck or [], Books(answers, {tenant.id: budget}, Reconciliation()))["problems"]
+
+
+def test_a_hostile_tenant_that_pays_for_everything_passes():
+    """A continuation, and two answers under one name."""
+    assert hostile_problems([claimed()], {"h1": (10, 20)}) == []
+    again = claimed(has_ticket=True, num_claimed=20)
+    assert hostile_problems([claimed(), again], {"h1": (10, 40)}) == []
+    assert hostile_problems([claimed(num_claimed=5)], {"h1": (15, 20)}) == []
+
+
+def test_computed_tokens_that_are_not_metered_are_a_problem():
+    """What was sent, what was prefilled for nothing, and a repetition; but not what a killed router could not record,
+    or the few tokens that may have been on their way."""
+    assert "sent 20 tokens, 3 are metered" in hostile_problems([claimed()], {"h1": (10, 3)})[0]
+    assert "had 75 tokens computed" in hostile_problems([claimed(num_claimed=45)], {"h1": (10, 20)})[0]
+    again = claimed(has_ticket=True, num_claimed=1)
+    assert "sent 40 tokens, 20" in hostile_problems([claimed(), again], {"h1": (10, 20)})[0]
+    killed = [Disturbance(FaultKind.KILL_ROUTER, "router-0", 1.5, 1.8)]
+    assert hostile_problems([claimed()], {"h1": (10, 3)}, killed) == []
+    assert hostile_problems([claimed()], {"h1": (10, 5)}) == []
+
+
+def test_a_claim_that_moves_a_limit_is_a_problem():
+    """The limit of prompts, which a claim could pass, and the budget."""
+    assert "at most 60 are allowed" in hostile_problems([claimed(num_claimed=51)], {"h1": (61, 20)})[0]
+    assert hostile_problems([claimed(num_claimed=51, has_ticket=True)], {"h1": (10, 71)}) == []
+    assert hostile_problems([claimed(num_claimed=51, num_received=0)], {}) == []
+    most = hostile_tenant().largest_budget_nanos
+    assert "of a budget of" in hostile_problems([claimed()], {"h1": (10, 20)}, spent=most + 1)[0]
+    assert "still leased" in hostile_problems([claimed()], {"h1": (10, 20)}, leased=1)[0]
 
 
 def test_an_answer_that_a_budget_cuts_short_is_the_beginning_of_the_right_one():

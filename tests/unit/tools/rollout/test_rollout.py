@@ -13,8 +13,9 @@ from tools.failures import CommandError
 from tools.supervisor.rollout.judge import Limits
 from tools.supervisor.rollout.measurements import REQUESTS, Increments
 from tools.supervisor.rollout.plan import RolloutPlan, shard_settings
-from tools.supervisor.rollout.rollout import Rollout, RolloutState
+from tools.supervisor.rollout.rollout import Rollout
 from tools.supervisor.rollout.rollouts import Rollouts, RunningRollout
+from tools.supervisor.rollout.state import RolloutState
 
 
 @dataclasses.dataclass

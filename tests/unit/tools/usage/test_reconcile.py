@@ -51,3 +51,26 @@ def test_answers_under_one_id_are_told_apart_and_their_prompts_compared() -> Non
     answers[1].num_prompt_tokens = 2
     found = reconcile(answers, lines)
     assert (found.num_under, found.differences) == (1, ["r: metered a prompt of 2, computed 9"])
+
+
+def continued(begin: int, end: int, **fields: bool) -> WitnessLine:
+    return WitnessLine("r", end, answer_id="a", num_prompt_tokens=9, num_resumed_tokens=begin, **fields)
+
+
+def answer(num_prompt: int, num_output: int) -> MeteredAnswer:
+    return MeteredAnswer(request_id="r", answer_id="a", num_prompt_tokens=num_prompt, num_output_tokens=num_output)
+
+
+def test_a_continued_answer_is_one_and_a_repeated_one_is_two() -> None:
+    """As in usage records: the last router's line has all of it, also what a killed router has not written down."""
+    assert reconcile([answer(9, 40)], [continued(0, 25), continued(25, 40)]).num_exact == 1
+    assert reconcile([answer(9, 40)], [continued(25, 40)]).num_exact == 1
+    assert reconcile([answer(18, 80)], [continued(0, 40), continued(0, 40)]).num_exact == 1
+    assert reconcile([answer(9, 40)], [continued(0, 40), continued(0, 40)]).num_under == 1
+
+
+def test_what_a_hung_router_sent_to_a_client_that_was_gone_is_no_difference() -> None:
+    """Its record was corrected, and the client has continued elsewhere."""
+    settled = continued(0, 3, is_complete=False, is_settled=True)
+    assert reconcile([answer(9, 40)], [continued(0, 40), settled, continued(3, 40)]).num_exact == 1
+    assert reconcile([answer(18, 80)], [continued(0, 40), continued(3, 40)]).num_exact == 1
