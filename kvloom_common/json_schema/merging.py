@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -93,9 +94,8 @@ def _common_types(left: str | list[str], right: str | list[str]) -> str | list[s
 
 
 def _common_values(left: list[Any], right: list[Any]) -> list[Any]:
-    common = [
-        one for one in left if any(one == each and isinstance(one, bool) == isinstance(each, bool) for each in right)
-    ]
+    allowed = {json.dumps(each, sort_keys=True) for each in right}
+    common = [one for one in left if json.dumps(one, sort_keys=True) in allowed]
     if not common:
         raise Contradiction("enum")
     return common

@@ -24,8 +24,11 @@ from kvloom_common.json_schema.objects import object_schema
 from kvloom_common.json_schema.references import References
 from kvloom_common.json_schema.schema_check import conforms
 
-MAX_PARTS: Final = 5_000
+MAX_PARTS: Final = 10_000
 """Parts of a schema that are rewritten, those counted that references bring in again."""
+VALUES_PER_PART: Final = 4
+CHARS_PER_PART: Final = 8
+"""So many values of an enumeration, or characters of a pattern, are as much work as a part."""
 MAX_CHAIN: Final = 16
 """References and combinations within one another that hold for one value."""
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
@@ -151,6 +154,13 @@ class _Simplification:
     def _cleaned(self, node: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         if id(node) in self._clean:
             return node
+        values, pattern = node.get("enum"), node.get("pattern")
+        if isinstance(values, list):
+            self._num_left -= len(values) // VALUES_PER_PART
+        if isinstance(pattern, str):
+            self._num_left -= len(pattern) // CHARS_PER_PART
+        if self._num_left < 0:
+            raise _TooComplex
         part = cleaned(node, path, self._losses)
         if "const" in part:
             value = part.pop("const")

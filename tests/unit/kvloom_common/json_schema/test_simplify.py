@@ -154,6 +154,19 @@ def test_the_work_is_bounded() -> None:
     assert simplified(schema, is_lenient=True, of_arguments=True).schema == {"type": "object"}
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {f"p{i}": {"type": "string", "pattern": "[a-z]" * 600} for i in range(100)}},
+        {"enum": [f"value {i}" for i in range(50_000)]},
+    ],
+)
+def test_long_patterns_and_enumerations_count_as_work(schema: dict[str, Any]) -> None:
+    """An edge simplifies a schema between two tokens of other tenants' streams."""
+    with pytest.raises(UnfollowableSchema, match="too complex"):
+        simplified(schema)
+
+
 def both(name: str) -> dict[str, Any]:
     return {"allOf": [{"$ref": f"#/$defs/{name}"}, {"minProperties": 0}]}
 
