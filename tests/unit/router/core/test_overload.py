@@ -61,12 +61,9 @@ def test_a_request_that_would_wait_too_long_is_refused_on_arrival() -> None:
 def test_nothing_is_refused_for_its_wait_while_a_shard_is_idle() -> None:
     """Those that wait then wait for one shard: "would wait about 8000.0 seconds" was said beside 99 idle ones."""
     rig = saturated(1.0, max_queue_seconds=100.0)
-    rig.handle(ShardUp(ShardDescription("s1", "1", "m", 4, 100, 4, 100, frozenset({"seeded_resume"}))))
-    while slots := list(rig.core._fleet.shards["s1"].choices):
-        rig.start("s1", slots[0])
-        rig.finish("s1", slots[0])
-    assert rig.core._overload.wait_seconds(Request("r", "c", "m", (1,), "", ()), rig.now) is not None
-    actions = rig.submit("urgent", slots=(91,), timeout_seconds=3.0)
+    rig.handle(ShardUp(ShardDescription("s1", "1", "m", 4, 100, 4, 3, frozenset({"seeded_resume"}))))
+    assert rig.core.num_queued_requests == 4  # their prompts are longer than its window
+    actions = rig.submit("urgent", slots=(91,), timeout_seconds=3.0, prompt_token_ids=[1], max_tokens=1)
     assert only(actions, SubmitAttempt).shard_id == "s1"
 
 
