@@ -219,6 +219,7 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         engine=info.engine,
         role=info.role,
         yield_tokens=info.yield_tokens,
+        reserves_output=info.reserves_output,
     )
 
 

@@ -192,6 +192,7 @@ class ShardServer:
             embedding_size=info.embedding_size,
             role=self._config.shard.role,
             yield_tokens=info.yield_tokens,
+            reserves_output=info.reserves_output,
             model_version=model.version,
             model_checksum=model.sha256,
             card_checksum="" if card is None else card.checksum,

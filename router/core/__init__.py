@@ -8,6 +8,7 @@ events.py                what can happen: requests, shard frames, verdicts, tick
 actions.py               what the core wants done
 frames.py                one engine step as it enters and leaves the core
 lease_messages.py        leases of limits: what is asked of their owners, and what they answer
+expected_output.py       how long answers usually are, by tenant or key
 live.py                  clients, live requests, their choices and their attempts
 objectives.py            what a caller expects of the speed of its answer, and what became of it
 request_end.py           how a request ended, and how often it was moved

@@ -357,7 +357,10 @@ class RouterCore:
         if ramp_start is not None and len(self._attempt_sender.queue):
             shard.limit = min(shard.limit, ramp_start)
         self._health.on_shard_up(shard, now)
-        self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks, event.shard.yield_tokens)
+        growth_tokens = 0 if event.shard.reserves_output else event.shard.block_size
+        self._ledger.add_shard(
+            shard_id, event.shard.model, event.shard.num_blocks, event.shard.yield_tokens, growth_tokens
+        )
         # Twice, because a batch may store blocks before it removes those that they replace.
         self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
         self._note_fleet_change()
@@ -366,7 +369,7 @@ class RouterCore:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is None:
             return
-        lost, preparing = self._attempt_sender.end_all_slots(shard, now)
+        lost, preparing = self._attempt_sender.end_all_slots(shard)
         self._action_buffer.drop_cancels(event.shard_id)
         self._attempt_sender.queue.requeue_all(shard, now)
         self._health.on_shard_down(shard)

@@ -197,6 +197,7 @@ class ShardDescription(msgspec.Struct, frozen=True):
     engine: str = ""
     role: str = ""
     yield_tokens: int = 0
+    reserves_output: bool = False
 
 
 class ShardLoad(msgspec.Struct):

@@ -18,7 +18,7 @@ from kvloom.v1.generation_pb2 import (
 )
 from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter
 from router.core.frames import Finish, Step
-from router.core.load.load_ledger import ReservationKey
+from router.core.load.load_view import ReservationKey
 from router.core.objectives import LiveObjectives
 from router.core.priority_classes import CLASS_OF_TIER
 from router.core.request_end import NO_MOVES, Moves

@@ -121,6 +121,8 @@ class EngineInfo:
     yield_tokens: int = 0
     """The largest number of prompt tokens in one step, after which prefill gives way to that of sequences with a lower
     `EngineRequest.class_rank` (queue_order.py). 0 = the engine does not look at ranks."""
+    reserves_output: bool = False
+    """Whether a sequence waits for KV blocks for all tokens that it may generate, not only for its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.core.events import ShardLoad
-from router.core.load.load_ledger import LoadLedger, Reservation, ReservationKey
+from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_view import Reservation, ReservationKey
 from tests.examples import num_examples
 
 SHARDS = ["a", "b"]
@@ -68,9 +69,9 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         """Only a held reservation can be released: a late frame of an earlier attempt releases nothing."""
         if key not in self.held:
             with pytest.raises(KeyError):
-                self.ledger.release(key, self.now)
+                self.ledger.release(key)
             return
-        self.ledger.release(key, self.now)
+        self.ledger.release(key)
         del self.held[key]
         self.started.discard(key)
 
@@ -147,7 +148,9 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         for shard_id in SHARDS:
             view = self.ledger.view(shard_id)
             assert 0.0 <= view.queue_seconds(self.now) <= view.queue_seconds(0.0)
-            assert view.num_used_blocks >= 0.0
+            assert view.memory_wait_seconds(10, self.now) <= view.memory_wait_seconds(500, self.now)
+            assert view.memory_pressure_seconds(10, self.now) >= 0.0
+            assert view.decode_delay_seconds(1000, 100) >= 0.0
 
 
 TestLoadLedger = LoadLedgerMachine.TestCase

@@ -178,6 +178,7 @@ class _World:
                     max_batch=part.profile.max_batch,
                     max_model_len=_UNLIMITED,
                     yield_tokens=part.profile.chunk_tokens,
+                    reserves_output=True,
                 )
                 self._deliver(link, ev.ShardUp(description))
                 self._deliver(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))

@@ -8,6 +8,7 @@ turns.py            names in the order of counters that only grow
 service_counters.py  what each class and tenant has been served, in tokens
 attempt_sender.py   sends attempts, prefill chunks and probes, and frees what they reserved
 prefill_chunks.py   how a long prompt is split
+prefix_copies.py    copies of a prefix that many share, on shards that have nothing to do
 prefill_legs.py     prompts that one shard computes for the answer of another
 fair_shares.py      which sequences give way to other tenants
 class_shares.py     what is left to each class, and which sequences give way to a more urgent one

@@ -17,11 +17,13 @@ from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PrefillChunkSettings, preparing
 from router.core.dispatch.prefill_legs import DisaggregationSettings, PrefillLegs
+from router.core.dispatch.prefix_copies import COPY_NAME, MIN_COPIED_TOKENS, Copy, PrefixCopies
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, Request
 from router.core.fleet.fleet import BATCH_INVARIANT, SEEDED_RESUME, Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest, Split
-from router.core.load.load_ledger import LoadLedger, Reservation
+from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_view import Reservation
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.prefix_index.prefix_index import PrefixIndex
@@ -62,6 +64,7 @@ class AttemptSender:
             self._tell_leg,
         )
         self._fleet = fleet
+        self._copies = PrefixCopies(ledger, placer)
         self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks, fair_shares, service)
         self.legs.queue = self.queue
         self.service = service
@@ -118,6 +121,10 @@ class AttemptSender:
         )
         if handoff:
             attempt.prepares = live
+        if candidate.num_overlap_tokens >= MIN_COPIED_TOKENS:
+            copy = self._copies.wanted(live, shard, candidate, now)
+            if copy is not None:
+                self._send_copy(live, copy, hashes, now)
         self._reserve(live, shard, candidate, attempt, hashes, now)
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []
@@ -183,11 +190,12 @@ class AttemptSender:
             num_sequences=1,
             num_prefill_tokens=num_tokens - num_cached,
             num_cached_tokens=num_cached,
-            num_blocks=len(hashes),
+            num_new_blocks=len(hashes) - num_cached // block_size,
             placed_at=now,
             is_prefill_chunk=True,
             is_arrival=is_first,
             class_rank=live.priority_class.rank,
+            block_hashes=hashes,
         )
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, hashes, now)
@@ -221,6 +229,45 @@ class AttemptSender:
             # The blocks were evicted meanwhile, or this engine never keeps any.
             live.num_prefill_chunks = MAX_PREFILL_CHUNKS
 
+    def _send_copy(self, live: LiveRequest, copy: Copy, hashes: Sequence[int], now: float) -> None:
+        """Have a shard compute the beginning of the prompt, for requests that come later."""
+        shard, num_tokens = copy
+        block_size = shard.description.block_size
+        hashes = hashes[: num_tokens // block_size]
+        request = preparing(
+            live.request,
+            COPY_NAME,
+            prompt_token_ids=live.request.prompt_token_ids[:num_tokens],
+            sampling=None,
+            stop=None,
+            block_hashes=None if live.request.block_hashes is None else {block_size: hashes},
+        )
+        attempt = Attempt(request.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, None)
+        reservation = Reservation(
+            shard_id=shard.shard_id,
+            num_sequences=1,
+            num_prefill_tokens=num_tokens,
+            num_cached_tokens=0,
+            num_new_blocks=len(hashes),
+            placed_at=now,
+            is_prefill_chunk=True,
+            is_arrival=False,
+            class_rank=live.priority_class.rank,
+            block_hashes=hashes,
+        )
+        self._ledger.reserve(attempt.key, reservation)
+        self._index.place(shard.shard_id, hashes, now)
+        if request.adapter is not None:
+            shard.adapters.note_sent(request.adapter, now)
+        slot = shard.open_slot(attempt)
+        self._action_buffer.add(SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, 0))
+
+    def note_answer(self, live: LiveRequest) -> None:
+        """All answers of a request have ended; how long they are is learned."""
+        request = live.request
+        num_tokens = live.num_output_tokens / len(request.choices)
+        self._ledger.expected_output.learn(request.tenant, request.model, num_tokens)
+
     def send_probe(self, shard: Shard, now: float) -> int:
         """Send a request for one token, or for the embedding of one, which reaches no client. Returns its slot."""
         number = self._next_dispatch_number()
@@ -236,20 +283,20 @@ class AttemptSender:
         self._action_buffer.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], max_tokens, 0))
         return slot
 
-    def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
+    def end_slot(self, shard: Shard, slot: int) -> bool:
         """The shard has ended a slot, which is free again. Returns False for a slot that was not in use."""
         attempt = shard.close_slot(slot)
         if attempt is None:
             return False
-        self._end_one(attempt, now)
+        self._end_one(attempt)
         self.queue.mark_dirty(shard.shard_id)
         return True
 
-    def end_all_slots(self, shard: Shard, now: float) -> tuple[list[Choice], list[Attempt]]:
+    def end_all_slots(self, shard: Shard) -> tuple[list[Choice], list[Attempt]]:
         """The shard is gone. Returns the choices that were running there, and the attempts that prepared requests."""
         preparing = [attempt for attempt in shard.attempts.values() if attempt.prepares is not None]
         for attempt in shard.attempts.values():
-            self._end_one(attempt, now)
+            self._end_one(attempt)
         shard.attempts.clear()
         shard.num_by_tenant.clear()
         lost = list(shard.choices.values())
@@ -257,10 +304,10 @@ class AttemptSender:
             shard.detach(choice)
         return lost, preparing
 
-    def _end_one(self, attempt: Attempt, now: float) -> None:
+    def _end_one(self, attempt: Attempt) -> None:
         attempt.num_open_slots -= 1
         if not attempt.num_open_slots:
-            self._ledger.release(attempt.key, now)
+            self._ledger.release(attempt.key)
             live = attempt.prepares
             if live is not None and live.prefill_chunk is not None and live.prefill_chunk[0] is attempt:
                 live.prefill_chunk = None
@@ -292,10 +339,12 @@ class AttemptSender:
             num_sequences=len(live.pending),
             num_prefill_tokens=candidate.num_prefill_tokens,
             num_cached_tokens=candidate.num_overlap_tokens,
-            num_blocks=num_prompt_blocks,
+            num_new_blocks=candidate.num_needed_blocks,
             placed_at=now,
             is_arrival=not live.num_ready_tokens,
             class_rank=live.priority_class.rank,
+            num_expected_tokens=candidate.num_expected_tokens * len(live.pending),
+            block_hashes=hashes,
         )
         self._ledger.reserve(attempt.key, reservation)
         if live.usage is not None:

@@ -19,7 +19,8 @@ from router.core.dispatch.ttft_order import ttft_order
 from router.core.dispatch.waiting_queues import WaitingQueues, flow_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest, QueueId
-from router.core.load.load_ledger import HeldRequest, LoadLedger, LoadView
+from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_view import HeldRequest, LoadView
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 
@@ -32,6 +33,8 @@ MAX_STEAL_CANDIDATES: Final = 4
 MAX_FILLED_UTILISATION: Final = 0.5
 """Of a shard that gets less urgent requests while more urgent ones wait for other shards. Beyond it they would slow
 down the decoding of those (docs/class-placement.md)."""
+MAX_PASSED_SECONDS: Final = 5.0
+"""How long a request that waits for KV blocks is passed by smaller ones."""
 MIN_TICK_SECONDS: Final = 0.001
 """An estimate that repeatedly returns `now` must not make time stand still."""
 
@@ -180,6 +183,11 @@ class DispatchQueue:
             return 0.0
         views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
         return min((view.queue_seconds(now) for view in views), default=0.0)
+
+    def has_idle_shard(self, model: str) -> bool:
+        """Whether a shard that serves the model has nothing to do."""
+        views = (self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model) if not shard.is_suspected)
+        return any(not (view.num_running or view.num_waiting or view.held) for view in views)
 
     def held_ahead_seconds(self, live: LiveRequest, candidate: Candidate, ttft_due: float) -> float:
         """Prefill time of the requests that wait in the router for that shard and go before one that is to have its
@@ -336,6 +344,7 @@ class DispatchQueue:
         if (
             is_open
             and is_alone
+            and not (candidate.memory_wait_seconds and not self._can_hold(shard, candidate))
             and not self._fair_shares.must_defer(shard, live.request.tenant)
             and self._next_prefill_chunk(live, shard, candidate) is None
         ):
@@ -379,7 +388,7 @@ class DispatchQueue:
         self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
-        _hold(view, live, candidate.own_seconds)
+        _hold(view, live, candidate.own_seconds, candidate.num_needed_blocks)
         self._note_opening(shard, now)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
@@ -387,11 +396,15 @@ class DispatchQueue:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
         room only for tenants that do not wait for it, is opened by an event."""
         waiting = list(self.queues.queue(QueueId(shard.description.model, shard.shard_id)))
-        may_send = self._turn_on(shard)
-        if not shard.has_room or not any(may_send(live) and self._placer.has_room(shard, live) for live in waiting):
+        may_send, view = self._turn_on(shard), self._ledger.view(shard.shard_id)
+        if not shard.has_room or not any(
+            may_send(live)
+            and self._placer.has_room(shard, live)
+            and view.can_hold(view.held[live.request.request_id].num_needed_blocks)
+            for live in waiting
+        ):
             self._opens_at[shard.shard_id] = math.inf
             return
-        view = self._ledger.view(shard.shard_id)
         wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
         if view.ranked_work:
             wait_seconds -= view.yielding(min(live.priority_class.rank for live in waiting), now)[0]
@@ -426,7 +439,7 @@ class DispatchQueue:
         self._push(live, queue_id, now)
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
-        _hold(view, live, live.own_seconds)
+        _hold(view, live, live.own_seconds, candidate.num_needed_blocks)
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _turn_on(self, shard: Shard) -> Callable[[LiveRequest], bool]:
@@ -463,10 +476,14 @@ class DispatchQueue:
         def shortest_first(live: LiveRequest) -> float:
             return live.own_seconds - hold.aging * (now - live.arrived_at)
 
+        fits = self._fits_now(queue_id, now)
         live = self.queues.take(
             queue_id,
             lambda live: (
-                live.prefill_chunk is None and not must_leave_room(shard, live) and self._opens_for(shard, live, now)
+                live.prefill_chunk is None
+                and fits(live)
+                and not must_leave_room(shard, live)
+                and self._opens_for(shard, live, now)
             ),
             ttft_order(shortest_first, now) if self.queues.num_with_objectives else shortest_first,
             self._turn_on(shard),
@@ -476,10 +493,36 @@ class DispatchQueue:
             del self._ledger.view(queue_id.shard_id).held[live.request.request_id]
         return live
 
+    def _can_hold(self, shard: Shard, candidate: Candidate) -> bool:
+        """Whether the shard has KV blocks for a request that would be sent now."""
+        return self._ledger.view(shard.shard_id).can_hold(candidate.num_needed_blocks)
+
+    def _fits_now(self, queue_id: QueueId, now: float) -> Callable[[LiveRequest], bool]:
+        """Whether the shard has KV blocks for a request that waits for it. In an engine's queue it would make all later
+        ones wait; here those that fit pass it, but only for some seconds, or a large one would never find room."""
+        view = self._ledger.view(queue_id.shard_id)
+        num_free = view.num_free_blocks
+        if view.num_held_blocks <= num_free:
+            return lambda _: True  # as nearly always
+        held = view.held
+        patient_since = min(
+            (
+                live.arrived_at
+                for live in self.queues.queue(queue_id)
+                if now - live.arrived_at > MAX_PASSED_SECONDS
+                and not view.can_hold(held[live.request.request_id].num_needed_blocks)
+            ),
+            default=math.inf,
+        )
+        return lambda live: (
+            live.arrived_at <= patient_since and view.can_hold(held[live.request.request_id].num_needed_blocks)
+        )
+
     def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
         """Take a request out of the longest queue that is better off on this shard by now."""
         model = shard.description.model
-        others = [queue_id for queue_id in self.queues.queue_ids if queue_id.shard_id and queue_id.model == model]
+        own = shard.shard_id
+        others = [one for one in self.queues.queue_ids if one.shard_id and one.shard_id != own and one.model == model]
         if not others:
             return None
         longest = max(others, key=lambda queue_id: self._ledger.view(queue_id.shard_id).held_seconds)
@@ -494,7 +537,10 @@ class DispatchQueue:
                 and self._opens_for(shard, live, now)
                 and not self._fair_shares.must_defer(shard, live.request.tenant)
             )
-            if can_go and self._pick_again(live, [shard], now)[0] is shard:
+            if not can_go:
+                continue
+            picked, candidate = self._pick_again(live, [shard], now)
+            if picked is shard and self._can_hold(shard, candidate):
                 self.leave(live)
                 return live
         return None
@@ -530,7 +576,8 @@ class DispatchQueue:
             live.placed_at = now
             shard, candidate = self._pick_again(live, self._placer.open_shards(live), now)
             if shard.shard_id == live.queue_id.shard_id:
-                _hold(self._ledger.view(shard.shard_id), live, candidate.own_seconds)
+                view = self._ledger.view(shard.shard_id)
+                _hold(view, live, candidate.own_seconds, candidate.num_needed_blocks)
                 live.own_seconds = candidate.own_seconds
             else:
                 self.leave(live)
@@ -546,10 +593,12 @@ def _parked(live: LiveRequest) -> QueueId:
     return QueueId(live.request.model, parked_class=live.priority_class.name)
 
 
-def _hold(view: LoadView, live: LiveRequest, own_seconds: float) -> None:
-    """The request waits for that shard, or its prefill time is another one by now."""
+def _hold(view: LoadView, live: LiveRequest, own_seconds: float, num_needed_blocks: int) -> None:
+    """The request waits for that shard, or what it takes there is something else by now."""
     request = live.request
-    view.held[request.request_id] = HeldRequest(own_seconds, live.priority_class.rank, request.tenant)
+    view.held[request.request_id] = HeldRequest(
+        own_seconds, live.priority_class.rank, request.tenant, live.num_context_tokens, num_needed_blocks
+    )
 
 
 def _resort(shard: Shard) -> tuple[bool, bool]:

@@ -200,7 +200,8 @@ class OverloadGuard:
             return None
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
-        if self._queues.num_waiting(request.model):
+        # Where a shard has nothing to do, those that wait do it for what is cached elsewhere, or for blocks there.
+        if self._queues.num_waiting(request.model) and not self._queue.has_idle_shard(request.model):
             wait_seconds += self.wait_seconds(request, now) or 0.0
         if not wait_seconds or wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_of(request)):
             return None

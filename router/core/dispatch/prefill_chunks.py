@@ -22,7 +22,7 @@ import msgspec
 
 from router.core.events import SHADOW_TIER, Request
 from router.core.live import LiveRequest
-from router.core.load.load_ledger import LoadView
+from router.core.load.load_view import LoadView
 from router.core.load.speed_model import PrefillWork
 from router.core.placement.policy import Candidate
 
@@ -93,6 +93,8 @@ def next_prefill_chunk(
             return None
     elif candidate.own_seconds < MIN_PREFILL_CHUNKS * seconds:
         return None
+    if live.num_context_tokens >= candidate.num_blocks * candidate.block_size:
+        return None  # it will be refused there
     if live.request.pooling is not None or live.request.tier is SHADOW_TIER:
         return None  # an embedding's tokens are computed again; a shadow gives way to all others anyway
     num_cached = candidate.num_overlap_tokens

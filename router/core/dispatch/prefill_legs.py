@@ -31,7 +31,8 @@ from router.core.events import SHADOW_TIER, ChoiceSpec, ShardDescription
 from router.core.fleet.fleet import HANDOFF_LOGPROBS, Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Attempt, LiveRequest, Split
-from router.core.load.load_ledger import LoadLedger, Reservation
+from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_view import Reservation
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.prefix_index.prefix_index import PrefixIndex
@@ -141,13 +142,12 @@ class PrefillLegs:
         leg = preparing(request, f"prefill-{split.num_legs}")
         attempt = Attempt(leg.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, request.tenant)
         attempt.prepares = live
-        num_tokens = len(request.prompt_token_ids)
         reservation = Reservation(
             shard_id=shard.shard_id,
             num_sequences=1,
             num_prefill_tokens=candidate.num_prefill_tokens,
             num_cached_tokens=candidate.num_overlap_tokens,
-            num_blocks=-(-num_tokens // candidate.block_size),
+            num_new_blocks=candidate.num_needed_blocks,
             placed_at=now,
             is_prefill_chunk=True,
             class_rank=live.priority_class.rank,
@@ -273,7 +273,7 @@ class PrefillLegs:
             num_sequences=1,
             num_prefill_tokens=1,
             num_cached_tokens=num_tokens - 1,
-            num_blocks=-(-num_tokens // shard.description.block_size),
+            num_new_blocks=-(-num_tokens // shard.description.block_size),
             placed_at=now,
             is_prefill_chunk=True,
             is_arrival=False,

@@ -36,6 +36,11 @@ class EctWeights:
     """Time to compute evicted blocks again, times the probability that they will be requested."""
     memory_wait: float = 1.0
     """Time until running sequences have freed enough blocks."""
+    memory_pressure: float = 2.0
+    """The wait of those that come later and find fewer blocks."""
+    decoding: float = 0.35
+    """Time that decoding takes longer: it is spread over all tokens of several answers, where a wait for the first
+    token is one pause."""
 
 
 MAX_UTILISATION: Final = 0.9
@@ -54,6 +59,8 @@ class Ect(Policy):
         "delay_of_coming",
         "eviction",
         "memory",
+        "memory_pressure",
+        "decoding",
         "adapter",
     )
 
@@ -90,5 +97,7 @@ class Ect(Policy):
             own * w.delay_of_coming * num_coming,
             own * w.eviction * num_lost_blocks / c.num_new_blocks if num_lost_blocks else 0.0,
             w.memory_wait * c.memory_wait_seconds,
+            w.memory_pressure * c.memory_pressure_seconds,
+            w.decoding * c.decode_delay_seconds,
             c.adapter_wait_seconds,
         )

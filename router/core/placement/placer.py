@@ -13,15 +13,18 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from kvloom_common.text.block_hash import block_hashes, root_hash
+from router.core.events import ShardDescription
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
-from router.core.load.load_ledger import HeldRequest, LoadLedger, LoadView
+from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_view import HeldRequest, LoadView
 from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
 from router.core.prefix_index.prefix_index import PrefixIndex
 
+_OF_PREFILL: Final = ("own_prefill", "lost_capacity", "adapter")
 COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""
 
@@ -189,6 +192,13 @@ class Placer:
             any(self.has_room(shard, live) for shard in shards),
         )
 
+    def costs_besides_prefill(self, live: LiveRequest, candidate: Candidate) -> float:
+        """What a shard costs the request beside the prefill of its own tokens, which it would cost on every shard that
+        has as much of its prompt. Seconds; only for policies whose unit that is."""
+        hashes = self.hashes(live, candidate.block_size)
+        (terms,) = self._policy.costs(_arrival(live, candidate, hashes), [candidate])
+        return sum(cost for name, cost in zip(self._policy.terms, terms, strict=True) if name not in _OF_PREFILL)
+
     def note_placed(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, block_hashes: Sequence[int], now: float
     ) -> None:
@@ -283,6 +293,10 @@ class Placer:
 
     def _candidates(self, shards: list[Shard], live: LiveRequest, now: float) -> list[Candidate]:
         overlaps: dict[int, dict[str, int]] = {}
+        request = live.request
+        num_expected_tokens = self._ledger.expected_output.tokens(request.tenant, request.model)
+        if request.max_tokens is not None and request.max_tokens < num_expected_tokens:
+            num_expected_tokens = request.max_tokens
         num_tokens, limit = live.num_context_tokens, live.max_cached_tokens
         candidates: list[Candidate] = []
         for shard in shards:
@@ -293,13 +307,12 @@ class Placer:
             num_overlap_blocks = counts.get(shard.shard_id, 0)
             if limit is not None:
                 num_overlap_blocks = min(num_overlap_blocks, limit // block_size)
-            candidates.append(self._candidate(shard, num_tokens, num_overlap_blocks, now))
+            candidates.append(self._candidate(shard, live, num_expected_tokens, num_overlap_blocks, now))
         if live.handoff:
             for number, shard in enumerate(shards):
                 if self._can_fetch(live, shard):
                     num_blocks = -(-num_tokens // shard.description.block_size)  # all of them are fetched
-                    candidates[number] = self._candidate(shard, num_tokens, num_blocks, now)
-        request = live.request
+                    candidates[number] = self._candidate(shard, live, num_expected_tokens, num_blocks, now)
         if request.tenant != self._only_tenant or live.priority_class.rank != INTERACTIVE_RANK:
             self._see_others(candidates, shards, live, now)
         adapter = request.adapter
@@ -317,8 +330,10 @@ class Placer:
         for shard, candidate in zip(shards, candidates, strict=True):
             _see_others(candidate, shard, self._ledger.view(shard.shard_id), rank, tenant, now)
 
-    def _candidate(self, shard: Shard, num_tokens: int, num_overlap_blocks: int, now: float) -> Candidate:
-        shard_id = shard.shard_id
+    def _candidate(
+        self, shard: Shard, live: LiveRequest, num_expected_tokens: int, num_overlap_blocks: int, now: float
+    ) -> Candidate:
+        shard_id, num_tokens = shard.shard_id, live.num_context_tokens
         description = shard.description
         # The last token is always computed: its logits are needed to sample the first output token.
         num_overlap_tokens = (
@@ -328,6 +343,15 @@ class Placer:
         view = self._ledger.view(shard_id)
         num_context_tokens = view.num_context_tokens
         num_new_blocks = -(-num_prefill_tokens // description.block_size)
+        num_needed_blocks = num_new_blocks  # that have to be free for it
+        if description.reserves_output:
+            num_reserved_tokens = live.request.max_tokens or num_expected_tokens
+            num_needed_blocks = -(-(num_prefill_tokens + num_reserved_tokens) // description.block_size)
+        memory_wait_seconds = memory_pressure_seconds = 0.0
+        if view.queued or view.held or num_needed_blocks + num_overlap_blocks > view.report.num_available_blocks // 2:
+            num_needed_blocks, memory_wait_seconds, memory_pressure_seconds = self._memory(
+                description, view, live, num_needed_blocks, num_overlap_blocks, num_expected_tokens, now
+            )
         num_free_blocks = description.num_blocks - self._index.num_stored(shard_id)
         num_evicted_blocks = num_new_blocks - max(0, num_free_blocks) if num_free_blocks < num_new_blocks else 0
         return Candidate(  # in the order of its fields: by name it would take three times as long, for every shard
@@ -341,16 +365,46 @@ class Placer:
             view.num_running,
             view.num_waiting,
             num_context_tokens,
-            view.num_used_blocks,
+            description.num_blocks - view.num_free_blocks,
             num_evicted_blocks,
             self._reuse_probability(shard_id, now) if num_evicted_blocks else 0.0,
             view.queue_seconds(now),
-            view.memory_wait_seconds(num_new_blocks),
+            memory_wait_seconds,
+            memory_pressure_seconds,
+            view.decode_delay_seconds(num_tokens, num_expected_tokens) if view.decode_speed.seconds_per_token else 0.0,
             view.speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
             view.bound_arrivals.per_second(now),
             view.busy.per_second(now),
+            num_needed_blocks,
+            num_expected_tokens,
             [one.own_seconds for one in view.held.values()] if view.held else (),
         )
+
+    def _memory(
+        self,
+        description: ShardDescription,
+        view: LoadView,
+        live: LiveRequest,
+        num_needed: int,
+        num_overlap_blocks: int,
+        num_expected_tokens: int,
+        now: float,
+    ) -> tuple[int, float, float]:
+        """(blocks that have to be free for the request, seconds until they are, cost to those that come later). The
+        first is given without those of its prompt that are cached; what is cached and not in use counts as free, and
+        is needed as well."""
+        num_all = num_needed + num_overlap_blocks
+        if num_all > description.num_blocks:
+            return 0, 0.0, 0.0  # the shard refuses it
+        num_free = view.num_free_blocks - view.num_held_blocks
+        if num_all <= num_free - description.num_blocks // 2:
+            return num_needed, 0.0, 0.0  # as nearly always
+        num_needed = num_all
+        if num_overlap_blocks and view.running:
+            num_needed -= view.num_in_use(self.hashes(live, description.block_size), num_overlap_blocks)
+        num_later = num_needed + (num_expected_tokens // view.growth_tokens if view.growth_tokens else 0)
+        wait_seconds = view.memory_wait_seconds(num_needed, now)
+        return num_needed, wait_seconds, view.memory_pressure_seconds(num_later, now)
 
     def _reuse_probability(self, shard_id: str, now: float) -> float:
         """The reuse probability of the blocks that the shard would evict next."""

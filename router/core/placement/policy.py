@@ -39,12 +39,21 @@ class Candidate(msgspec.Struct):
     """Time until the prefill queued before this request is done."""
     memory_wait_seconds: float
     """Time until running sequences have freed enough blocks for this request."""
+    memory_pressure_seconds: float
+    """What taking its blocks costs requests that come later."""
+    decode_delay_seconds: float
+    """By how much it and the sequences there decode longer for each other's context, weighted by the share of the steps
+    that context takes."""
     own_seconds: float
     """Prefill time of the request itself, at the shard's learned speed and present decode load."""
     bound_arrival_rate: float
     """Requests per second that lately came for what is cached there, each counted as its cached share."""
     utilisation: float
     """Share of its time that it was busy with their prefill."""
+    num_needed_blocks: int
+    """Blocks that have to be free for it."""
+    num_expected_tokens: int
+    """The expected length of each of its answers."""
     held_seconds: Sequence[float] = ()
     """Own prefill time of each request of its class and tenant that waits in the router for this shard."""
     adapter_wait_seconds: float = 0.0

@@ -352,6 +352,8 @@ class Lifecycle:
             if kept is not None and live.ended_with[0] in _COMPLETE:
                 self._action_buffer.add(_answer_completed(live, kept))
             live.kept_ends = None
+            if live.num_output_tokens and request.max_tokens != 0:
+                self._attempt_sender.note_answer(live)
             if self._brownout is not None and live.first_sent_at is None:
                 self._brownout.note_end_without_token(live, now)
             self._action_buffer.add(request_ended(live, now))

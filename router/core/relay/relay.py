@@ -243,7 +243,7 @@ class Relay:
         attempt = shard.attempts.get(finish.slot) if choice is None else None
         if choice is not None:
             shard.detach(choice)
-        is_known = self._attempt_sender.end_slot(shard, finish.slot, now)
+        is_known = self._attempt_sender.end_slot(shard, finish.slot)
         if shard.health is not None and is_known:
             is_failure = finish.reason == FINISH_REASON_ERROR and (
                 finish.error is None or finish.error.reason == ErrorReason.ERROR_REASON_ENGINE_FAILED

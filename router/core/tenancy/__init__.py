@@ -8,7 +8,6 @@ rate_lease.py         this router's part of a limit per minute
 slot_lease.py         this router's part of the requests that may run at the same time
 budget_lease.py       this router's part of a hard budget
 demand.py             how much of a limit is used in a second, of late
-expected_output.py    how long the answers of a key usually are
 answer_cost.py        what an answer uses of a budget, as a function of its length
 accounts.py           the leases of the keys, tenants and organisations that are in use
 limit_plan.py         the limits of one key, flat

@@ -14,9 +14,9 @@ from kvloom.limits_state import LimitsState, RateState
 from kvloom_common.tenancy.prices import FREE, Price
 from kvloom_common.tenancy.table import TenantTable
 from router.core.events import SHADOW_TIER, LeasesGranted, Request, Tier
+from router.core.expected_output import ExpectedOutput
 from router.core.lease_messages import LeaseKind, LeaseWant, LimitCount
 from router.core.tenancy.accounts import AccountBook, Lease
-from router.core.tenancy.expected_output import ExpectedOutput
 from router.core.tenancy.lease_watch import LeaseWatch
 from router.core.tenancy.limit_plan import BudgetLimit, LimitPlan
 from router.core.tenancy.limit_plans import LimitPlans

@@ -159,6 +159,7 @@ class TensorRtLlmEngine:
             vocab_size=self._vocab_size,
             eos_token_ids=self._eos_token_ids,
             capabilities=capabilities_of(self._library, self._shard),
+            reserves_output=True,  # the library's default, GUARANTEED_NO_EVICT
         )
         self._in_flight = InFlight(self._shard.max_batch, num_blocks, block_size)
         roots = RootLedger(block_size, MAX_TRACES_PER_BLOCK * num_blocks)

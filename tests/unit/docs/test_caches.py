@@ -19,7 +19,7 @@ from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.access.kv_shares import KvShares
 from kvloom_common.parsers import registry
 from kvloom_common.text import block_hash
-from router.core.tenancy.expected_output import ExpectedOutput
+from router.core.expected_output import ExpectedOutput
 from safety_svc import folding
 from shard_server.engines import sim_embedding
 from tests.conftest import REPOSITORY

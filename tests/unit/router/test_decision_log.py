@@ -54,6 +54,10 @@ def candidate(plan: ShardPlan) -> Candidate:
         own_seconds=0.0,
         bound_arrival_rate=0.0,
         utilisation=0.0,
+        memory_pressure_seconds=0.0,
+        decode_delay_seconds=0.0,
+        num_needed_blocks=0,
+        num_expected_tokens=0,
     )
 
 

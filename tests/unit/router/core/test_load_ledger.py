@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.core.load.load_ledger import LoadLedger, Reservation
+from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_view import Reservation
 
 
 def _learn(ledger: LoadLedger, shard_id: str, seconds: float) -> None:
@@ -11,7 +12,7 @@ def _learn(ledger: LoadLedger, shard_id: str, seconds: float) -> None:
         now = 1000.0 * number
         ledger.reserve(("r", number), Reservation(shard_id, 1, 1000, 0, 63, now))
         ledger.note_starts(shard_id, [(("r", number), 0.0)], now + seconds)
-        ledger.release(("r", number), now + seconds)
+        ledger.release(("r", number))
 
 
 def test_a_new_shard_begins_with_the_speed_of_its_model() -> None:

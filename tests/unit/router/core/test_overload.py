@@ -8,7 +8,18 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.overload import DrainRate, OverloadSettings, retry_after_seconds
-from router.core.events import ClientGone, LoadReported, Request, RequestCancelled, ShardDown, ShardLoad, Tick, Tier
+from router.core.events import (
+    ClientGone,
+    LoadReported,
+    Request,
+    RequestCancelled,
+    ShardDescription,
+    ShardDown,
+    ShardLoad,
+    ShardUp,
+    Tick,
+    Tier,
+)
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 SHEDS = OverloadSettings(sheds_early=True)
@@ -45,6 +56,15 @@ def test_a_request_that_would_wait_too_long_is_refused_on_arrival() -> None:
     assert error_of(actions).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
     assert only(actions, RequestEnded).num_attempts == 0
     assert rig.core.num_queued_requests == 5
+
+
+def test_nothing_is_refused_for_its_wait_while_a_shard_is_idle() -> None:
+    """Those that wait then wait for one shard: "would wait about 8000.0 seconds" was said beside 99 idle ones."""
+    rig = saturated(1.0, max_queue_seconds=100.0)
+    rig.handle(ShardUp(ShardDescription("s1", "1", "m", 4, 100, 4, 3, frozenset({"seeded_resume"}))))
+    assert rig.core.num_queued_requests == 4  # their prompts are longer than its window
+    actions = rig.submit("urgent", slots=(91,), timeout_seconds=3.0, prompt_token_ids=[1], max_tokens=1)
+    assert only(actions, SubmitAttempt).shard_id == "s1"
 
 
 def test_the_bound_on_waiting_holds_by_prediction_too() -> None:

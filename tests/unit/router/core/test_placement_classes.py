@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from router import convert
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import Tier
-from router.core.load.load_ledger import LoadLedger, Reservation
+from router.core.load.load_ledger import LoadLedger
+from router.core.load.load_view import Reservation
 from router.core.placement.ect import Ect
 from router.core.placement.policy import Candidate
 from tests.fakes.core_rig import CoreRig, has, only

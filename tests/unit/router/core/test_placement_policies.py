@@ -26,6 +26,10 @@ CANDIDATE = Candidate(
     own_seconds=0.1,
     bound_arrival_rate=1.0,
     utilisation=0.5,
+    memory_pressure_seconds=0.0,
+    decode_delay_seconds=0.0,
+    num_needed_blocks=63,
+    num_expected_tokens=100,
 )
 ARRIVAL = Arrival("r", "", 1600, tuple(range(100)))
 
@@ -52,6 +56,8 @@ def test_every_term_has_a_name(policy: str) -> None:
         ("ect", {"queue_seconds": 0.3}),
         ("ect", {"num_waiting": 3}),
         ("ect", {"memory_wait_seconds": 0.1}),
+        ("ect", {"memory_pressure_seconds": 0.1}),
+        ("ect", {"decode_delay_seconds": 0.1}),
         ("ect", {"num_evicted_blocks": 11}),
         ("conductor", {"own_seconds": 0.2}),
         ("conductor", {"queue_seconds": 0.3}),

@@ -191,7 +191,7 @@ def test_other_routers_loosen_the_hold() -> None:
     """What other routers keep back cannot be seen: a place in the engine's queue is then worth more than a free
     choice."""
     alone, shared = make_rig(), make_rig()
-    shared.handle(LoadReported("s0", ShardLoad(num_running=1)))
+    shared.handle(LoadReported("s0", ShardLoad(num_running=1, num_available_blocks=10_000)))
     counts = [sum(bool(sent(submit(rig, f"r{slot}", slot, SMALL))) for slot in range(1, 8)) for rig in (alone, shared)]
     assert counts[0] < counts[1]
 
