@@ -22,7 +22,7 @@ from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
 from edge_http.wire.headers import REQUEST_ID, UnservedVersionRequest, request_id
 from edge_http.wire.request_record import RequestRecord
-from kvloom.transport.addresses import bare_host, join_address
+from kvloom_common.addresses import bare_host, join_address
 from kvloom_common.limits.address_limit import AddressLimit
 from kvloom_common.process.request_context import current_request
 from kvloom_common.process.service import StartError

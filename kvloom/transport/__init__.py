@@ -1,6 +1,5 @@
 """The client side of streams between processes: gRPC, and Unix sockets between processes of one machine.
 
-addresses.py        host:port, also of IPv6
 channel_options.py  the options of gRPC channels to routers
 grpc_errors.py      errors of the catalogue as gRPC statuses, and back
 frame_writer.py     writes the pending messages of a stream, merged into one

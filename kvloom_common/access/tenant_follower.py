@@ -20,7 +20,6 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvloom.backoff import Backoff
-from kvloom.transport.addresses import join_address
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
@@ -28,6 +27,7 @@ from kvloom_common.access.exposure import is_loopback
 from kvloom_common.access.steady_clock import SteadyClock
 from kvloom_common.access.tenant_file import TenantFile, copy_path
 from kvloom_common.access.tenants import Tenants
+from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.discovery.process_finder import ProcessFinder

@@ -14,7 +14,7 @@ from typing import Generic
 import redis.exceptions
 import structlog
 
-from kvloom.transport.addresses import bare_host, join_address, split_address
+from kvloom_common.addresses import bare_host, join_address, split_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.records import NameTakenError, ProcessRecord, ProcessRole, Record
 from kvloom_common.discovery.registry import HEARTBEAT_SECONDS, TTL_SECONDS, ProcessRegistry, Registry

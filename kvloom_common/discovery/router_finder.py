@@ -12,8 +12,8 @@ import redis.exceptions
 import structlog
 
 from kvloom.router_link.group import RouterGroup
-from kvloom.transport.addresses import join_address
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.registry import RouterRegistry
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust

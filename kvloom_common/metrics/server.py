@@ -21,10 +21,10 @@ import prometheus_client
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom.transport.addresses import bare_host, join_address
 from kvloom_common.access.auth_provider import Credentials
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.listener_tls import listener_tls
+from kvloom_common.addresses import bare_host, join_address
 from kvloom_common.callers import Callers, bare_credential, configured_scrapers
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.service import StartError

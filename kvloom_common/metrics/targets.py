@@ -14,7 +14,7 @@ from typing import Any, Final
 import redis.exceptions
 import structlog
 
-from kvloom.transport.addresses import join_address, split_address
+from kvloom_common.addresses import join_address, split_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import Announcer
 from kvloom_common.discovery.records import MetricsTarget

@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 from grpc_health.v1 import health, health_pb2
 
-from kvloom.transport.addresses import join_address
+from kvloom_common.addresses import join_address
 from kvloom_common.config import ConfigError
 from kvloom_common.private_file import OTHERS
 from kvloom_common.process.freed_memory import return_freed_memory

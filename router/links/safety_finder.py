@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvloom.transport.addresses import join_address
 from kvloom_common.access.exposure import is_loopback
+from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.discovery.process_finder import ProcessFinder

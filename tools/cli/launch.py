@@ -15,7 +15,7 @@ from typing import Final, Literal, cast
 
 import msgspec
 
-from kvloom.transport.addresses import bare_host, join_address
+from kvloom_common.addresses import bare_host, join_address
 from kvloom_common.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.models.configured import configured_models, shard_config

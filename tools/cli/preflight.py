@@ -8,9 +8,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import redis
 
-from kvloom.transport.addresses import join_address
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.listener_tls import listener_tls
+from kvloom_common.addresses import join_address
 from kvloom_common.callers import configured_callers
 from kvloom_common.config import ConfigError, KvloomConfig
 from tools.failures import CommandError

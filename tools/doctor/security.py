@@ -15,8 +15,8 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom.transport.addresses import join_address
 from kvloom_common.access.exposure import authenticates, authenticates_scrapers, is_loopback
+from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.data_dir import open_to_others
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from kvloom.transport.addresses import split_address, url_host
+from kvloom_common.addresses import split_address, url_host
 
 TIMEOUT_SECONDS: Final = 5.0
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)

@@ -9,8 +9,8 @@ from typing import Final
 
 import grpc.aio
 
-from kvloom.transport.addresses import join_address
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom_common.addresses import join_address
 from tools.failures import CommandError
 from tools.fleet.members import Fleet
 from tools.supervisor.readiness import reachable_address

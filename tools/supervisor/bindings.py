@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvloom.transport.addresses import join_address
 from kvloom_common.access.exposure import authenticates, is_loopback
+from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig
 from tools.supervisor.supervised_process import ProcessStatus
 

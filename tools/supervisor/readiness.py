@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import msgspec
 
-from kvloom.transport.addresses import bare_host, join_address, split_address, url_host
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc, shard_service_pb2, shard_service_pb2_grpc
 from kvloom.v1.router_service_pb2 import ModelInfo
+from kvloom_common.addresses import bare_host, join_address, split_address, url_host
 from kvloom_common.config import KvloomConfig
 from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.supervisor.fleet_records import FleetRecords

@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import msgspec
 import uvloop
 
-from kvloom.transport.addresses import join_address
+from kvloom_common.addresses import join_address
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_stamps import TICK_SECONDS, seconds_since, stamp_token_ids
 from tools.bench.data_plane.workloads import Workload, request_bodies

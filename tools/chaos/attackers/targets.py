@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.transport.addresses import split_address
+from kvloom_common.addresses import split_address
 from kvloom_common.callers import Callers
 
 ATTACKER_HOST: Final = "127.0.0.66"

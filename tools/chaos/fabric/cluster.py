@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvloom.backoff import Backoff
-from kvloom.transport.addresses import join_address
+from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig, ModelConfig, dump_config
 from kvloom_common.models.configured import configured_models, find_configured, num_configured_shards
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.transport.addresses import join_address, split_address, url_host
+from kvloom_common.addresses import join_address, split_address, url_host
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import advertised_address
 from kvloom_common.discovery.router_finder import configured_routers
@@ -17,7 +17,7 @@ from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.readiness import http_url, reachable_address, router_address
 from tools.supervisor.supervised_process import ProcessStatus
 
-REPOSITORY = Path(__file__).resolve().parents[4]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SOURCES = ("kvloom", "kvloom_common", "edge_http", "router", "shard_server", "safety_svc", "control", "tools")
 JOINED = re.compile(r'f".*\{[^{}]*host[^{}]*\}\]?:\{[^{}]*(?:port|bound)')
 
