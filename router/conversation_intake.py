@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
+from kvloom.conversation.tools import (
+    AUTO,
+    MAX_SCHEMA_DEPTH,
+    NONE,
+    REQUIRED,
+    Tool,
+    ToolChoice,
+    check_choice,
+    check_tools,
+)
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom.v1 import router_service_pb2
@@ -84,5 +93,5 @@ def _message(message: Message, at: str) -> ChatMessage:
 def _tool(tool: router_service_pb2.Tool, at: str) -> Tool:
     if not tool.parameters:
         return Tool(tool.name, tool.description, strict=tool.strict)
-    schema = json_object(tool.parameters, f"{at}.parameters")
+    schema = json_object(tool.parameters, f"{at}.parameters", MAX_SCHEMA_DEPTH)
     return Tool(tool.name, tool.description, schema, tool.strict)

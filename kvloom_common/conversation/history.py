@@ -30,15 +30,16 @@ _CUT_ESCAPE: Final = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def json_object(text: str, field: str) -> dict[str, Any]:
-    """The JSON object that a field holds as text. Raises KvloomError (INVALID_ARGUMENT)."""
+def json_object(text: str, field: str, max_levels: int = MAX_ARGUMENTS_DEPTH) -> dict[str, Any]:
+    """The JSON object that a field holds as text, nested in at most `max_levels` levels. Raises KvloomError
+    (INVALID_ARGUMENT)."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid_argument(f"{field} is not valid JSON.", field) from error
     if not isinstance(value, dict):
         raise invalid_argument(f"{field} must be a JSON object.", field)
-    check_depth(value, field, MAX_ARGUMENTS_DEPTH)
+    check_depth(value, field, max_levels)
     return value
 
 

@@ -41,7 +41,7 @@ async def test_takeover_that_was_cut_short_is_made_good(
         await kill(first, one, reading)
         streamed.url = second.url + path
         lose_next_answer(monkeypatch, two, command)
-        assert await streamed.resume() == 500
+        assert await streamed.resume() == 503
         if comes_to == "the same edge":
             await end_at(second, path, streamed, script, 4)
         else:
@@ -65,7 +65,7 @@ async def test_claim_that_was_never_made_is_made_again(redis_url: str, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(two._journal.redis, "eval", unheard_of)
             streamed.url = second.url + path
-            assert await streamed.resume() == 500
+            assert await streamed.resume() == 503
         await end_at(third, path, streamed, script, 4)
         again = client(second, path)
         again.response_id = streamed.response_id

@@ -94,7 +94,8 @@ def first_that_generates(models: Sequence[ModelInfo]) -> str:
     if none generates, as where only encoders are served."""
     if not models:
         raise CommandError("no model is served now")
-    able = [model for model in models if "generate" in model.capabilities]
+    # Shards that do nothing else need not say that they generate.
+    able = [one for one in models if "generate" in one.capabilities or "embed" not in one.capabilities]
     if not able:
         names = ", ".join(model.name for model in models)
         raise CommandError(f"no served model generates text: there are {names} (choose with --model)")

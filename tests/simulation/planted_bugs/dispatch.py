@@ -42,9 +42,9 @@ def keeps_reservations_of_cancelled_sequences(patch: Patch) -> None:
     """The reservation of a cancelled sequence is never released."""
     original = AttemptSender.end_slot
 
-    def end_slot(self: AttemptSender, shard: Shard, slot: int, now: float) -> bool:
+    def end_slot(self: AttemptSender, shard: Shard, slot: int) -> bool:
         if slot in shard.choices or slot not in shard.attempts:
-            return original(self, shard, slot, now)
+            return original(self, shard, slot)
         del shard.attempts[slot]
         shard.slots.free(slot)
         return True
@@ -57,9 +57,9 @@ def never_forgets_a_placement(patch: Patch) -> None:
     """The ledger drops a reservation, but not the load that it stood for."""
     original = LoadLedger.release
 
-    def release(self: LoadLedger, key: Any, now: float) -> None:
+    def release(self: LoadLedger, key: Any) -> None:
         view = self.view(self._reservations[key].shard_id)
-        original(self, key, now)
+        original(self, key)
         view.foreign_running += 1
 
     original_report = LoadLedger.report
