@@ -124,7 +124,7 @@ class AttemptSender:
         if candidate.num_overlap_tokens >= MIN_COPIED_TOKENS:
             copy = self._copies.wanted(live, shard, candidate, now)
             if copy is not None:
-                self._send_copy(live, copy, hashes, now)
+                self._send_copy(live, copy, now)
         self._reserve(live, shard, candidate, attempt, hashes, now)
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []
@@ -167,24 +167,46 @@ class AttemptSender:
         """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
         if live.first_dispatched_at is None:
             self.service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
-        block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
-        hashes = self._placer.hashes(live, block_size)
         is_first = not live.num_ready_tokens
         if is_first:
-            self._tell_decision(live, shard, 1, hashes, now)
+            self._tell_decision(live, shard, 1, self._placer.hashes(live, candidate.block_size), now)
         live.num_prefill_chunks += 1
         live.num_ready_tokens = num_tokens
-        hashes = hashes[: num_tokens // block_size]
+        name, num_cached = str(live.num_prefill_chunks), candidate.num_overlap_tokens
+        live.prefill_chunk = self._send_beginning(live, shard, name, num_tokens, num_cached, now, is_arrival=is_first)
+
+    def _send_copy(self, live: LiveRequest, copy: Copy, now: float) -> None:
+        """Have a shard compute the beginning of the prompt, for requests that come later."""
+        self._send_beginning(live, copy.shard, COPY_NAME, copy.num_tokens, None, now)
+
+    def _send_beginning(
+        self,
+        live: LiveRequest,
+        shard: Shard,
+        name: str,
+        num_tokens: int,
+        num_cached: int | None,
+        now: float,
+        *,
+        is_arrival: bool = False,
+    ) -> tuple[Attempt, int]:
+        """Have a shard compute the first `num_tokens` tokens of the prompt, and one that no client gets. `num_cached`
+        of them are there; None: they are for other requests. Returns the attempt and its slot."""
+        block_size, is_own = shard.description.block_size, num_cached is not None
+        hashes = self._placer.hashes(live, block_size)[: num_tokens // block_size]
         request = preparing(
             live.request,
-            str(live.num_prefill_chunks),
+            name,
             prompt_token_ids=live.request.prompt_token_ids[:num_tokens],
             sampling=None,
             stop=None,
             block_hashes=None if live.request.block_hashes is None else {block_size: hashes},
         )
-        attempt = Attempt(request.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, request.tenant)
-        attempt.prepares = live
+        tenant = request.tenant if is_own else None
+        attempt = Attempt(request.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, tenant)
+        if is_own:
+            attempt.prepares = live
+        num_cached = num_cached or 0
         reservation = Reservation(
             shard_id=shard.shard_id,
             num_sequences=1,
@@ -193,7 +215,7 @@ class AttemptSender:
             num_new_blocks=len(hashes) - num_cached // block_size,
             placed_at=now,
             is_prefill_chunk=True,
-            is_arrival=is_first,
+            is_arrival=is_arrival,
             class_rank=live.priority_class.rank,
             block_hashes=hashes,
         )
@@ -202,11 +224,11 @@ class AttemptSender:
         if request.adapter is not None:
             shard.adapters.note_sent(request.adapter, now)
         slot = shard.open_slot(attempt)
-        live.prefill_chunk = (attempt, slot)
-        name = live.request.request_id
+        prepared = live.request.request_id if is_own else ""
         self._action_buffer.add(
-            SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, num_cached, prepares=name)
+            SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, num_cached, prepares=prepared)
         )
+        return attempt, slot
 
     def cancel_prefill_chunk(self, live: LiveRequest, shard_id: str) -> None:
         """The request is sent to another shard, or ends."""
@@ -228,39 +250,6 @@ class AttemptSender:
         if num_cached_tokens < reservation.num_cached_tokens:
             # The blocks were evicted meanwhile, or this engine never keeps any.
             live.num_prefill_chunks = MAX_PREFILL_CHUNKS
-
-    def _send_copy(self, live: LiveRequest, copy: Copy, hashes: Sequence[int], now: float) -> None:
-        """Have a shard compute the beginning of the prompt, for requests that come later."""
-        shard, num_tokens = copy
-        block_size = shard.description.block_size
-        hashes = hashes[: num_tokens // block_size]
-        request = preparing(
-            live.request,
-            COPY_NAME,
-            prompt_token_ids=live.request.prompt_token_ids[:num_tokens],
-            sampling=None,
-            stop=None,
-            block_hashes=None if live.request.block_hashes is None else {block_size: hashes},
-        )
-        attempt = Attempt(request.request_id, 0, self._next_dispatch_number(), shard.shard_id, 1, now, None)
-        reservation = Reservation(
-            shard_id=shard.shard_id,
-            num_sequences=1,
-            num_prefill_tokens=num_tokens,
-            num_cached_tokens=0,
-            num_new_blocks=len(hashes),
-            placed_at=now,
-            is_prefill_chunk=True,
-            is_arrival=False,
-            class_rank=live.priority_class.rank,
-            block_hashes=hashes,
-        )
-        self._ledger.reserve(attempt.key, reservation)
-        self._index.place(shard.shard_id, hashes, now)
-        if request.adapter is not None:
-            shard.adapters.note_sent(request.adapter, now)
-        slot = shard.open_slot(attempt)
-        self._action_buffer.add(SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, 0))
 
     def note_answer(self, live: LiveRequest) -> None:
         """All answers of a request have ended; how long they are is learned."""

@@ -185,7 +185,7 @@ class DispatchQueue:
         return min((view.queue_seconds(now) for view in views), default=0.0)
 
     def has_idle_shard(self, model: str) -> bool:
-        """Whether a shard that serves the model has nothing to do."""
+        """Returns true if a shard that serves the model has nothing to do."""
         views = (self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model) if not shard.is_suspected)
         return any(not (view.num_running or view.num_waiting or view.held) for view in views)
 
@@ -494,11 +494,11 @@ class DispatchQueue:
         return live
 
     def _can_hold(self, shard: Shard, candidate: Candidate) -> bool:
-        """Whether the shard has KV blocks for a request that would be sent now."""
+        """Returns true if the shard has KV blocks for a request that would be sent now."""
         return self._ledger.view(shard.shard_id).can_hold(candidate.num_needed_blocks)
 
     def _fits_now(self, queue_id: QueueId, now: float) -> Callable[[LiveRequest], bool]:
-        """Whether the shard has KV blocks for a request that waits for it. In an engine's queue it would make all later
+        """Returns a check that the shard has KV blocks for a request that waits for it. In an engine's queue it would make all later
         ones wait; here those that fit pass it, but only for some seconds, or a large one would never find room."""
         view = self._ledger.view(queue_id.shard_id)
         num_free = view.num_free_blocks
