@@ -498,8 +498,9 @@ class DispatchQueue:
         return self._ledger.view(shard.shard_id).can_hold(candidate.num_needed_blocks)
 
     def _fits_now(self, queue_id: QueueId, now: float) -> Callable[[LiveRequest], bool]:
-        """Returns a check that the shard has KV blocks for a request that waits for it. In an engine's queue it would make all later
-        ones wait; here those that fit pass it, but only for some seconds, or a large one would never find room."""
+        """Returns a check that the shard has KV blocks for a request that waits for it. In an engine's queue it would
+        make all later ones wait; here those that fit pass it, but only for some seconds, or a large one would never
+        find room."""
         view = self._ledger.view(queue_id.shard_id)
         num_free = view.num_free_blocks
         if view.num_held_blocks <= num_free:

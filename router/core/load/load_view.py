@@ -227,7 +227,8 @@ class LoadView:
         return sum(one.num_needed_blocks for one in self.held.values()) if self.held else 0
 
     def can_hold(self, num_needed_blocks: int) -> bool:
-        """Returns true if so many blocks are free. A shard that runs nothing takes whatever it is sent, or says why not."""
+        """Returns true if so many blocks are free. A shard that runs nothing takes whatever it is sent, or says why
+        not."""
         is_empty = not (self.own_running or self.own_waiting or self.num_running or self.foreign_waiting)
         return is_empty or num_needed_blocks <= self.num_free_blocks
 
