@@ -395,16 +395,15 @@ class DispatchQueue:
     def _note_opening(self, shard: Shard, now: float) -> None:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
         room only for tenants that do not wait for it, is opened by an event."""
-        waiting = list(self.queues.queue(QueueId(shard.description.model, shard.shard_id)))
-        may_send, view = self._turn_on(shard), self._ledger.view(shard.shard_id)
+        queue_id = QueueId(shard.description.model, shard.shard_id)
+        waiting = list(self.queues.queue(queue_id))
+        may_send, fits = self._turn_on(shard), self._fits_now(queue_id, now)
         if not shard.has_room or not any(
-            may_send(live)
-            and self._placer.has_room(shard, live)
-            and view.can_hold(view.held[live.request.request_id].num_needed_blocks)
-            for live in waiting
+            may_send(live) and fits(live) and self._placer.has_room(shard, live) for live in waiting
         ):
             self._opens_at[shard.shard_id] = math.inf
             return
+        view = self._ledger.view(shard.shard_id)
         wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
         if view.ranked_work:
             wait_seconds -= view.yielding(min(live.priority_class.rank for live in waiting), now)[0]

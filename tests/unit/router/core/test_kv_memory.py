@@ -9,7 +9,7 @@ import pytest
 
 from router.core.actions import SubmitAttempt
 from router.core.dispatch.prefix_copies import MIN_COPIED_TOKENS, is_copy, is_worthwhile
-from router.core.events import LoadReported, ShardLoad
+from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.load.decode_speed import DecodeSpeed, shared_tokens
 from router.core.load.kv_memory import num_common, pressure_seconds, wait_seconds
 from tests.fakes.core_rig import CoreRig, has, only
@@ -91,6 +91,12 @@ def test_a_request_waits_in_the_router_for_blocks_and_smaller_ones_pass_it() -> 
     )
     small = rig.submit("small", slots=(3,), prompt_token_ids=[3] * BLOCK * 2, max_tokens=BLOCK)
     assert only(small, SubmitAttempt).request.request_id == "small"
+    rig.now += 6.0  # from now on the large one is passed no more
+    rig.handle(Tick())
+    assert not has(rig.submit("late", slots=(4,), prompt_token_ids=[4] * BLOCK, max_tokens=BLOCK), SubmitAttempt)
+    deadline = rig.core.next_deadline()
+    assert deadline is not None
+    assert deadline >= rig.now + 0.5, "only an end or a report frees blocks: looking again every millisecond is in vain"
 
 
 def test_no_request_waits_for_blocks_where_nothing_runs() -> None:
