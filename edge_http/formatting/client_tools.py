@@ -79,6 +79,17 @@ def flat_name(namespace: str, name: str) -> str:
     return namespace + name if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
 
 
+class CustomToolBody(msgspec.Struct):
+    """A tool that takes text, as bodies describe it."""
+
+    name: str
+    description: str | None = None
+    format: Any = None
+
+
+CUSTOM_TOOL: Final = msgspec.json.Decoder(CustomToolBody)
+
+
 def custom_tool(name: str, description: str, form: Any) -> Tool:
     """`form` is the tool's `format`: any text, or a grammar, which the model is told."""
     grammar = form.get("grammar", form) if isinstance(form, Mapping) else {}

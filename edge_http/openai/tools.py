@@ -4,11 +4,11 @@ and `function_call`."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
-from edge_http.formatting.client_tools import ClientTool, GivenTools, custom_tool
+from edge_http.formatting.client_tools import CUSTOM_TOOL, ClientTool, GivenTools, custom_tool
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import ChatBody, FunctionBody, NamedFunction, ToolBody, ToolChoiceBody
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
@@ -33,15 +33,6 @@ class ChatTools(NamedTuple):
     """See GivenTools, likewise the one before."""
 
 
-class _CustomTool(msgspec.Struct):
-    """A tool that takes text."""
-
-    name: str
-    description: str | None = None
-    format: Any = None
-
-
-_CUSTOM: Final = msgspec.json.Decoder(_CustomTool)
 _NO_TOOLS = ChatTools((), NONE, is_parallel=False, has_legacy_functions=False)
 
 
@@ -100,7 +91,7 @@ def _add(given: GivenTools, tool: ToolBody, number: int) -> None:
             raise invalid_argument(f"{at}.function is missing.", f"{at}.function")
         given.add(function_tool(tool.function, f"{at}.function."), number)
     elif tool.type == "custom":
-        custom = decode_body(_CUSTOM, tool.custom, f"{at}.custom")
+        custom = decode_body(CUSTOM_TOOL, tool.custom, f"{at}.custom")
         mapped = custom_tool(custom.name, custom.description or "", custom.format)
         given.add(mapped, number, ClientTool(custom.name, is_custom=True))
     else:

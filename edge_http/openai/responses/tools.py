@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from edge_http.formatting.client_tools import ClientTool, GivenTools, custom_tool, flat_name
+from edge_http.formatting.client_tools import CUSTOM_TOOL, ClientTool, GivenTools, custom_tool, flat_name
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import OpenStruct
 from edge_http.openai.responses.requests import AllowedTool, ResponsesBody, ToolChoiceBody
@@ -49,14 +49,6 @@ class ResponseTools(NamedTuple):
     """See GivenTools, likewise the one before."""
 
 
-class _CustomTool(msgspec.Struct):
-    """A tool that takes text."""
-
-    name: str
-    description: str | None = None
-    format: Any = None
-
-
 class _Namespace(msgspec.Struct):
     """Functions that belong together, such as those of one MCP server."""
 
@@ -67,7 +59,6 @@ class _Namespace(msgspec.Struct):
 
 _KIND: Final = msgspec.json.Decoder(_Kind)
 _TOOL: Final = msgspec.json.Decoder(FunctionTool)
-_CUSTOM: Final = msgspec.json.Decoder(_CustomTool)
 _NAMESPACE: Final = msgspec.json.Decoder(_Namespace)
 
 
@@ -100,7 +91,7 @@ def _add(given: GivenTools, shown: list[Any], raw: msgspec.Raw, number: int) -> 
         shown.append(tool)
         return
     if kind == "custom":
-        custom = decode_body(_CUSTOM, raw, at)
+        custom = decode_body(CUSTOM_TOOL, raw, at)
         mapped = custom_tool(custom.name, custom.description or "", custom.format)
         given.add(mapped, number, ClientTool(custom.name, is_custom=True))
     elif kind == "namespace":

@@ -186,8 +186,8 @@ class DispatchQueue:
 
     def has_idle_shard(self, model: str) -> bool:
         """Returns true if a shard that serves the model has nothing to do."""
-        views = (self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model) if not shard.is_suspected)
-        return any(not (view.num_running or view.num_waiting or view.held) for view in views)
+        shards = self._fleet.ready(model)
+        return any(self._ledger.view(shard.shard_id).is_idle for shard in shards if not shard.is_suspected)
 
     def held_ahead_seconds(self, live: LiveRequest, candidate: Candidate, ttft_due: float) -> float:
         """Prefill time of the requests that wait in the router for that shard and go before one that is to have its

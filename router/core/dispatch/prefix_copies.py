@@ -109,10 +109,9 @@ class PrefixCopies:
         num_copies = 0
         shards = self._placer.open_shards(live)
         for shard in shards:
-            view = self._ledger.view(shard.shard_id)
             if any(is_copy(attempt.request_id) for attempt in shard.attempts.values()):
                 num_copies += 1
-            elif not (view.num_running or view.num_waiting or view.held):
+            elif self._ledger.view(shard.shard_id).is_idle:
                 idle.append(shard)
         if num_copies >= max(1, len(idle) // IDLE_PER_COPY):
             return None

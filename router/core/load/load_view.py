@@ -226,11 +226,15 @@ class LoadView:
         """Blocks that the requests need which wait in the router for this shard."""
         return sum(one.num_needed_blocks for one in self.held.values()) if self.held else 0
 
+    @property
+    def is_idle(self) -> bool:
+        """True if the shard has nothing to do, and no request waits in the router for it."""
+        return not (self.num_running or self.num_waiting or self.held)
+
     def can_hold(self, num_needed_blocks: int) -> bool:
         """Returns true if so many blocks are free. A shard that runs nothing takes whatever it is sent, or says why
         not."""
-        is_empty = not (self.own_running or self.own_waiting or self.num_running or self.foreign_waiting)
-        return is_empty or num_needed_blocks <= self.num_free_blocks
+        return not (self.num_running or self.num_waiting) or num_needed_blocks <= self.num_free_blocks
 
     def num_in_use(self, block_hashes: Sequence[int], limit: int) -> int:
         """How many of the first `limit` blocks own running sequences hold: those need no room."""
@@ -301,8 +305,7 @@ class LoadView:
         speed = self.decode_speed
         if not speed.seconds_per_token:
             return 0.0
-        num_sequences = self.num_running + self.num_waiting
-        num_sequences += len(self.held)
+        num_sequences = self.num_running + self.num_waiting + len(self.held)
         coming = (*self.queued.values(), *self.held.values())
         num_there = self.num_decoding_tokens + sum(one.num_context_tokens for one in coming)
         shared = shared_tokens(num_expected_tokens, self.expected_tokens_each)
