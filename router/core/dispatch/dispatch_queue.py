@@ -393,21 +393,25 @@ class DispatchQueue:
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _note_opening(self, shard: Shard, now: float) -> None:
-        """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
-        room only for tenants that do not wait for it, is opened by an event."""
-        queue_id = QueueId(shard.description.model, shard.shard_id)
-        waiting = list(self.queues.queue(queue_id))
-        may_send, fits = self._turn_on(shard), self._fits_now(queue_id, now)
-        if not shard.has_room or not any(
-            may_send(live) and fits(live) and self._placer.has_room(shard, live) for live in waiting
-        ):
-            self._opens_at[shard.shard_id] = math.inf
-            return
+        """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, and one
+        that is open and yet gets none of what waits, is opened by an event: what has a prefill chunk there, or finds
+        no blocks, or has to leave the turn to others, does not change with time alone."""
+        self._opens_at[shard.shard_id] = now + self._opens_in(shard, now) if shard.has_room else math.inf
+
+    def _opens_in(self, shard: Shard, now: float) -> float:
+        """In how many seconds the shard gets more of what waits for it; infinity: not before an event."""
+        assert self._hold is not None
         view = self._ledger.view(shard.shard_id)
         wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
         if view.ranked_work:
-            wait_seconds -= view.yielding(min(live.priority_class.rank for live in waiting), now)[0]
-        self._opens_at[shard.shard_id] = now + max(wait_seconds, MIN_TICK_SECONDS)
+            waiting = self.queues.queue(QueueId(shard.description.model, shard.shard_id))
+            ranks = [live.priority_class.rank for live in waiting if live.prefill_chunk is None]
+            if not ranks:
+                return math.inf
+            wait_seconds -= view.yielding(min(ranks), now)[0]
+        if wait_seconds <= 0 or view.num_queued_prefill_tokens <= self._hold.backlog_tokens:
+            return math.inf
+        return max(wait_seconds, MIN_TICK_SECONDS)
 
     def _serve_shard(self, shard: Shard, now: float) -> None:
         hold = self._hold
