@@ -67,6 +67,8 @@ class Ect(Policy):
     def __init__(self, weights: EctWeights | None = None, hold: QueueHoldPolicy | None = DEFAULT_HOLD) -> None:
         self._weights = weights or EctWeights()
         self.hold = hold
+        factor = 1.0 + self._weights.lost_capacity
+        self.floor = lambda own_seconds: factor * own_seconds
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [self._cost(candidate) for candidate in candidates]

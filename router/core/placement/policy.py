@@ -4,7 +4,7 @@ one's cost."""
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -136,6 +136,9 @@ class Policy(abc.ABC):
     """Names of the terms of a cost."""
     hold: QueueHoldPolicy | None = None
     """None: placed requests are sent at once."""
+    floor: Callable[[float], float] | None = None
+    """The least that a shard costs whose prefill of the request takes so many seconds: shards that cannot be the
+    cheapest need not be looked at. None: a cost depends on the other candidates, or no bound is known."""
 
     @abc.abstractmethod
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from router.core.actions import SubmitAttempt
-from router.core.dispatch.prefix_copies import MIN_COPIED_TOKENS, is_copy, is_worthwhile
+from router.core.dispatch.prefix_copies import COPY_NAME, MIN_COPIED_TOKENS, is_worthwhile
 from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.load.decode_speed import DecodeSpeed, shared_tokens
 from router.core.load.kv_memory import num_common, pressure_seconds, wait_seconds
@@ -115,7 +115,7 @@ def test_a_copy_is_made_where_a_prefix_is_in_demand_and_a_shard_is_idle() -> Non
     for number in range(12):
         actions = rig.submit(f"r{number}", slots=(number,), prompt_token_ids=[*prompt, number], max_tokens=1000)
         for action in actions:
-            if isinstance(action, SubmitAttempt) and is_copy(action.request.request_id):
+            if isinstance(action, SubmitAttempt) and action.request.request_id.endswith(f"~{COPY_NAME}"):
                 copies.append(action.shard_id)
                 assert len(action.request.prompt_token_ids) == len(prompt) >= MIN_COPIED_TOKENS
             elif isinstance(action, SubmitAttempt) and action.attempt_id == 1:
