@@ -321,7 +321,10 @@ class Placer:
                 num_cached = num_tokens - 1
             view = view_of(shard.shard_id)
             own = view.speed.request_seconds(num_tokens - num_cached, num_cached, view.num_context_tokens)
-            floors.append((floor(own), number))
+            least = floor(own)
+            if view.queued and not view.ranked_work and least <= limit:
+                least += view.queue_seconds(now)
+            floors.append((least, number))
         floors.sort()
         num_expected_tokens = self._num_expected_tokens(live)
         candidates: list[Candidate] = []

@@ -137,8 +137,9 @@ class Policy(abc.ABC):
     hold: QueueHoldPolicy | None = None
     """None: placed requests are sent at once."""
     floor: Callable[[float], float] | None = None
-    """The least that a shard costs whose prefill of the request takes so many seconds: shards that cannot be the
-    cheapest need not be looked at. None: a cost depends on the other candidates, or no bound is known."""
+    """The least that a shard costs whose prefill of the request takes so many seconds, beside the wait for what is
+    queued there before it: shards that cannot be the cheapest need not be looked at. None: a cost depends on the other
+    candidates, or no bound is known."""
 
     @abc.abstractmethod
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
