@@ -23,10 +23,10 @@ class SimConfig(Section):
     """A sequence gets a new token only in every n-th step, counted from its first token. This simulates many slow
     sequences that are not in lockstep."""
     stamp_tokens: bool = False
-    """True puts into tokens the time at which they were made, for `kvloom bench data-plane`. Answers then depend on the
+    """True puts into tokens the time at which they were made, for `kvloom-lab bench data-plane`. Answers then depend on the
     clock."""
     opening: Annotated[str, Meta(max_length=1024)] = ""
-    """Text with which every answer begins, for `kvloom bench data-plane --compare tool-calls`."""
+    """Text with which every answer begins, for `kvloom-lab bench data-plane --compare tool-calls`."""
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 100.0
     """How long it takes to load an adapter."""
     answer_seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0

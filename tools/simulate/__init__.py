@@ -14,5 +14,4 @@ parallel.py    runs jobs in parallel processes
 statistics.py  the figures of a simulation
 table.py       the printed table
 plot.py        plots
-study/         the tables of docs/routing.md
 """
