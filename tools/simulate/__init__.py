@@ -12,6 +12,7 @@ rows.py        the figures of the printed table
 capacity.py    finds the highest load that a fleet sustains
 parallel.py    runs jobs in parallel processes
 statistics.py  the figures of a simulation
+calibration.py how well predictions came true
 table.py       the printed table
 plot.py        plots
 study/         the tables of docs/routing.md
