@@ -560,6 +560,29 @@ class DispatchQueue:
         held[request_id] = own_place
         return picked
 
+    def _idle_instead(self, live: LiveRequest, open_shards: list[Shard], now: float) -> tuple[Shard, Candidate] | None:
+        """The shard with nothing to do that a request goes to which has waited for as long as its prefill takes there,
+        whatever is predicted for the one that it waits for. Whoever waits no longer than the alternative takes loses
+        at most as much again (ski rental), and so no prediction, however wrong, keeps it beside an idle shard."""
+        view_of = self._ledger.view
+        idle = [shard for shard in open_shards if view_of(shard.shard_id).is_idle]
+        if not idle:
+            return None
+        shard, candidate = self._placer.pick_among(idle, live, now)
+        is_due = now - live.arrived_at >= candidate.own_seconds + candidate.adapter_wait_seconds
+        return (shard, candidate) if is_due else None
+
+    def go_to_idle(self, live: LiveRequest, now: float) -> bool:
+        """Send a request that waits for a shard to one that has nothing to do; returns false if there is none."""
+        open_shards = self._placer.open_shards(live)
+        idle = [shard for shard in open_shards if self._ledger.view(shard.shard_id).is_idle]
+        if not idle or live.queue_id is None or not live.queue_id.shard_id:
+            return False
+        shard, candidate = self._placer.pick_among(idle, live, now)
+        self.leave(live)
+        self._settle(live, shard, candidate, now)
+        return True
+
     def _place_again(self, model: str, now: float) -> None:
         """Place again those of a model that have waited for long since their last placement, the earliest first. A
         request that stays keeps its turn."""
@@ -578,7 +601,10 @@ class DispatchQueue:
             if live.queue_id is None:  # an earlier one may have taken it out of its queue
                 continue
             live.placed_at = now
-            shard, candidate = self._pick_again(live, self._placer.open_shards(live), now)
+            open_shards = self._placer.open_shards(live)
+            shard, candidate = self._pick_again(live, open_shards, now)
+            if shard.shard_id == live.queue_id.shard_id:
+                shard, candidate = self._idle_instead(live, open_shards, now) or (shard, candidate)
             if shard.shard_id == live.queue_id.shard_id:
                 view = self._ledger.view(shard.shard_id)
                 _hold(view, live, candidate.own_seconds, candidate.num_needed_blocks)

@@ -12,7 +12,6 @@ from router.core.load.decode_speed import DecodeSpeed
 from router.core.load.load_view import LoadView, Reservation, ReservationKey
 from router.core.load.speed_model import FastestSpeed, PrefillWork, SpeedModel
 
-
 MAX_SPEEDS_NOTED: Final = 1024
 """After so many changes of speeds, all shards are asked again which is the fastest."""
 
@@ -189,7 +188,12 @@ class LoadLedger:
     def check_integrity(self) -> None:
         """Assert that every sum is the sum of its parts, that nothing is negative, and that nothing is kept of models
         that have gone."""
-        assert self._decode_speeds.keys() == self._fleet_speeds.keys() == self._fastest.keys() == {view.model for view in self._views.values()}
+        assert (
+            self._decode_speeds.keys()
+            == self._fleet_speeds.keys()
+            == self._fastest.keys()
+            == {view.model for view in self._views.values()}
+        )
         by_shard: dict[str, dict[ReservationKey, Reservation]] = {shard_id: {} for shard_id in self._views}
         for key, reservation in self._reservations.items():
             by_shard.setdefault(reservation.shard_id, {})[key] = reservation

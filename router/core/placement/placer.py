@@ -65,7 +65,8 @@ class Placer:
         decision_sample_share: float = 0.0,
     ) -> None:
         """`must_leave_room` says whether a request may not be sent to a shard although it has room, and
-        `may_leave_room` whether that can be so for any shard of a model; `decision_sample_share` of the placements are explained."""
+        `may_leave_room` whether that can be so for any shard of a model; `decision_sample_share` of the placements are
+        explained."""
         self._decision_sample_limit = int(decision_sample_share * 2**64)
         self._fleet = fleet
         self._index = index
