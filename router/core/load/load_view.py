@@ -15,7 +15,7 @@ import msgspec
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.events import ShardLoad
-from router.core.load.decode_speed import DecodeSpeed, shared_tokens
+from router.core.load.decode_speed import DEFAULT_TPOT_SECONDS, DecodeSpeed, shared_tokens
 from router.core.load.kv_memory import num_common, pressure_seconds, wait_seconds
 from router.core.load.speed_model import PrefillWork, SpeedModel
 
@@ -344,10 +344,12 @@ class LoadView:
         residual = self.residual_seconds(now)
         return pressure_seconds(num_needed_blocks, num_free, self.blocks_each, num_sequences, residual)
 
-    def decode_delay_seconds(self, num_context_tokens: int, num_expected_tokens: int) -> float:
+    def decode_delay_seconds(
+        self, num_context_tokens: int, num_expected_tokens: int, tpot_seconds: float = DEFAULT_TPOT_SECONDS
+    ) -> float:
         """By how much decoding takes longer if a sequence of this context comes: that of the others for its context,
-        and its own for theirs. Weighted by the share of the steps that context then takes: what a step is longer hardly
-        matters where reading the weights takes the time, and delays those that come later where context does."""
+        and its own for theirs. Weighted by the share of the slack before the objective `tpot_seconds` that the context
+        there then uses: a longer step hardly matters far below the objective, and answers miss it close to it."""
         speed = self.decode_speed
         if not speed.seconds_per_token:
             return 0.0
@@ -355,7 +357,8 @@ class LoadView:
         num_there = self.num_decoding_tokens + self.held.num_context_tokens
         num_there += self.queued_work.num_tokens + self.num_queued_cached_tokens
         shared = shared_tokens(num_expected_tokens, self.expected_tokens_each)
-        per_token = speed.seconds_per_token * self.decode_factor * speed.context_share(num_there + num_context_tokens)
+        per_token = speed.seconds_per_token * self.decode_factor
+        per_token *= speed.used_slack(num_there + num_context_tokens, self.decode_factor, tpot_seconds)
         return per_token * (num_context_tokens * num_sequences * shared + num_expected_tokens * num_there)
 
     def has_shown_speed(self, now: float) -> bool:

@@ -38,7 +38,7 @@ class EctWeights:
     """Time until running sequences have freed enough blocks."""
     memory_pressure: float = 2.0
     """The wait of those that come later and find fewer blocks."""
-    decoding: float = 0.35
+    decoding: float = 0.4
     """Time that decoding takes longer: it is spread over all tokens of several answers, where a wait for the first
     token is one pause."""
 

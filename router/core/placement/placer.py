@@ -67,6 +67,7 @@ class Placer:
         """`must_leave_room` says whether a request may not be sent to a shard although it has room, and
         `may_leave_room` whether that can be so for any shard of a model; `decision_sample_share` of the placements are
         explained."""
+        self._explains_all = decision_sample_share >= 1
         self._decision_sample_limit = int(decision_sample_share * 2**64)
         self._fleet = fleet
         self._index = index
@@ -221,7 +222,7 @@ class Placer:
     def is_explained(self, request_id: str) -> bool:
         """Returns true if the placement of that request is in the sample of those that are explained."""
         limit = self._decision_sample_limit
-        return limit > 0 and xxhash.xxh3_64_intdigest(request_id.encode()) < limit
+        return self._explains_all or (limit > 0 and xxhash.xxh3_64_intdigest(request_id.encode()) < limit)
 
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
         """The placement, with that shard just picked; to be called before anything is reserved for it."""
@@ -393,8 +394,8 @@ class Placer:
     def _num_expected_tokens(self, live: LiveRequest) -> int:
         """The expected length of each of its answers."""
         request = live.request
-        num_tokens = self._ledger.expected_output.tokens(request.tenant, request.model)
-        return num_tokens if request.max_tokens is None else min(request.max_tokens, num_tokens)
+        num_tokens, limit = self._ledger.expected_output.tokens(request.tenant, request.model), request.max_tokens
+        return num_tokens if limit is None or limit > num_tokens else limit
 
     def _overlaps(self, shards: list[Shard], live: LiveRequest, now: float) -> Mapping[str, int]:
         """How many leading blocks of the prompt each of the shards holds, and may use. Those without any are absent."""
@@ -471,7 +472,7 @@ class Placer:
             view.queue_seconds(now),
             memory_wait_seconds,
             memory_pressure_seconds,
-            view.decode_delay_seconds(num_tokens, num_expected_tokens) if view.decode_speed.seconds_per_token else 0.0,
+            self._decode_delay_seconds(view, live, num_expected_tokens) if view.decode_speed.seconds_per_token else 0.0,
             view.speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
             view.bound_arrivals.per_second(now),
             view.busy.per_second(now),
@@ -479,6 +480,13 @@ class Placer:
             num_expected_tokens,
             view.held.own_seconds if view.held else (),
         )
+
+    @staticmethod
+    def _decode_delay_seconds(view: LoadView, live: LiveRequest, num_expected_tokens: int) -> float:
+        objectives, num_tokens = live.objectives, live.num_context_tokens
+        if objectives is None or objectives.tpot_seconds == math.inf:
+            return view.decode_delay_seconds(num_tokens, num_expected_tokens)
+        return view.decode_delay_seconds(num_tokens, num_expected_tokens, objectives.tpot_seconds)
 
     def _memory(
         self,

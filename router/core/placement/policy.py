@@ -42,8 +42,8 @@ class Candidate(msgspec.Struct):
     memory_pressure_seconds: float
     """What taking its blocks costs requests that come later."""
     decode_delay_seconds: float
-    """By how much it and the sequences there decode longer for each other's context, weighted by the share of the steps
-    that context takes."""
+    """By how much it and the sequences there decode longer for each other's context, weighted by the share of the time
+    before the objective for a step that context takes."""
     own_seconds: float
     """Prefill time of the request itself, at the shard's learned speed and present decode load."""
     bound_arrival_rate: float

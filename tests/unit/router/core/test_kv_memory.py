@@ -46,7 +46,10 @@ def test_the_cost_of_context_is_learned_from_reports() -> None:
         speed.observe(num_tokens, 0.008 + 5e-8 * num_tokens)
     assert speed.base_seconds == pytest.approx(0.008, rel=0.05)
     assert speed.seconds_per_token == pytest.approx(5e-8, rel=0.05)
-    assert speed.context_share(160_000) == pytest.approx(0.5, rel=0.05)
+    assert speed.used_slack(460_000, 1.0, 0.1) == pytest.approx(0.25, rel=0.05)
+    assert speed.used_slack(460_000, 2.0, 0.1) > 0.5
+    assert speed.used_slack(2_000_000, 1.0, 0.1) == 1.0
+    assert speed.used_slack(1, 1.0, 0.005) == 1.0
     assert speed.learned_factor(1.0, 100_000, 0.026) > 1.0
     assert shared_tokens(1000, 1000) == 500
 
