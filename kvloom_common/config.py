@@ -28,8 +28,8 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
 """host:port"""
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,A-Z]+")
+"""An origin as a browser writes it: a scheme, a host and, unless it is the usual one, a port, in lower case."""
 _CLASS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-"""As a browser writes it: a scheme, a host and, unless it is the scheme's usual one, a port, in lower case."""
 _WEBHOOK: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
 
 
@@ -89,7 +89,7 @@ class ModelConfig(Section):
     """How the model writes tool calls: the name of a family (docs/tool-calls.md), "none", or "auto": what its chat
     template shows."""
     reasoning_parser: str = "auto"
-    """How the model writes its reasoning, likewise."""
+    """How the model writes its reasoning: the name of a family, "none", or "auto": what its chat template shows."""
     adapters: list[AdapterConfig] = []
     """The LoRA adapters that its shards have from the start."""
     max_loaded_adapters: Annotated[int, Meta(ge=0, le=1024)] = 8
@@ -99,7 +99,7 @@ class ModelConfig(Section):
     """Adapters of a larger rank are refused."""
     defaults: GenerationDefaults = msgspec.field(default_factory=GenerationDefaults)
     reads_generation_config: bool = True
-    """Whether what `defaults` does not say is taken from the model's generation_config.json, as vLLM does it."""
+    """True takes what `defaults` does not say from the model's generation_config.json, as vLLM does."""
     shard: dict[str, Any] = {}
     """The settings of [shard] that differ for the shards of this model, e.g. `num_shards` or `engine`."""
 
@@ -139,12 +139,13 @@ Language = Literal[
 
 
 class RouteRule(Section):
-    """Which models take the requests for which all of the conditions hold. A condition that is not set always holds."""
+    """Names the models that take the requests for which all of the conditions hold. A condition that is not set always
+    holds."""
 
     targets: Annotated[list[str | RouteTarget], Meta(min_length=1, max_length=8)]
-    """As those of the route."""
+    """The models, as in the route's `targets`."""
     features: list[Literal["tools", "schema", "logprobs", "vision"]] = []
-    """What the request asks for, all of it: tools, a form that the answer must have, logprobs, that images are seen."""
+    """The request asks for all of these: tools, a form that the answer must have, logprobs, that images are seen."""
     tiers: list[Literal["interactive", "batch"]] = []
     """One of them is the request's."""
     min_prompt_tokens: NonNegativeInt = 0
@@ -184,8 +185,8 @@ class RouteConfig(Section):
     """The answer of every model but the last must pass these tests before the client gets it. None: answers are not
     judged."""
     on_loss: Literal["fail", "continue"] = "fail"
-    """What becomes of a streamed answer whose model is lost when the client has a part of it: it fails, or the next
-    model of the route continues its text."""
+    """A streamed answer whose model is lost when the client has a part of it fails, or the next model of the route
+    continues its text."""
 
 
 class ShadowConfig(Section):
@@ -214,7 +215,7 @@ class ResumeConfig(Section):
     grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """How long a response waits for its client to return before it is cancelled and dropped. 0: it does not wait."""
     by_default: bool = False
-    """Whether streams are resumable if their clients do not choose (`x-kvloom-resume`, `GenerateRequest.resumable`).
+    """True makes streams resumable if their clients do not choose (`x-kvloom-resume`, `GenerateRequest.resumable`).
     Streams that break off for good then cost up to `grace_seconds` of generation."""
     max_unattended: PositiveInt = 1024
     """Running answers that no client reads. If there are more, those that have waited longest are cancelled."""
@@ -256,7 +257,7 @@ class EdgeConfig(Section):
     num_edges: Annotated[int, Meta(ge=1, le=256)] = 1
     """How many edges `kvloom up` starts. They share the port."""
     colocate: bool = False
-    """Whether `kvloom up` puts a router into each edge's process, instead of starting `router.num_routers`."""
+    """True makes `kvloom up` put a router into each edge's process, instead of starting `router.num_routers`."""
     max_body_bytes: PositiveInt = 4 * 2**20
     max_header_bytes: PositiveInt = 16 * 2**10
     max_messages: PositiveInt = 4096
@@ -280,12 +281,12 @@ class EdgeConfig(Section):
     """The origins of web pages that may use the API from a browser, e.g. "https://chat.example.com"; "*": all. Empty:
     only pages of the edge itself."""
     api_docs: bool = True
-    """Whether the API is described at /openapi.json and /docs, also to callers without an API key."""
+    """True describes the API at /openapi.json and /docs, also to callers without an API key."""
     strict_fields: bool = False
-    """Whether requests with fields that are not known are refused (docs/http-api.md). The header x-kvloom-strict says
-    it for one request."""
+    """True refuses requests with fields that are not known (docs/http-api.md). The header x-kvloom-strict says it for
+    one request."""
     allow_adapter_changes: bool = False
-    """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served, to all callers of the API."""
+    """True serves POST /v1/load_lora_adapter and /v1/unload_lora_adapter, to all callers of the API."""
     adapters_dir: str = ""
     """The directory below which adapters are that these may load."""
     max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
@@ -305,8 +306,7 @@ class EdgeConfig(Section):
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
     stays_on_cpu: bool = True
-    """Whether the event loop is kept on one CPU while nothing else keeps it busy
-    (kvloom_common/process/cpu_affinity.py)."""
+    """True keeps the event loop on one CPU while nothing else keeps it busy (kvloom_common/process/cpu_affinity.py)."""
     routers: list[Address] = []
     """host:port of each router. Empty: the one of [router], and all that announce themselves in Redis."""
     reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0
@@ -331,12 +331,12 @@ class PlacementConfig(Section):
     policy: str = "ect"
     """The name of a policy in router/core/placement ("ect", "round_robin", "least_requests" ...) or of a plugin's."""
     prefill_chunks: bool = True
-    """Whether the default policy splits long prompts into prefill chunks, between which shorter prompts are prefilled
+    """True makes the default policy split long prompts into prefill chunks, between which shorter prompts are prefilled
     (docs/routing.md). The engines must keep prefixes in their cache."""
 
 
 class DecisionLogConfig(Section):
-    """Which placements are kept for `kvloom explain`, and whether they are written to a file."""
+    """Says which placements are kept for `kvloom explain`, and in which file, if any."""
 
     sample_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """The share of the requests that are recorded, chosen by a hash of their ids. 0: none."""
@@ -350,11 +350,11 @@ class DecisionLogConfig(Section):
 
 
 class OverloadConfig(Section):
-    """What happens when the load exceeds the capacity of the shards (docs/reliability.md)."""
+    """Says what happens when the load exceeds the capacity of the shards (docs/reliability.md)."""
 
     sheds_early: bool = True
-    """Whether to reject requests on arrival that would wait longer than they may, judged by the rate at which the queue
-    drains, and to drop queued requests that cannot be answered before their deadline. Otherwise only
+    """True rejects requests on arrival that would wait longer than they may, judged by the rate at which the queue
+    drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
     `max_queued_requests` and the clock decide."""
     outage_patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
     """How long admitted requests wait for a shard when the last one is lost. New requests are rejected at once."""
@@ -367,16 +367,16 @@ TierName = Literal["interactive", "batch"]
 
 
 class BrownoutStepConfig(Section):
-    """What one step of the brownout ladder does, in addition to the steps before it."""
+    """Says what one step of the brownout ladder does, in addition to the steps before it."""
 
     max_tokens: Annotated[int, Meta(ge=0)] = 0
     """The most output tokens of an answer, which then ends with `length`. 0: no cap."""
     no_speculation: bool = False
-    """Whether engines draft no tokens (`shard.torch.speculation`), which costs answers time but no quality."""
+    """True keeps engines from drafting tokens (`shard.torch.speculation`), which costs answers time but no quality."""
     max_choices: Annotated[int, Meta(ge=0)] = 0
     """Requests for more choices (`n`) are refused. 0: no limit."""
     smaller_model: bool = False
-    """Whether requests whose route or `models` names another model are passed on to it."""
+    """True passes requests whose route or `models` names another model on to it."""
     shed: list[TierName] = []
     """The tiers whose requests are refused."""
     max_queue_seconds: Annotated[float, Meta(ge=0)] = 0.0
@@ -450,7 +450,7 @@ class FairnessConfig(Section):
     """How tenants (or callers) share the shards when one of them fills them (docs/reliability.md)."""
 
     enabled: bool = True
-    """Whether running answers of a tenant above its share wait while other tenants are served."""
+    """True makes running answers of a tenant above its share wait while other tenants are served."""
     preempt_after_seconds: PositiveFloat = 0.25
     """How long a request of a tenant below its share waits before it gets the place of a running answer."""
     reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.125
@@ -462,8 +462,8 @@ class FairnessConfig(Section):
     """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
     several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
     prompt_token_weight: PositiveFloat = 1.0
-    """What a prompt token that has to be computed counts as service of its tenant. The tenant with the least service is
-    next in a queue (docs/scheduling.md)."""
+    """A prompt token that has to be computed counts as so much service of its tenant. The tenant with the least service
+    is next in a queue (docs/scheduling.md)."""
     output_token_weight: PositiveFloat = 2.0
 
 
@@ -471,7 +471,7 @@ class PriorityClassConfig(Section):
     """A class of requests (docs/scheduling.md)."""
 
     name: str
-    """What requests name. "interactive" and "batch" are those of requests that name none."""
+    """Requests name the class by it. "interactive" and "batch" are the classes of requests that name none."""
     rank: Annotated[int, Meta(ge=0, le=15)]
     """The lower, the more urgent. The built-in classes have 1 (interactive), 2 (batch) and 3 (shadow traffic)."""
     weight: PositiveFloat = 1.0
@@ -516,13 +516,13 @@ class ResultCacheConfig(Section):
     enabled: bool = False
     ttl_seconds: PositiveFloat = 3600.0
     max_bytes: Annotated[int, Meta(ge=2**16)] = 64 * 2**20
-    """What one router keeps, in memory."""
+    """The size of one router's cache, in bytes of memory."""
     max_entries: PositiveInt = 65_536
     max_answer_tokens: Annotated[int, Meta(ge=1, le=32_768)] = 1024
     """Longer answers (of all choices together) are not kept. A cached answer is sent at once, and a longer one could
     exceed `edge.max_buffered_bytes`."""
     shared: bool = False
-    """Whether routers also use one another's answers, through Redis (encrypted). A request that a router cannot answer
+    """True lets routers use one another's answers too, through Redis (encrypted). A request that a router cannot answer
     itself then waits for Redis, at most `shared_timeout_seconds`."""
     shared_timeout_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.01
 
@@ -531,7 +531,7 @@ class ReceiptsConfig(Section):
     """Signed receipts, with which answers can be computed again (docs/receipts.md)."""
 
     enabled: bool = False
-    """Whether requests may ask for one."""
+    """True lets requests ask for a receipt."""
     key_file: str = ""
     """The private key; made if it is missing. "": receipts.key in `data_dir`."""
 
@@ -571,14 +571,14 @@ class RouterConfig(Section):
     """The size of all requests of clients over gRPC together, from their arrival to their end. Beyond that requests are
     rejected at once."""
     max_memory_bytes: Annotated[int, Meta(ge=0)] = 0
-    """As for the edge."""
+    """The same as `edge.max_memory_bytes`, for a router."""
     max_streams_per_connection: PositiveInt = 4096
     """RPCs open at a time on one HTTP/2 connection. Further ones wait at the client."""
     reflection: bool = True
-    """Whether gRPC reflection describes the services to anyone who can connect."""
+    """True makes gRPC reflection describe the services to anyone who can connect."""
     drain_timeout_seconds: PositiveFloat = 30.0
     stays_on_cpu: bool = True
-    """As for the edge."""
+    """The same as `edge.stays_on_cpu`, for a router."""
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
     disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
@@ -610,8 +610,8 @@ class SimConfig(Section):
     """A sequence gets a new token only in every n-th step, counted from its first token. This simulates many slow
     sequences that are not in lockstep."""
     stamp_tokens: bool = False
-    """Whether tokens include the time at which they were made, for `kvloom bench data-plane`. Answers then depend on
-    the clock."""
+    """True puts into tokens the time at which they were made, for `kvloom bench data-plane`. Answers then depend on the
+    clock."""
     opening: Annotated[str, Meta(max_length=1024)] = ""
     """Text with which every answer begins, for `kvloom bench data-plane --compare tool-calls`."""
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 100.0
@@ -647,15 +647,15 @@ class TorchConfig(Section):
     """The type of the linear layers' weights. int8: with a scale per output channel; docs/engines.md shows the gain in
     speed and the loss of quality. auto: as `dtype` says, but int8 where only that fits into memory."""
     kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"] = "auto"
-    """What computes on a CPU: kernels compiled for an instruction set, or torch's operators. auto: the fastest,
+    """The kernels that compute on a CPU: compiled for an instruction set, or torch's operators. auto: the fastest,
     measured once per machine. avx512, avx2 and generic compute the same bits, so one of them suits shards on different
     kinds of CPU."""
     num_threads: Annotated[int, Meta(ge=0)] = 0
     """0: all cores while no other engine of this user computes, and a fair share of them while some do. torch's
     operators: the machine's cores divided by `num_shards`."""
     deterministic: bool = True
-    """Whether results are independent of the batch, bit for bit (docs/engines.md has the cost). Otherwise an answer
-    that fails over continues from the tokens delivered, but not always with the same tokens as without the failure."""
+    """True makes results independent of the batch, bit for bit (docs/engines.md has the cost). Otherwise an answer that
+    fails over continues from the tokens delivered, but not always with the same tokens as without the failure."""
     speculation: SpeculationConfig = msgspec.field(default_factory=SpeculationConfig)
 
 
@@ -670,8 +670,8 @@ class TensorRtKvCacheConfig(Section):
     block_reuse: bool = True
     partial_reuse: bool = True
     retention_by_class: bool = False
-    """Whether blocks of requests whose class can wait are evicted before those of interactive ones, and blocks of more
-    urgent ones after them."""
+    """True evicts blocks of requests whose class can wait before those of interactive ones, and blocks of more urgent
+    ones after them."""
     host_cache_bytes: Annotated[int, Meta(ge=0)] = 0
     """The size of a second tier in host memory. 0: there is none."""
     secondary_offload_min_priority: Annotated[int, Meta(ge=0, le=100)] = 0
@@ -747,7 +747,7 @@ class TensorRtLlmConfig(Section):
     """GPUs of one machine, for an engine on several (`shard.launcher`). 0: those that the library finds."""
     attention_dp: bool = False
     attention_dp_follows_prefix: bool = False
-    """Whether a request is to run on the rank that holds most of its prompt's blocks, unless that rank is full."""
+    """True runs a request on the rank that holds most of its prompt's blocks, unless that rank is full."""
     waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
     """How TensorRT-LLM orders waiting requests: as they have come, or by the rank of their class. The latter needs a
     version newer than 1.2.1."""
@@ -762,7 +762,7 @@ class TensorRtLlmConfig(Section):
     guided_decoding_backend: Literal["off", "xgrammar", "llguidance"] = "off"
     sampler_type: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
     penalties: bool = False
-    """Whether the chosen sampler applies penalties (docs/tensorrt-llm.md). Otherwise requests with penalties are
+    """True says that the chosen sampler applies penalties (docs/tensorrt-llm.md). Otherwise requests with penalties are
     rejected, naming the parameter."""
     extra_llm_options: dict[str, Any] = {}
     """Further arguments of `LLM`, passed unchanged."""
@@ -805,7 +805,7 @@ class ShardConfig(Section):
     two would share, each with the weights in memory."""
     host: str = "127.0.0.1"
     reflection: bool = True
-    """As for the router."""
+    """The same as `router.reflection`, for a shard."""
     block_size: PositiveInt = 16
     num_blocks: Annotated[int, Meta(ge=0)] = 0
     """The number of KV blocks. 0: the engine's default for the model."""
@@ -817,8 +817,8 @@ class ShardConfig(Section):
     uses smaller chunks where one of this size would take more than a second."""
     max_waiting: PositiveInt = 1024
     queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs"
-    """Which waiting sequence is admitted next: the first that arrived, or the one with the least left to prefill. Aging
-    ensures that no sequence is overtaken forever (docs/engines.md)."""
+    """The waiting sequence that is admitted next: the first that arrived, or the one with the least left to prefill.
+    Aging ensures that no sequence is overtaken forever (docs/engines.md)."""
     drain_timeout_seconds: PositiveFloat = 30.0
     role: Literal["", "prefill", "decode", "both"] = ""
     """The part that these shards take where some shards compute long prompts and others the answers
@@ -856,16 +856,16 @@ class SafetyConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 0
     discover: bool = False
-    """Whether routers also use the safety services that announce themselves in Redis: one after the other, until one
+    """True makes routers use the safety services that announce themselves in Redis, too: one after the other, until one
     can be reached, and the one at `host` and `port` first. `kvloom up` sets it for a fleet."""
     reflection: bool = True
-    """As for the router."""
+    """The same as `router.reflection`, for the safety service."""
     policy_file: str = ""
     """A TOML file with the rules, reloaded when it changes. Empty: the built-in policy."""
     answer_mode: Literal["gate", "async", "off"] = "gate"
     """gate: text is held until it is screened. async: text is sent at once, and the request is halted on a hit."""
     on_unavailable: Literal["refuse", "allow"] = "refuse"
-    """What happens to requests while the safety service cannot be reached."""
+    """Requests are refused or let through while the safety service cannot be reached."""
     patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
     """How long requests wait for a lost safety service before `on_unavailable` applies. Meanwhile no unscreened text is
     shown. 0: they do not wait."""
@@ -874,14 +874,14 @@ class SafetyConfig(Section):
 
 
 class FabricConfig(Section):
-    """What the processes of one fabric have in common, besides the model."""
+    """Settings that the processes of one fabric have in common, besides the model."""
 
     secret_file: str = ""
     """The file with the fabric's secret (docs/security.md), by which its processes recognise one another. Empty:
     `kvloom up` makes one in the data directory; a service that is started by itself takes the secret from the
     environment variable KVLOOM_FABRIC_SECRET, and works without one if that is not set."""
     roles: list[Literal["edge", "router", "shard", "safety", "control"]] = []
-    """What `kvloom up` starts on this machine. Empty: all."""
+    """The roles that `kvloom up` starts on this machine. Empty: all."""
     host: str = ""
     """Where processes listen for the other processes of their fabric, which all need its secret. Empty: `router.host`,
     `shard.host`, `safety.host` and `edge.host`."""
@@ -889,7 +889,7 @@ class FabricConfig(Section):
     """The host by which other machines reach the processes of this one. Empty: `host`, or the machine's name where
     `host` is a wildcard."""
     name_prefix: Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$")] = ""
-    """What the names of the processes that `kvloom up` starts begin with. Names are unique in a fleet, so machines that
+    """The names of the processes that `kvloom up` starts begin with this. Names are unique in a fleet, so machines that
     share a Redis need different prefixes."""
 
 
@@ -912,8 +912,8 @@ class CallersConfig(Section):
     caller's name: "key-NAME" for an API key, "id-ID" for an id of the provider. At most 90 together. With tenants,
     limits of accounts say this instead."""
     allow_insecure: bool = False
-    """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys or
-    a provider."""
+    """True allows edges and routers to listen on other addresses than loopback without TLS or without API keys or a
+    provider."""
     anonymous: Literal["address", "shared"] = "address"
     """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
     caller's, so that they share cached prompts and can find out which prompts others have sent."""
@@ -936,7 +936,7 @@ class IssuerConfig(Section):
     """An OIDC provider whose tokens (JWTs) are accepted like keys (docs/tenancy.md)."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """What its subjects' ids begin with: `oidc:NAME:SUBJECT`."""
+    """The ids of the issuer's subjects begin with it: `oidc:NAME:SUBJECT`."""
     issuer: Annotated[str, Meta(min_length=1, max_length=512)]
     """The `iss` of its tokens, exactly."""
     audiences: Annotated[list[str], Meta(min_length=1, max_length=16)]
@@ -992,7 +992,7 @@ class ControlConfig(Section):
     """The control service: tenants with keys, limits, budgets and metering (docs/tenancy.md)."""
 
     enabled: bool = False
-    """Whether the fabric has tenants. Then only holders of their keys are served."""
+    """True gives the fabric tenants. Then only holders of their keys are served."""
     host: str = "127.0.0.1"
     port: Port = 0
     """Where the service listens for the processes of its fabric. 0: the system picks the port."""
@@ -1019,8 +1019,8 @@ class ControlConfig(Section):
     """How large an organisation's keys and projects may be together, which each edge and router keeps in memory: the
     texts that were given, and 256 bytes each."""
     witness: bool = False
-    """Whether edges write down what they have delivered, and routers what they have sent to clients outside the fabric,
-    for `kvloom usage reconcile`."""
+    """True makes edges write down what they have delivered, and routers what they have sent to clients outside the
+    fabric, for `kvloom usage reconcile`."""
     operator_organisation: str = ""
     """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
     machines do. Empty: such keys administer their own organisations only."""
@@ -1071,8 +1071,8 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["console", "json"] = "console"
     access: Literal["on", "off"] = "on"
-    """Whether a line is logged when a request ends, also for one that was refused: by the edge for every HTTP request,
-    by the router for every RPC, by a shard for every sequence."""
+    """Logs a line when a request ends, also for one that was refused: by the edge for every HTTP request, by the router
+    for every RPC, by a shard for every sequence."""
     access_sample_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     """The share of requests that are logged. It is drawn by the caller's request id, so that all processes log the same
     requests."""

@@ -116,7 +116,7 @@ def choose_data_dir(flag: Path | None, config: KvloomConfig) -> Path:
 
 
 def _model_source(source: str, base: Path) -> str:
-    """What is no path here may be the name of a model."""
+    """Returns the absolute path of a file here; what is no path may be the name of a model."""
     found = _absolute(source, base)
     return found if source and Path(found).exists() else source
 

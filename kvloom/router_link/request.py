@@ -10,7 +10,7 @@ from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
 
 
 class ChoiceProgress:
-    """What the sink has received of one choice. Another router continues after it."""
+    """Records what the sink has received of one choice. Another router continues after it."""
 
     __slots__ = ("index", "is_done", "num_cached_tokens", "num_chars", "token_ids")
 
@@ -21,7 +21,7 @@ class ChoiceProgress:
         self.num_chars = 0
         """How many Unicode code points of their text were delivered."""
         self.num_cached_tokens: int | None = None
-        """As reported when the choice started for the first time; None: it has not started."""
+        """The number of cached tokens reported when the choice first started; None: it has not started."""
         self.is_done = False
 
 
@@ -34,11 +34,11 @@ class LinkRequest:
     """The message without the prompt's tokens and without choices, which the link adds for its router."""
     prompt_token_ids: Sequence[int]
     partial_choices: Sequence[ChoiceProgress] = ()
-    """What other routers have delivered of the choices that are still wanted; `n` is not used then. Empty: generate all
-    n choices from their beginning."""
+    """The output that other routers have delivered of the choices that are still wanted; `n` is not used then. Empty:
+    generate all n choices from their beginning."""
     is_new: bool = False
-    """Of a request with `partial_choices`: another model has generated them, and no router has lost this request. So it
-    is sent at once, and a rejection is final, as for any other new request."""
+    """True when another model has generated the `partial_choices`, and no router has lost this request. So it is sent
+    at once, and a rejection is final, as for any other new request."""
 
     @property
     def wanted(self) -> GenerateRequest:

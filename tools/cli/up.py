@@ -126,7 +126,7 @@ class ShardCounts(click.ParamType):
 @option(
     "--name-prefix",
     metavar="TEXT",
-    help="What the names of the processes begin with: names are unique in a fleet.  [default: from --advertise]",
+    help="The beginning of the processes' names, which are unique in a fleet.  [default: from --advertise]",
 )
 @option(
     "--redis-url",
@@ -139,7 +139,7 @@ class ShardCounts(click.ParamType):
     "--role",
     type=click.Choice(ROLES),
     multiple=True,
-    help="What this machine of a fleet has. May be repeated.  [default: all]",
+    help="A role that this machine of a fleet has. May be repeated.  [default: all]",
 )
 @option(
     "--advertise",

@@ -1,4 +1,5 @@
-"""Which keys two configurations differ in, and which processes must be restarted for a changed key. Pure."""
+"""Finds the keys in which two configurations differ, and the processes that must be restarted for a changed key.
+Pure."""
 
 from __future__ import annotations
 
@@ -67,16 +68,16 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
 about ports, names and numbers of processes, which the supervisor holds, and only a new `kvloom up` applies it."""
 
 _CARD_FIELDS: Final = ("version", "aliases", "succeeds", "owned_by", "tool_parser", "reasoning_parser", "defaults")
-"""What a model's shards read when they start, and give to routers and edges."""
+"""A model's shards read these when they start, and give them to routers and edges."""
 _ADAPTER_FIELDS: Final = ("max_loaded_adapters", "max_adapter_rank")
-"""What a model's shards read when they start, besides that and the adapters, which a reload applies at once."""
+"""A model's shards read these when they start, besides those and the adapters, which a reload applies at once."""
 
 
 class Change(NamedTuple):
     """One key that differs."""
 
     key: str
-    """As in the file. Of a model: models.NAME.FIELD."""
+    """The key as in the file. A model's is models.NAME.FIELD."""
     readers: tuple[str, ...]
     """The roles whose processes apply it when they start. Empty: only a new `kvloom up` does, or, for a model's files
     and its number of shards, another load."""
@@ -119,7 +120,8 @@ def models_by_key(config: KvloomConfig) -> dict[str, ModelConfig]:
 
 
 def model_key(model: ModelConfig) -> str:
-    """What tells a model of the configuration from the others: its name, or its path if nothing else is said of it."""
+    """Returns what tells a model of the configuration from the others: its name, or its path if nothing else is said of
+    it."""
     has_only_a_path = model.path and model == ModelConfig(path=model.path, sha256=model.sha256)
     return model.path if has_only_a_path else model.name
 
