@@ -62,7 +62,7 @@ NO_TOOLS: Final = ToolPlan()
 
 
 class AcceptedGenerate(NamedTuple):
-    """What the intake has made of a `Generate`."""
+    """The request that the intake has made of a `Generate`, and how its answer is to be written."""
 
     request: Request
     output: ParsedOutput | None

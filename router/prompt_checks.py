@@ -34,7 +34,7 @@ class PromptChecks:
         self._models = models
         self.max_prompt_tokens = max_prompt_tokens
         self._max_tokens_now = max_prompt_tokens
-        """Less while memory is short; the characters likewise."""
+        """The limit for the moment, which is lower while memory is short."""
         self._max_chars_now = max_prompt_tokens * MAX_CHARS_PER_TOKEN
         self.needs_text = needs_prompt_text
 

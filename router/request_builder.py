@@ -43,7 +43,7 @@ _TIERS: Final[Mapping[int, Tier]] = {
 }
 
 Extra = Callable[[Request, Submit, GenerateRequest, ServedModel | None], Mapping[str, Any]]
-"""What a feature adds to a request: the changed fields, by name."""
+"""A function by which a feature adds to a request: it returns the changed fields, by name."""
 
 
 class RequestBuilder:
@@ -223,8 +223,8 @@ def _share(
 
 
 def _usage(request: Request, submit: Submit, _wanted: GenerateRequest, model: ServedModel | None) -> Mapping[str, Any]:
-    """What usage records need. What a client outside the fabric says of its answer changes none of it: it has an answer
-    id. An answer whose form a guide dictates has no reasoning."""
+    """Add what usage records need. What a client outside the fabric says of its answer changes none of it: it has an
+    answer id. An answer whose form a guide dictates has no reasoning."""
     changes: dict[str, Any] = {}
     is_trusted = not request.answer_id
     if is_trusted and (submit.num_ended_tokens or submit.num_foreign_tokens):
@@ -252,7 +252,7 @@ def _kept(
     wanted: GenerateRequest,
     model: ServedModel | None,
 ) -> Mapping[str, Any]:
-    """Whether the answer may be cached, and whether it gets a receipt."""
+    """Say whether the answer may be cached, and whether it gets a receipt."""
     if request.has_output:
         return {}
     return {
@@ -262,7 +262,7 @@ def _kept(
 
 
 def _is_deterministic(wanted: GenerateRequest, request: Request, model: ServedModel | None) -> bool:
-    """Whether nothing was drawn for the request, and its answer consists of tokens only (or of a vector)."""
+    """Return whether nothing was drawn for the request, and its answer consists of tokens only (or of a vector)."""
     sampling = request.sampling
     assert isinstance(sampling, SamplingParams)
     if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):

@@ -1,4 +1,4 @@
-"""What all endpoints that generate share: from a validated request to the end of its answer."""
+"""The part that all endpoints which generate share: from a validated request to the end of its answer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class GenerationJob(TimedJob):
     guide_field: str = ""
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
-    """What the answer repeats of its prompt."""
+    """The part of its prompt that the answer repeats; None: nothing."""
     service_tier: str = ""
 
     @property
@@ -106,7 +106,7 @@ class GenerationJob(TimedJob):
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts together."""
+        """The number of choices of all prompts together."""
         return len(self.prompts) * self.wanted.n
 
 
@@ -338,7 +338,7 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
 
 
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
-    """What is submitted for a job whose response has that id."""
+    """Make the submission of a job whose response has that id."""
     timeout_seconds = seconds_left(edge, job)
     return Submission(
         operation=job.operation,

@@ -25,13 +25,13 @@ MIN_TIMEOUT_SECONDS: Final = 0.001
 
 
 class TimedJob(msgspec.Struct, kw_only=True):
-    """What every job has that is submitted to the router."""
+    """The fields of every job that is submitted to the router."""
 
     wanted: GenerateRequest
-    """What its client wants, in the form in which it travels on. Each request for a prompt has a copy."""
+    """The message that says what its client wants. The request of each prompt has a copy."""
     model: ServedModel
     has_fallback_model: bool = False
-    """Whether another model may take it."""
+    """True when another model may take it."""
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
 

@@ -42,7 +42,7 @@ class LinkRequest:
 
     @property
     def wanted(self) -> GenerateRequest:
-        """What the caller wants."""
+        """The part of the message that says what the caller wants."""
         return self.submit.request
 
     @property
