@@ -9,7 +9,7 @@ from edge_http.answers.answer import Answer
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.formatting.response_formatter import Finish, ResponseFormatter
-from edge_http.wire.headers import cache_use, degradation, explanation
+from edge_http.wire.headers import BROWNOUT, cache_use, degradation, explanation
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -22,13 +22,15 @@ SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 
 class StreamedAnswer(Answer):
     """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status. If
-    that takes long, the connection is kept alive."""
+    that takes long, it begins without one, and the connection is kept alive."""
 
     __slots__ = (
+        "_began_early",
         "_begun",
         "_events",
         "_formatter",
         "_headers",
+        "_may_begin_early",
         "_prefixes",
         "_suffix",
         "_with_cache_use",
@@ -51,8 +53,10 @@ class StreamedAnswer(Answer):
         with_explanation: bool,
         with_cache_use: bool = False,
         with_receipt: bool = False,
+        may_begin_early: bool = True,
     ) -> None:
-        """`parsed`: for each choice, its output taken apart; empty: all output is text."""
+        """`parsed`: for each choice, its output taken apart; empty: all output is text. `may_begin_early`: its head may
+        be sent before it is known what becomes of the request."""
         super().__init__(prompt_sizes, n, parsed)
         self._formatter = formatter
         self._suffix = formatter.suffix
@@ -64,6 +68,9 @@ class StreamedAnswer(Answer):
         """The model that has written the end, if it is not the one that began; the last chunk says so."""
         self._with_cache_use = with_cache_use
         self._with_receipt = with_receipt
+        self._may_begin_early = may_begin_early
+        self._began_early = False
+        """Its head was sent before anything was known of its start."""
         self._begun: set[int] = set()
         """The choices whose opening was sent."""
         self._prefixes: list[bytes | None] = [None] * self.num_choices
@@ -98,14 +105,22 @@ class StreamedAnswer(Answer):
 
     @property
     def is_over(self) -> bool:
-        """See WatchedStream (edge_http/wire/keep_alive.py), likewise the next one."""
+        """See WatchedStream (edge_http/wire/keep_alive.py), likewise the next two."""
         return self.ended.done()
 
+    def begin_early(self) -> None:
+        """From here on an error can have no status of its own; nearly all of them have come by now."""
+        if self._may_begin_early and not self._with_explanation:
+            self._begin_now()
+
     def keep_alive(self) -> None:
-        if not self._events.has_begun:
-            # From here on an error can have no status of its own; most of them have come by now.
-            self._events.begin(self._headers)
+        self._begin_now()
         self._events.comment(self._formatter.keep_alive)
+
+    def _begin_now(self) -> None:
+        if not self._events.has_begun:
+            self._began_early = True
+            self._events.begin(self._headers)
 
     @property
     def has_begun(self) -> bool:
@@ -170,6 +185,8 @@ class StreamedAnswer(Answer):
         details = None
         if self._with_details or self._with_receipt or self.limited_by:
             details = self.details(wanted=self._with_details)
+        if self._began_early and (told := degradation(self.first_start)):
+            details = {**(details or {}), "brownout": told[BROWNOUT]}
         return {**(details or {}), "continued_by": self.continued_by} if self.continued_by else details
 
     def _open(self, index: int) -> None:

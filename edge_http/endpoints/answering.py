@@ -340,6 +340,7 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
         "with_explanation": wants_explanation(request),
         "with_cache_use": edge.has_result_cache,
         "with_receipt": edge.receipt_keys is not None,
+        "may_begin_early": not job.has_fallback_model,  # which can only take it before anything was sent
     }
 
 
