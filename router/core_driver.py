@@ -69,7 +69,7 @@ class Core(Protocol):
 
     @property
     def deadlines_stand(self) -> bool:
-        """Whether the last event left the next deadline unchanged."""
+        """True when the last event left the next deadline unchanged."""
         ...
 
     @property

@@ -84,7 +84,7 @@ NO_SALTS: Final = CacheSalts(b"")
 
 
 class AcceptedGenerate(NamedTuple):
-    """What the intake has made of a `Generate`."""
+    """The intake makes this of a `Generate`."""
 
     request: Request
     output: ParsedOutput | None
@@ -155,7 +155,7 @@ class Intake:
         self._prefers_others = prefers_others
         self._max_prompt_tokens = max_prompt_tokens
         self._max_tokens_now = max_prompt_tokens
-        """Less while memory is short; the characters likewise."""
+        """The limit now: less while memory is short. The same holds for the characters."""
         self._max_chars_now = max_prompt_tokens * MAX_CHARS_PER_TOKEN
         self._needs_prompt_text = needs_prompt_text
 
@@ -455,7 +455,7 @@ class Intake:
         return token_ids[:MAX_PREDICTED_TOKENS]
 
     def _tool_plan(self, wanted: GenerateRequest, model: ServedModel, sampling: SamplingParams) -> ToolPlan:
-        """What the tools mean for the model. `sampling` gets the guide that they need, if any."""
+        """Plans what the tools mean for the model. `sampling` gets the guide that they need, if any."""
         has_reasoning = model.output is not None and model.output.reasoning
         if not (wanted.tools or wanted.HasField("tool_choice") or has_reasoning):
             return NO_TOOLS
@@ -727,7 +727,7 @@ def _with_seed(sampling: SamplingParams, model: ServedModel | None) -> SamplingP
 def _is_deterministic(
     wanted: Submit | LinkRequest | GenerateRequest, request: Request, model: ServedModel | None
 ) -> bool:
-    """Whether nothing was drawn for the request, and its answer consists of tokens only (or of a vector)."""
+    """True when nothing was drawn for the request, and its answer consists of tokens only (or of a vector)."""
     sampling = request.sampling
     assert isinstance(sampling, SamplingParams)
     if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):

@@ -43,7 +43,7 @@ GAUGES: Final = {
     "decisions_remembered": "Requests whose placement `kvloom explain` can explain now. Unit: requests.",
     "draining": "Whether the router drains, that is, takes no new requests. Unit: 1 for yes, 0 for no.",
 }
-"""What the gauges mean, by name without `kvloom_router_`."""
+"""The meanings of the gauges, by name without `kvloom_router_`."""
 
 
 class _ModelSeries:

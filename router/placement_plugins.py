@@ -17,7 +17,7 @@ PLACEMENT_POLICIES: Final = PluginGroup("kvloom.placement_policies", "placement 
 
 
 def plugin_policy(name: str) -> Callable[[], Policy] | None:
-    """What makes the policy of a plugin, which raises PluginError if it makes none. None if `name` is a policy of
+    """Returns the maker of a plugin's policy, which raises PluginError if it makes none. None if `name` is a policy of
     kvloom's own. Raises PluginError."""
     if name in POLICIES:
         return None

@@ -152,7 +152,7 @@ class RouterServer:
         self._catalogue = catalogue
         routes = self._routes = ModelRoutes(config.routes)
         self.shadows = ShadowTraffic(self._driver, core, catalogue.by_name, metrics_registry)
-        """What is compared with candidates. It may be changed while the router runs."""
+        """Compares answers with those of candidates. It may be changed while the router runs."""
         self.shadows.configure(config.shadows)
         self._rollouts = RolloutFollower(config, trust.sealer, routes, self.shadows.follow_rollouts)
         callers = configured_callers(config, trust, router_id)
@@ -179,7 +179,7 @@ class RouterServer:
         )
         self._intake = intake
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices
-        """What requests cost; without tenants nothing."""
+        """The prices of requests; without tenants there are none."""
         self._keeper = self._new_keeper(metrics_registry)
         self._shared_results: SharedResultCache | None = None
         if self._keeper is not None:

@@ -1,4 +1,4 @@
-"""What all endpoints that generate share: from a validated request to the end of its answer."""
+"""Serves what all endpoints that generate share: from a validated request to the end of its answer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class GenerationJob(TimedJob, frozen=True):
     operation: str
     """The operation's OpenTelemetry name: "chat" or "text_completion"."""
     id_prefix: str
-    """What the response's id begins with, e.g. "chatcmpl-"."""
+    """The response's id begins with it, e.g. "chatcmpl-"."""
     model: ServedModel
     prompts: Sequence[Prompt]
     prompt_sizes: Sequence[int]
@@ -97,17 +97,17 @@ class GenerationJob(TimedJob, frozen=True):
     guide_field: str = ""
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
-    """What the answer repeats of its prompt."""
+    """The part of its prompt that the answer repeats."""
     has_fallback_model: bool = False
-    """Whether another model may take it."""
+    """True when another model may take it."""
     service_tier: str = ""
     priority_class: str = ""
-    """See GenerateRequest in router_service.proto, likewise the next one. "": the router decides by the tier."""
+    """See GenerateRequest in router_service.proto. "": the router decides by the tier."""
     fairness_id: str = ""
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts together."""
+        """The number of choices of all prompts together."""
         return len(self.prompts) * self.n
 
 

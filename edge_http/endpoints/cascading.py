@@ -87,7 +87,7 @@ async def _objection(
 
 
 def answer_form(job: GenerationJob) -> AnswerForm:
-    """What the request says about the form of its answers."""
+    """Returns what the request demands of the form of its answers."""
     tools = {tool.name: tool.parameters for tool in job.shape.tools}
     if not job.sampling.HasField("guide"):
         return AnswerForm(tools=tools)

@@ -24,7 +24,7 @@ MIN_TIMEOUT_SECONDS: Final = 0.001
 
 
 class TimedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What every job has that is submitted to the router."""
+    """The fields of every job that is submitted to the router."""
 
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""

@@ -25,7 +25,7 @@ DONE: Final = DATA + b"[DONE]"
 
 
 class OpenAiFormatter(ResponseFormatter):
-    """What both formats have in common: chunks with a list of choices."""
+    """The base of both formats: chunks with a list of choices."""
 
     __slots__ = ("_head", "_tail", "_tokenizer")
 

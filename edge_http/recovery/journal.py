@@ -1,4 +1,4 @@
-"""What the edges share through Redis, so that any of them can resume a stream that another one began.
+"""Holds what the edges share through Redis, so that any of them can resume a stream that another one began.
 
 One key for each edge holds the address where it listens; the edge's tag is part of the ids of its responses. One hash
 for each resumable response describes it (edge_http/resume/records.py). One Redis stream for each edge, its journal, has
@@ -46,7 +46,7 @@ _RESPONSE: Final = b"e"
 _REQUESTS: Final = b"r"
 _SNAPSHOT: Final = b"p"
 _UNUSABLE: Final = (SealError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading a foreign value may raise."""
+"""Reading a foreign value may raise one of these."""
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class EdgeRecord(msgspec.Struct, frozen=True):
 
 
 class JournalBatch(msgspec.Struct):
-    """What one write adds to the journal; strings are response ids."""
+    """The changes that one write adds to the journal; strings are response ids."""
 
     deltas: list[ProgressDelta] = []
     opened: list[tuple[str, bytes, bytes, bytes]] = []
@@ -290,7 +290,7 @@ class JournalCache:
 
 
 def _field_of(key: str, field: bytes) -> str:
-    """What a field of a hash is stored under."""
+    """Returns the context with which a field of a hash is encrypted."""
     return f"{key} {field.decode()}"
 
 

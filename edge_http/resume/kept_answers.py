@@ -75,7 +75,7 @@ class KeptAnswers:
         """The same, by caller."""
         self._num_bytes_of_callers = KeyedCounts[str]()
         self.num_bytes = 0
-        """Of the complete answers."""
+        """The bytes of the complete answers."""
 
     def __len__(self) -> int:
         return len(self._answers)

@@ -37,7 +37,7 @@ class KeepAlive:
         """`idle_seconds`: a stream that sends no event for so long is kept alive; 0: none is."""
         self._tick_seconds = idle_seconds / TICKS
         self._watches: dict[WatchedStream, list[int]] = {}
-        """Of each stream: its events at the last tick, and the ticks since then."""
+        """The streams with their events at the last tick, and the ticks since then."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property

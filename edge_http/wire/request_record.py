@@ -1,4 +1,4 @@
-"""What is noted of an HTTP request while it is served: for its lines in the logs, of which one is written when it has
+"""Notes facts of an HTTP request while it is served: for its lines in the logs, of which one is written when it has
 ended, and for the headers that every response has."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_METHOD_CHARS: Final = 16
 
 
 class AnswerFigures(Protocol):
-    """What a line says about the answer of a model."""
+    """The facts that a line tells about the answer of a model."""
 
     error: KvloomError | None
     num_output_tokens: int
@@ -99,7 +99,7 @@ class RequestRecord:
         return headers
 
     def _add_limits(self, headers: dict[str, str], answer: AnswerFigures) -> None:
-        """What tells a caller of its limits, as its API writes it; nothing if it has none."""
+        """Adds the headers that tell a caller of its limits, as its API writes them; none if it has no limits."""
         error, message = answer.error, answer.limits
         state = None if error is None else error.limits
         if state is None:

@@ -1,4 +1,4 @@
-"""What this edge does with fields of requests that it does not know, and how it tells its operator."""
+"""UnknownFields decides what this edge does with fields of requests that it does not know, and tells its operator."""
 
 from __future__ import annotations
 

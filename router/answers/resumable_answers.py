@@ -112,7 +112,7 @@ class ResumableAnswers:
         )
 
     def is_wanted(self, request: GenerateRequest) -> bool:
-        """Whether its answer is to be resumable."""
+        """True when its answer is to be resumable."""
         wanted = request.resumable if request.HasField("resumable") else self._config.by_default
         return wanted and self._config.grace_seconds > 0
 

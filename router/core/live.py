@@ -130,13 +130,13 @@ class Split:
         """The shard of the last leg."""
         self.num_legs = 0
         self.num_cached_tokens = 0
-        """Of the prompt, those that the prefill shard found in its cache."""
+        """The number of the prompt's tokens that the prefill shard found in its cache."""
         self.handoff = b""
         """Not empty: KV waits to be fetched with it."""
         self.is_used = False
-        """Whether the last attempt was sent with the hand-off."""
+        """True when the last attempt was sent with the hand-off."""
         self.is_counted = False
-        """Whether the outcome of the last leg has been counted."""
+        """True when the outcome of the last leg has been counted."""
 
     @property
     def prefill_shard_id(self) -> str:
@@ -226,7 +226,7 @@ class Choice:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether it has all the tokens that it may have. An embedding has none, and ends with its vector."""
+        """True when it has all the tokens that it may have. An embedding has none, and ends with its vector."""
         return bool(self.max_tokens) and len(self.output_token_ids) >= (self.max_tokens or 0)
 
     def record_forwarded(self, token_ids: Sequence[int], text: str) -> None:
@@ -326,7 +326,7 @@ class LiveRequest:
         self.num_attempts = 0
         self.last_shard_id = ""
         self.is_displaced = False
-        """Whether it was last preempted for a more urgent class."""
+        """True when it was last preempted for a more urgent class."""
         self.variant = ""
         """That of the last shard; see ShardInfo.variant in shard_service.proto."""
         self.first_dispatched_at: float | None = None
@@ -338,7 +338,7 @@ class LiveRequest:
         self.prompt_verdict_open = False
         self.check_id = 0
         self.charge: RequestCharge | None = None
-        """What it has taken of its limits; None: it has none."""
+        """The part of its limits that it has taken; None: it has no limits."""
         self.usage: UsageMeter | None = None
         """None where no usage records are made."""
         self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
@@ -352,16 +352,17 @@ class LiveRequest:
         self.cached: Sequence[CachedChoice] = ()
         """Its whole answer, if the result cache has it."""
         self.is_exact = True
-        """Whether its tokens are those of an answer that was neither moved nor cut short."""
+        """True when its tokens are those of an answer that was neither moved nor cut short."""
         self.objectives: LiveObjectives | None = None
-        """What its caller expects of its speed; None: nothing."""
+        """The speed that its caller expects; None: none."""
         if request.objectives is not None:
             self.objectives = LiveObjectives(request.objectives, now, is_continued=request.is_continued)
         self.is_screened = True
-        """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
+        """True when all of it is screened, as far as the policy wants it, before its end is sent."""
 
     def capped(self, max_tokens: float) -> float:
-        """What the limits of its caller and the brownout of its model leave of this many output tokens of a choice."""
+        """Returns what the limits of its caller and the brownout of its model leave of this many output tokens of a
+        choice."""
         if self.charge is not None and self.charge.max_tokens is not None:
             max_tokens = min(max_tokens, self.charge.max_tokens)
         degradation = self.request.degradation
@@ -371,7 +372,7 @@ class LiveRequest:
 
     @property
     def continues_answer(self) -> bool:
-        """Whether it waits for a shard that continues what another one has computed."""
+        """True when it waits for a shard that continues what another one has computed."""
         return self.num_attempts > 0 and any(choice.output_token_ids for choice in self.pending)
 
     def rank(self, now: float) -> int:
@@ -387,18 +388,18 @@ class LiveRequest:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether a part of its prompt has been computed, or all of it on another shard. This does not change while it
-        waits."""
+        """True when a part of its prompt has been computed, or all of it on another shard. This does not change while
+        it waits."""
         return self.num_prefill_chunks > 0 or self.split is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits for a lease of a limit, before anything else is done for it."""
+        """True when it waits for a lease of a limit, before anything else is done for it."""
         return self.charge is not None and not self.charge.is_admitted
 
     @property
     def has_leg(self) -> bool:
-        """Whether it waits for another shard to compute its prompt."""
+        """True when it waits for another shard to compute its prompt."""
         return self.split is not None and self.split.attempt is not None
 
     @property

@@ -59,12 +59,12 @@ class SafetyLink:
 
     @property
     def screens_prompts(self) -> bool:
-        """Whether the service needs prompts' text. This is True while the policy is not known."""
+        """True when the service needs prompts' text. This is True while the policy is not known."""
         return self._current is None or self._current.policy.screens_prompts
 
     @property
     def policy_revision(self) -> str | None:
-        """Of the policy in force; None while it is not known."""
+        """The revision of the policy in force; None while it is not known."""
         return None if self._current is None else self._current.policy.revision
 
     async def classify(self, texts: Iterable[str]) -> safety_service_pb2.ClassifyResponse:

@@ -118,7 +118,7 @@ class SafetyStream:
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream has been replaced and no verdict is outstanding."""
+        """True when the stream has been replaced and no verdict is outstanding."""
         return self.is_replaced and not self._open_checks and not self.answers.num_open
 
     async def read(self) -> safety_service_pb2.ScreenResponse:

@@ -82,7 +82,7 @@ class ShardLink:
         """Set once the core knows this shard, or it could not be reached."""
         self._connected = False
         self._packs_token_ids = False
-        """Whether the connected shard reads packed token ids."""
+        """True when the connected shard reads packed token ids."""
         self._submits: list[SubmitAttempt] = []
         self._cancels: dict[int, int | None] = {}
         """Slot -> how many of its tokens had arrived, or None if the sequence is resumed elsewhere."""
@@ -99,7 +99,7 @@ class ShardLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the core regards this shard as up."""
+        """True when the core regards this shard as up."""
         return self._connected
 
     async def run(self) -> None:
@@ -243,8 +243,8 @@ class ShardLink:
             self._driver.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
 
     def _is_steady(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> bool:
-        """Whether the frame is routine: its KV events follow without a gap, and it has no snapshot, no adapters and no
-        draining."""
+        """Returns True when the frame is routine: its KV events follow without a gap, and it has no snapshot, no
+        adapters and no draining."""
         expected = self._next_kv_number
         if frame.more_kv_events or frame.HasField("kv_snapshot"):
             self._next_kv_number = None

@@ -168,7 +168,7 @@ class Metering:
         loop = asyncio.get_running_loop()
         earlier: tuple[int, list[RequestEnded]] = 0, []
         is_written = False
-        """Whether the file has any request."""
+        """True when the file has any request."""
         while True:
             began_at = loop.time()
             latest = self._writer.last_number, self._progress(CHECKPOINT_SECONDS)

@@ -48,7 +48,7 @@ class SharedResultCache:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a look-up makes sense now."""
+        """True when a look-up makes sense now."""
         return len(self._lookups) < MAX_LOOKUPS and time.monotonic() >= self._paused_until
 
     def look_up(self, key: bytes, scope: str, on_found: Callable[[bytes | None], None]) -> None:

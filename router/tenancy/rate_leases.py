@@ -51,7 +51,7 @@ class RateLeases:
         self._wake = asyncio.Event()
         self._num_routers = 1
         self.is_up = True
-        """Whether Redis answered last."""
+        """True when Redis answered last."""
 
     def ask(self, wants: Sequence[LeaseWant]) -> None:
         self._wants.update((want.name, want) for want in wants)
