@@ -121,7 +121,7 @@ async def run_resumable(
     except KvloomError:
         stream.has_failed = True  # the error is the answer's as well
     except Exception:
-        log.exception("request broke")
+        log.exception("request_broke")
         answer.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
     finally:
         if not stream.ended:

@@ -92,7 +92,7 @@ class TenantUsage:
                 request = pb.GetBudgetsRequest(tenant=tenant, key_id=key_id)
                 found = await usage.GetBudgets(request, timeout=CALL_SECONDS)
         except KvloomError as error:
-            log.info("a budget is not known", cause=error.message)
+            log.info("budget_lookup_failed", cause=error.message)
             return
         finally:
             self._asking.discard(caller)

@@ -471,4 +471,4 @@ class CoreDriver:
         try:
             self.dispatch(Tick())
         except Exception:
-            log.exception("the core failed on a tick")
+            log.exception("core_tick_failed")

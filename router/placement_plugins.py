@@ -51,7 +51,7 @@ class GuardedPolicy(Policy):
         self.terms = policy.terms
         self.hold = policy.hold
         self._policy = policy
-        self._failures = FailureLog("the placement policy fails", now, policy=name)
+        self._failures = FailureLog("placement_policy_failed", now, policy=name)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         try:

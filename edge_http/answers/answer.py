@@ -274,7 +274,7 @@ class Answer(abc.ABC):
 
     def _on_bug(self) -> None:
         # The link's reader calls this, which works for no particular request.
-        log.exception("answer broke", **(self.request_context.log_fields() if self.request_context else {}))
+        log.exception("answer_broke", **(self.request_context.log_fields() if self.request_context else {}))
         self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The answer could not be delivered."))
 
 

@@ -62,7 +62,7 @@ def _note_discarded(edge: Edge, cascade: Cascade, model: str, reason: str, held:
     edge.metrics.on_discarded(cascade.route, model, reason, held.num_output_tokens)
     names = held.request_context.log_fields() if held.request_context else {}
     log.info(
-        "answer discarded",
+        "answer_discarded",
         **names,
         route=cascade.route,
         model=model,

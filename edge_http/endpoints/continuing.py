@@ -130,7 +130,7 @@ class ContinuedRun:
             edge.metrics.on_continued(self.route, lost, model)
             names = answer.request_context.log_fields() if answer.request_context else {}
             log.info(
-                "answer continued",
+                "answer_continued",
                 **names,
                 route=self.route,
                 model=lost,

@@ -151,9 +151,9 @@ class Connection(web.RequestHandler):
             error = invalid_argument("The request is not valid HTTP.")
         else:
             if isinstance(exc, ConnectionError):  # the client or the peer edge has disconnected
-                log.info("a connection ended before its answer", error=str(exc))
+                log.info("connection_ended_early", error=str(exc))
             else:
-                log.error("the connection failed", exc_info=exc)
+                log.error("connection_failed", exc_info=exc)
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
         response = error_response(error, error_format_of(request.path))
         response.force_close()

@@ -163,13 +163,13 @@ class HttpRouter:
             if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
                 response.headers["Allow"] = ", ".join(ROUTES[route])
             if error.kind.http_status >= 500:
-                log.info("request failed", route=route, reason=error.reason_name)
+                log.info("request_failed", route=route, reason=error.reason_name)
             return response
         except ConnectionError:
             raise  # the client has disconnected
         except Exception:
             record.error_type = "internal"
-            log.exception("request broke", route=route)
+            log.exception("request_broke", route=route)
             return _error_response(
                 request, KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
             )

@@ -142,7 +142,7 @@ class RequestRecord:
                 error_type = answer.error.reason_name.lower()
         if error_type:
             fields["error_type"] = error_type
-        log.info("http request", **self.log_fields(), **fields)
+        log.info("http_request_ended", **self.log_fields(), **fields)
 
 
 def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:
@@ -170,5 +170,10 @@ def log_refused_connection(access_log: AccessLog, status: int, error: KvloomErro
     """Write the line of a request that cannot be named, because its head is malformed or incomplete."""
     if access_log.is_on:
         log.info(
-            "http request", method="", path="", route="connection", status=status, error_type=error.reason_name.lower()
+            "http_request_ended",
+            method="",
+            path="",
+            route="connection",
+            status=status,
+            error_type=error.reason_name.lower(),
         )

@@ -45,5 +45,5 @@ class UnknownFields:
         now = asyncio.get_running_loop().time()
         if now >= self._next_line_at:
             self._next_line_at = now + SECONDS_BETWEEN_LINES
-            log.info("unknown fields of requests were left out", fields=dict(self._since.most_common(MAX_NAMES)))
+            log.info("unknown_fields_ignored", fields=dict(self._since.most_common(MAX_NAMES)))
             self._since.clear()

@@ -204,7 +204,7 @@ class ResumableAnswers:
             return
         except Exception:
             names = request_fields(request.request_id, client_request_id, traceparent)
-            log.exception("taking a request in failed", **names)
+            log.exception("request_intake_failed", **names)
             answer.end(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request."))
             return
         if not answer.ended:

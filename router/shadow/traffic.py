@@ -329,7 +329,7 @@ class ShadowTraffic:
         try:
             self._driver.dispatch(event)
         except Exception:
-            log.exception("the core failed on a shadow request")
+            log.exception("shadow_request_failed")
 
     def _end_if_done(self) -> None:
         """Without shadows, the driver is left alone once no client's step has to be changed any more."""

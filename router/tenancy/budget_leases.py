@@ -127,9 +127,9 @@ class BudgetLeases:
         if is_up != self.is_up:
             self.is_up = is_up
             if is_up:
-                log.info("budgets are leased again")
+                log.info("budget_lease_resumed")
             else:
-                log.warning("budgets cannot be leased: only what this router holds of them is spent", cause=cause)
+                log.warning("budget_lease_failed", cause=cause)
 
 
 def _change(want: LeaseWant) -> BudgetChange:

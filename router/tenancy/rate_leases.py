@@ -120,6 +120,6 @@ class RateLeases:
         if is_up != self.is_up:
             self.is_up = is_up
             if is_up:
-                log.info("limits are shared through Redis again")
+                log.info("limit_sharing_resumed")
             else:
-                log.warning("limits cannot be shared: this router has its share of them", cause=cause)
+                log.warning("limit_sharing_failed", cause=cause)

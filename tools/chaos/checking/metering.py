@@ -57,7 +57,7 @@ class MeteringResult:
 
 
 def parse_usage_record(line: bytes) -> UsageRecord | None:
-    if b'"request ended"' not in line and b'"request credited"' not in line:
+    if b'"request_ended"' not in line and b'"request_credited"' not in line:
         return None
     try:
         return msgspec.json.decode(line, type=UsageRecord)
