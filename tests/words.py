@@ -47,9 +47,9 @@ class Finding(NamedTuple):
 
 
 def folder_of(path: str) -> str:
-    """The folder that is counted by itself: one below tools/, else the top one."""
+    """The folder that is counted by itself: one below tools/ or lab/, else the top one."""
     parts = path.split("/")
-    return "/".join(parts[:2]) if parts[0] == "tools" and len(parts) > 2 else parts[0]
+    return "/".join(parts[:2]) if parts[0] in ("tools", "lab") and len(parts) > 2 else parts[0]
 
 
 def is_fragment(text: str) -> bool:
@@ -139,7 +139,7 @@ def python_files() -> list[str]:
         text=True,
         check=True,
     ).stdout.split()
-    return [path for path in listed if not path.startswith("tests/") and (REPOSITORY / path).exists()]
+    return [path for path in sorted(set(listed)) if not path.startswith("tests/") and (REPOSITORY / path).exists()]
 
 
 def trees(containing: str = "") -> Iterator[tuple[str, ast.Module]]:

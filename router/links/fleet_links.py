@@ -1,5 +1,5 @@
 """Decides which shards a router keeps links to, and which process may answer at the other end, without I/O, so that
-`kvloom dst` can run it under faults of the registry."""
+`kvloom-lab dst` can run it under faults of the registry."""
 
 from __future__ import annotations
 
