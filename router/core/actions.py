@@ -14,7 +14,7 @@ from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseWant, LimitCount, SideCallDecided
-from router.core.load.prediction import JudgedTerm, Prediction
+from router.core.load.prediction import JudgedTerm, PlacementPrediction
 from router.core.objectives import ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.priority_classes import INTERACTIVE, PriorityClass
@@ -141,7 +141,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
     priority_class: PriorityClass = INTERACTIVE
     objectives: ObjectivesOutcome | None = None
     """None: it had none."""
-    prediction: Prediction | None = None
+    prediction: PlacementPrediction | None = None
     """That of its first placement; None: it was never placed."""
 
     @property

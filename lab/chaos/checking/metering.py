@@ -25,7 +25,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one client received for one request."""
+    """Records what one client received for one request."""
 
     request_ids: tuple[str, ...]
     """The last one is that of the answer. The client abandoned the earlier ones."""

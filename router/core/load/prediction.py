@@ -41,7 +41,7 @@ class JudgedTerm(NamedTuple):
         return None if self.actual_seconds is None else self.actual_seconds - self.predicted_seconds
 
 
-class Prediction(msgspec.Struct, gc=False):
+class PlacementPrediction(msgspec.Struct, gc=False):
     """The first placement's prediction of one request, with what is needed to judge it."""
 
     placed_after_seconds: float
