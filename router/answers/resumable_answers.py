@@ -232,7 +232,9 @@ class ResumableAnswers:
 
     def _on_settled(self, answer: ResumableAnswer) -> None:
         """Its client has continued the answer at another router, and will not come back."""
-        answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "Its client has left it."))
+        answer.end(
+            KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client has gone on at another router.")
+        )
         self._remove(answer)
 
     def _remove(self, answer: ResumableAnswer) -> None:
