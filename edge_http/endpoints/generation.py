@@ -190,7 +190,7 @@ def template_options(body: ChatBody) -> Mapping[str, Any]:
 
 
 def is_continued(body: ChatBody) -> bool:
-    """Whether the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
+    """Returns True when the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
     UNSUPPORTED_PARAMETER)."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid_argument("Give either add_generation_prompt or continue_final_message.", "continue_final_message")
