@@ -113,6 +113,7 @@ proto: setup ## Generate the gRPC stubs.
 lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.words
 
 types: setup-dev
 	$(BIN)/basedpyright --level error

@@ -107,9 +107,12 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path):
     """A configuration next to its policy file must work from any working directory."""
     path = tmp_path / "kvloom.toml"
     path.write_text(
-        "[safety]\npolicy_file = 'policy.toml'\n[model]\npath = '/models/x'\n[router.decision_log]\npath = 'a.jsonl'\n"
+        "[safety]\npolicy_file = 'policy.toml'\n"
+        "[control]\nwebhook_secret_file = 'secret'\n"
+        "[model]\npath = '/models/x'\n[router.decision_log]\npath = 'a.jsonl'\n"
     )
     config = load_config_file(path)
+    assert config.control.webhook_secret_file == str(tmp_path / "secret")
     assert config.safety.policy_file == str(tmp_path / "policy.toml")
     assert config.router.decision_log.path == str(tmp_path / "a.jsonl")
     assert config.model.path == "/models/x"

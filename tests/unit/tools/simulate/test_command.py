@@ -63,6 +63,22 @@ def test_all_policies_and_the_bound_in_json(mooncake: Path):
         assert 0 < row["ttft_p50"] <= row["ttft_p90"] <= row["ttft_p99"]
 
 
+def test_the_calibration_of_predictions_is_reported(mooncake: Path):
+    """Each policy's row says how well the router foresaw what happened; on a fleet that obeys its own model it foresees
+    most. The bound predicts nothing."""
+    ect, bound = rows("--trace", mooncake, "--shards", "3")
+    assert bound["calibration"] == {}
+    assert ect["calibration"].keys() == {"waiting", "prefill", "ttft", "decoding", "end"}
+    ttft = ect["calibration"]["ttft"]
+    assert 0 < ttft["num_predictions"] <= 108
+    assert ttft["share_within_25_percent"] > 0.5
+    assert len(ttft["deciles"]) == 10
+    assert ttft["deciles"][0]["actual_seconds"] < ttft["deciles"][-1]["actual_seconds"]
+    table = invoke("--trace", mooncake, "--shards", "3").stdout
+    assert "predictions against what happened" in table
+    assert "decoding" in table
+
+
 def test_the_same_seed_gives_the_same_figures(mooncake: Path):
     """A figure that cannot be reproduced proves nothing. Only the CPU time of the router depends on the machine."""
 
