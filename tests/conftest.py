@@ -48,6 +48,7 @@ NEEDS_TORCH = (
     "unit/shard_server/test_queue_order.py",
     "unit/tools/bench/test_engine*",
     "unit/tools/test_cli.py",
+    "property/test_call_guides.py",
     "property/test_torch_*",
 )
 """Quick tests that are left out where the embedded engine is not installed."""

@@ -129,7 +129,7 @@ def eventually(what: str, holds: Callable[[], bool], timeout_seconds: float = 20
     deadline = time.monotonic() + timeout_seconds
     while not holds():
         assert time.monotonic() < deadline, f"after {timeout_seconds:g} s, still not: {what}"
-        time.sleep(0.02)
+        time.sleep(0.02)  # sleep: the one way to wait for what sends no event
 
 
 def assert_all_gone(pids: list[int]) -> None:

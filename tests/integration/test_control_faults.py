@@ -31,7 +31,7 @@ from kvloom_common.process.watched_files import following
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 from tests.fakes.postgres_server import PostgresServer, find_postgres, make_postgres_database, postgres_server
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 
 async def make_key(world: ControlWorld, name: str = "") -> Any:

@@ -15,7 +15,8 @@ from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.limits.memory_watch import MemoryWatch
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
-from tests.fakes.resume_world import CHAT, until
+from tests.fakes.resume_world import CHAT
+from tests.waiting import eventually
 
 LIMIT_BYTES = 1000 * 2**20
 LARGE = "the fox " * (LARGE_BYTES // 4)
@@ -57,18 +58,18 @@ async def test_large_requests_are_refused_before_all_are(monkeypatch: pytest.Mon
         world.link.script = answer("a")
         with structlog.testing.capture_logs() as logs:
             memory.resident_bytes = 900 * 2**20
-            await until(lambda: level(world) == MemoryLevel.HIGH)
+            await eventually(lambda: level(world) == MemoryLevel.HIGH)
             assert (await world.chat())[0] == 200
             async with world.http.post(world.url + CHAT, json=chat_body(prompt_cache_key=LARGE)) as refused:
                 assert refused.status == 503
                 assert refused.headers["Retry-After"]
                 assert (await refused.json())["error"]["code"] == "overloaded"
             memory.resident_bytes = 1001 * 2**20
-            await until(lambda: level(world) == MemoryLevel.FULL)
+            await eventually(lambda: level(world) == MemoryLevel.FULL)
             status, error = await world.chat()
             assert (status, error["error"]["code"]) == (503, "overloaded")
             memory.resident_bytes = 100 * 2**20
-            await until(lambda: level(world) == MemoryLevel.NORMAL)
+            await eventually(lambda: level(world) == MemoryLevel.NORMAL)
         changes = [entry["level"] for entry in logs if entry["event"] == "memory level changed"]
         assert changes == ["high", "full", "normal"]
         assert (await world.chat())[0] == 200
@@ -85,11 +86,11 @@ async def test_a_body_on_its_way_is_not_read_to_its_end() -> None:
         reader, writer = await asyncio.open_connection(*world.address)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
         writer.write(head.encode() + b" " * 1_000_000)
-        await until(lambda: world.edge.bodies.num_bytes > LARGE_BYTES)
+        await eventually(lambda: world.edge.bodies.num_bytes > LARGE_BYTES)
         world.edge.on_memory_level(MemoryLevel.HIGH)
         writer.write(b" " * 100_000)
         assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
-        await until(lambda: not world.edge.bodies.num_bytes)
+        await eventually(lambda: not world.edge.bodies.num_bytes)
         writer.close()
 
 

@@ -18,7 +18,7 @@ from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom_common.tenancy.limits import Limits
 from tests.fakes.fake_control import key_of
 from tests.fakes.metered_world import FIRST, MeteredWorld, metered
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

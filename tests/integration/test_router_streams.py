@@ -14,7 +14,8 @@ from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from router.links.submit_queue import LONG_PROMPT_TOKENS
 from tests.fakes.fake_shard import expected_text, expected_tokens
-from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, link_request
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -21,7 +21,7 @@ from kvloom_common.process.watched_files import following
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, key_of, two_organisations
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 from tools.supervisor.supervised_process import ProcessStatus
 from tools.supervisor.tenant_tables import MAX_BEHIND_SECONDS, not_following
 

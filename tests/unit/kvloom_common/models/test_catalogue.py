@@ -17,9 +17,9 @@ from kvloom_common.config import ModelConfig
 from kvloom_common.models.card_service import ModelCardServicer, fetch_card
 from kvloom_common.models.catalogue import Catalogue, CatalogueFollower
 from kvloom_common.models.model_card import ModelCardError, PackedCard, make_card
-from tests.fakes.router_world import eventually
 from tests.fakes.served_models import tiny_model
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer
+from tests.waiting import eventually
 
 
 @dataclasses.dataclass
