@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["tests.fabric_starts"]
+
 LONGEST_FIRST = (
     "tests/e2e/test_fabric_models.py",
     "tests/e2e/test_docs_commands.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ import psutil
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom_common.trust.secret import read_secret
 from kvloom_common.trust.shared_secret import SharedSecret
-from tests.e2e.forked_command import KVLOOM, can_be_forked, run_forked
+from tests.e2e.forked_command import IN_A_PROCESS_OF_THEIR_OWN, KVLOOM, can_be_forked, run_forked
+from tests.fabric_starts import count_start
 from tools.supervisor.state import FabricState, RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL_CACHE_DIR = REPOSITORY / "build" / "models"
 START_TIMEOUT_SECONDS = 120.0
+STARTING = IN_A_PROCESS_OF_THEIR_OWN
+"""Commands that bring up a fabric."""
 
 
 def kvloom_environment(data_dir: Path, **settings: str) -> dict[str, str]:
@@ -49,7 +53,7 @@ def run_kvloom(
 ) -> subprocess.CompletedProcess[str]:
     if can_be_forked(args, env):
         return run_forked(args, env, timeout_seconds, stdin)
-    return subprocess.run(
+    done = subprocess.run(
         [shutil.which("kvloom", path=env.get("PATH", "")) or str(KVLOOM), *args],
         env=env,
         input=stdin,
@@ -58,6 +62,29 @@ def run_kvloom(
         timeout=timeout_seconds,
         check=False,
     )
+    if args[0] in STARTING and done.returncode == 0:
+        count_start()
+    return done
+
+
+@contextlib.contextmanager
+def foreground_fabric(data_dir: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], RunningFabric, str]]:
+    """`kvloom up` as in a terminal: yields the command, the fabric and what was printed, once it is ready."""
+    env = kvloom_environment(data_dir)
+    command = [str(KVLOOM), "up", *args]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            output = []
+            for line in process.stdout:
+                output.append(line)
+                if line.startswith("ready: "):
+                    break
+            assert output[-1].startswith("ready: "), "".join(output)
+            count_start()
+            yield process, RunningFabric.running(env), "".join(output)
+        finally:
+            process.kill()
 
 
 @dataclasses.dataclass(frozen=True)

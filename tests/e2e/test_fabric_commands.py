@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,30 +16,12 @@ from tests.e2e.fabric import (
     RunningFabric,
     assert_all_gone,
     eventually,
+    foreground_fabric,
     kvloom_environment,
     run_kvloom,
 )
 
 on_the_shared_fabric = pytest.mark.xdist_group("sim")
-
-
-@contextlib.contextmanager
-def foreground_fabric(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], RunningFabric]]:
-    """`kvloom up` as in a terminal; yields once it has said that it is ready."""
-    env = kvloom_environment(data_dir)
-    args = [str(KVLOOM), "up", "--engine", "sim", "--shards", "1"]
-    with subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            assert process.stdout is not None
-            output = []
-            for line in process.stdout:
-                output.append(line)
-                if line.startswith("ready: "):
-                    break
-            assert output[-1].startswith("ready: "), "".join(output)
-            yield process, RunningFabric.running(env)
-        finally:
-            process.kill()
 
 
 @on_the_shared_fabric
@@ -130,26 +109,11 @@ def test_a_second_fabric_is_refused_and_leaves_the_first_alone(sim_fabric: Runni
     assert sim_fabric.pids() == before
 
 
-def test_ctrl_c_stops_everything(model_dir: Path, tmp_path: Path):
-    """Ctrl-C is how most fabrics end: no process may stay, and a new one must be able to start."""
-    with foreground_fabric(tmp_path) as (process, fabric):
-        pids = fabric.pids()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
-        assert_all_gone(pids)
-        gone = run_kvloom("status", "--json", env=fabric.env)
-        assert gone.returncode == 3
-        assert json.loads(gone.stdout)["processes"] == []
-        down = run_kvloom("down", env=fabric.env)
-        assert down.returncode == 3
-        assert down.stderr.startswith("error: kvloom is not running")
-
-
 @pytest.mark.long
 def test_a_killed_supervisor_takes_its_processes_along(model_dir: Path, tmp_path: Path):
     """kill -9 (or the kernel, short of memory) must not leave half a fabric that holds the ports. (Machines of
     test_fabric_fleet.py die so in every run.)"""
-    with foreground_fabric(tmp_path) as (process, fabric):
+    with foreground_fabric(tmp_path, "--engine", "sim", "--shards", "1") as (process, fabric, _):
         pids = fabric.pids()
         process.kill()
         assert_all_gone(pids)
