@@ -194,6 +194,12 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=(pytest.mark.postgres, pytest.mark.long))])
+def database_below_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database below what is tested, which is the same whichever kind it is."""
+    return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop the fabrics of a run that was interrupted: pytest-xdist kills its workers before they can do so."""

@@ -97,7 +97,8 @@ async def test_three_times_capacity(fabric: RunningFabric) -> None:
                 await after.one()
 
 
-@pytest.mark.parametrize(("seconds", "ratio"), [(2.0, 2), pytest.param(5.0, 5, marks=pytest.mark.long)])
+@pytest.mark.long  # it judges a clock
+@pytest.mark.parametrize(("seconds", "ratio"), [(2.0, 2), (5.0, 5)])
 async def test_what_can_wait_waits(fabric: RunningFabric, seconds: float, ratio: int) -> None:
     """While urgent requests keep the fleet busy, those of the lower tier are the ones that are refused. Some
     of them are served at first, of which the longer run has relatively fewer."""

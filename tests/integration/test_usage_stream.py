@@ -107,18 +107,12 @@ class World:
         return (found["num_requests"], found["num_output_tokens"]) == (num_requests, wanted)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=(pytest.mark.postgres, pytest.mark.long))])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """test_control_usage.py stores records in both kinds of databases; the way there is the same."""
-    return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-
-
 @pytest.fixture
-async def world(tmp_path: Path, database_url: str) -> AsyncIterator[World]:
+async def world(tmp_path: Path, database_below_url: str) -> AsyncIterator[World]:
     server = ForgetfulRedis()
     server.start()
     try:
-        async with usage_database(database_url, monthly_budget_nanos=10_000) as database:
+        async with usage_database(database_below_url, monthly_budget_nanos=10_000) as database:
             yield World(tmp_path / "data", server, database)
     finally:
         server.kill()
