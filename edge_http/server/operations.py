@@ -85,7 +85,7 @@ def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Operation]
         ),
         _operation(
             f"{path}/{{id}}/cancel", "POST", f"cancel{name}", "Text", "End a resumable answer",
-            Answer("It has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), **more,
+            Answer("The generation has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), **more,
         ),
     ]  # fmt: skip
 
@@ -190,12 +190,12 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     _operation(
         "/v1/load_lora_adapter", "POST", "loadLoraAdapter", "Models", "Load an adapter",
-        Answer("It is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
+        Answer("The adapter is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law", "lora_path": "law-v2"}},
     ),
     _operation(
         "/v1/unload_lora_adapter", "POST", "unloadLoraAdapter", "Models", "Unload an adapter",
-        Answer("It is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
+        Answer("The adapter is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law"}},
     ),
     _operation(
@@ -226,7 +226,9 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/.well-known/kvloom-receipts.json", "GET", "receiptKeys", "Operation", "The public keys of receipts",
         Answer("The keys.", objects.ReceiptKeys), is_open=True, errors=(404,),
     ),
-    _operation("/version", "GET", "version", "Operation", "The version", Answer("It.", objects.Version), is_open=True),
+    _operation(
+        "/version", "GET", "version", "Operation", "The version", Answer("The version.", objects.Version), is_open=True,
+    ),
     _operation(
         "/metrics", "GET", "metrics", "Operation", "Prometheus metrics", Answer("Metrics.", content_type="text/plain")
     ),

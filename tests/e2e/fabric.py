@@ -23,15 +23,13 @@ import psutil
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom_common.trust.secret import read_secret
 from kvloom_common.trust.shared_secret import SharedSecret
-from tests.e2e.forked_command import IN_A_PROCESS_OF_THEIR_OWN, KVLOOM, can_be_forked, run_forked
+from tests.e2e.forked_command import KVLOOM, can_be_forked, run_forked
 from tests.fabric_starts import count_start
 from tools.supervisor.state import FabricState, RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL_CACHE_DIR = REPOSITORY / "build" / "models"
 START_TIMEOUT_SECONDS = 120.0
-STARTING = IN_A_PROCESS_OF_THEIR_OWN
-"""Commands that bring up a fabric."""
 
 
 def kvloom_environment(data_dir: Path, **settings: str) -> dict[str, str]:
@@ -62,7 +60,7 @@ def run_kvloom(
         timeout=timeout_seconds,
         check=False,
     )
-    if args[0] in STARTING and done.returncode == 0:
+    if args[0] == "up" and done.returncode == 0:
         count_start()
     return done
 
@@ -85,6 +83,15 @@ def foreground_fabric(data_dir: Path, *args: str) -> Iterator[tuple[subprocess.P
             yield process, RunningFabric.running(env), "".join(output)
         finally:
             process.kill()
+
+
+def run_lab(*args: str, env: dict[str, str], timeout_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run `kvloom-lab`, which starts processes and runs for long."""
+    command = [str(KVLOOM.with_name("kvloom-lab")), *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    if done.returncode == 0:
+        count_start()
+    return done
 
 
 @dataclasses.dataclass(frozen=True)
