@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import pytest
 import structlog.testing
 
 from kvloom_common.config import EdgeConfig
-from kvloom_common.limits import memory_watch
 from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.limits.memory_watch import MemoryWatch
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -32,11 +30,12 @@ class Memory:
 
 
 @contextlib.asynccontextmanager
-async def watched(world: EdgeWorld, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Memory]:
-    monkeypatch.setattr(memory_watch, "SAMPLE_SECONDS", 0.002)
+async def watched(world: EdgeWorld) -> AsyncIterator[Memory]:
     memory = Memory()
     edge = world.edge
-    watch = MemoryWatch("edge", LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory)
+    watch = MemoryWatch(
+        "edge", LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory, sample_seconds=0.002
+    )
     task = asyncio.create_task(watch.watch())
     yield memory
     task.cancel()
@@ -49,9 +48,9 @@ def level(world: EdgeWorld) -> float:
     return value
 
 
-async def test_large_requests_are_refused_before_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_requests_are_refused_before_all_are() -> None:
     """The kernel would otherwise kill the process, with all answers that run in it."""
-    async with edge_world() as world, watched(world, monkeypatch) as memory:
+    async with edge_world() as world, watched(world) as memory:
         running = asyncio.create_task(world.chat())
         request = await world.link.next_request()
         request.start()
