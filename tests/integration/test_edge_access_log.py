@@ -27,7 +27,7 @@ async def lines_of(world: EdgeWorld, capture: LogCapture, num_lines: int) -> lis
     """The lines of the access log; a line may be written just after the client has its answer."""
 
     def written() -> list[dict[str, Any]]:
-        return [dict(entry) for entry in capture.entries if entry["event"] == "http request"]
+        return [dict(entry) for entry in capture.entries if entry["event"] == "http_request_ended"]
 
     await eventually(lambda: len(written()) >= num_lines, "the lines")
     return written()
@@ -79,7 +79,9 @@ async def test_a_client_that_leaves_is_logged_with_its_answer() -> None:
                 world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(), headers=HEADERS)
             )
             await eventually(lambda: world.link.requests, "the request")
-            assert world.link.requests[0].request.client_request_id == "mine-1", "the router gets the caller's id"
+            assert world.link.requests[0].request.submit.client_request_id == "mine-1", (
+                "the router gets the caller's id"
+            )
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             (line,) = await lines_of(world, capture, 1)
@@ -97,7 +99,7 @@ async def test_nothing_is_logged_when_it_is_off() -> None:
         async with edge_world() as world:
             switch_on(world.edge, access="off")
             await world.http.get(f"{world.url}/v1/models")
-        assert [entry for entry in capture.entries if entry["event"] == "http request"] == []
+        assert [entry for entry in capture.entries if entry["event"] == "http_request_ended"] == []
     finally:
         structlog.reset_defaults()
 
