@@ -50,12 +50,13 @@ _COLUMNS: Final = (
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True):
-    """Lists the requests of the clients."""
+    """Says what the clients send: a batch, and urgent requests that preempt it."""
 
     num_batch: int
     num_prompt_words: int
     max_tokens: int
-    """The length of the longest batch answer; the shortest has half as many, so that they do not end at the same time."""
+    """The length of the longest batch answer; the shortest has half as many, so that they do not end at the same
+    time."""
     num_urgent: int
     max_urgent_tokens: int
 
@@ -71,7 +72,7 @@ class PreemptionRow(msgspec.Struct, frozen=True):
     num_preemptions: int
     num_tokens_computed_again: int
     num_errors: int
-    """The batch and urgent requests."""
+    """Errors of batch and urgent requests together."""
     num_differing_answers: int
     """Batch answers whose text is not that of the run in which nothing disturbed them."""
     batch_seconds: float
