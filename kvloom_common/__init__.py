@@ -1,7 +1,7 @@
 """The code that the services share and the SDK does not need (see ARCHITECTURE.md). It imports the SDK, and
 no service.
 
-config.py        the configuration file as one typed tree
+config/          the configuration file as one typed tree
 unknown_key.py   which key a user may have meant who wrote one that does not exist
 models/          the models of a fabric: their configuration, cards and catalogue
 plugins.py       parts of a fabric that other packages bring, as entry points

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from kvloom_common.config import ConfigError, KvloomConfig, load_config
+from kvloom_common.config.keys import complete_paths
 from tools.failures import CommandError
 
 DEFAULT_DATA_DIR: Final = Path("~/.kvloom")
@@ -89,42 +90,9 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     except ConfigError as error:
         raise CommandError(str(error)) from error
     base = Path.cwd() if path is None else path.absolute().parent
-    config.data_dir = _absolute(config.data_dir, base)
-    for model in (config.model, *config.models):
-        model.path = _model_source(model.path, base)
-        for adapter in model.adapters:
-            adapter.path = _absolute(adapter.path, base)
-    config.control.database_url = _absolute_sqlite(config.control.database_url, base)
-    config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
-    config.callers.api_keys_file = _absolute(config.callers.api_keys_file, base)
-    for issuer in config.control.issuers:
-        issuer.jwks_file = _absolute(issuer.jwks_file, base)
-    config.tls.certificate_file = _absolute(config.tls.certificate_file, base)
-    config.tls.key_file = _absolute(config.tls.key_file, base)
-    config.tls.client_ca_file = _absolute(config.tls.client_ca_file, base)
-    config.tls.client_crl_file = _absolute(config.tls.client_crl_file, base)
-    config.safety.policy_file = _absolute(config.safety.policy_file, base)
-    config.router.receipts.key_file = _absolute(config.router.receipts.key_file, base)
-    config.shard.spot_notice_file = _absolute(config.shard.spot_notice_file, base)
-    config.edge.adapters_dir = _absolute(config.edge.adapters_dir, base)
-    config.router.decision_log.path = _absolute(config.router.decision_log.path, base)
+    complete_paths(config, base)
     return config
 
 
 def choose_data_dir(flag: Path | None, config: KvloomConfig) -> Path:
     return (flag or Path(config.data_dir or DEFAULT_DATA_DIR)).expanduser().absolute()
-
-
-def _model_source(source: str, base: Path) -> str:
-    """Returns the absolute path of a file here; what is no path may be the name of a model."""
-    found = _absolute(source, base)
-    return found if source and Path(found).exists() else source
-
-
-def _absolute_sqlite(url: str, base: Path) -> str:
-    scheme, _, path = url.partition(":///")
-    return f"sqlite:///{_absolute(path, base)}" if scheme == "sqlite" and path else url
-
-
-def _absolute(path: str, base: Path) -> str:
-    return str(base / Path(path).expanduser()) if path else ""

@@ -21,6 +21,7 @@ from kvloom.v1.generation_pb2 import (
 from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter, Tier, class_of
 from router.core.frames import Finish, Step
 from router.core.load.load_view import ReservationKey
+from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import LiveObjectives
 from router.core.priority_classes import INTERACTIVE, PriorityClass
 from router.core.request_end import NO_MOVES, Moves
@@ -250,6 +251,8 @@ class LiveRequest(msgspec.Struct, eq=False):
     """Prefill time on the shard for which it waits."""
     placed_at: float = 0.0
     """When it entered that shard's queue."""
+    prediction: PlacementPrediction | None = None
+    """That of its first placement; None: it has not been placed."""
     prefill_chunk: tuple[Attempt, int] | None = None
     """The chunk of its prompt that the shard it waits for is computing, and that chunk's slot there."""
     num_prefill_chunks: int = 0

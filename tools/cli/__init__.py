@@ -4,6 +4,7 @@ entry_point.py    the entry point of the script
 commands.py       the command and its subcommands
 lazy_group.py     imports a subcommand when it is used
 up.py             up and down
+config_flags.py   the flags of up that set keys of the configuration
 launch.py         launches the fabric for up
 preflight.py      what up checks before anything starts
 status.py         status

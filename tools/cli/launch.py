@@ -8,10 +8,9 @@ import copy
 import dataclasses
 import errno
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -23,6 +22,7 @@ from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.private_file import OTHERS
 from kvloom_common.trust.fabric_trust import FabricTrust
 from shard_server.engines.engine_plugins import ENGINES, ENGINES_WITHOUT_WEIGHTS
+from tools.cli.config_flags import apply_config_flags
 from tools.cli.preflight import check_access, check_database, check_redis
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
 from tools.failures import CommandError
@@ -40,109 +40,21 @@ from tools.supervisor.state import RunFolder
 _MAX_PORT: Final = 65_535
 
 
-def apply_flags(
-    config: KvloomConfig,
-    *,
-    shards: Mapping[str, int],
-    engine: str | None,
-    sim_step_ms: float | None,
-    sim_prefill_tokens_per_second: float | None,
-    http_port: int | None,
-    router_port: int | None,
-    metrics_port: int | None,
-    secret_file: Path | None,
-    api_keys: Path | None,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
-    tls_client_ca: Path | None,
-    insecure: bool,
-    host: str | None,
-    name_prefix: str | None,
-    redis_url: str | None,
-    no_deterministic: bool,
-    edges: int | None,
-    routers: int | None,
-    colocate: bool,
-    role: Sequence[str],
-    advertise: str | None,
-    control: bool,
-) -> None:
+def apply_flags(config: KvloomConfig, *, shards: Mapping[str, int], **flags: Any) -> None:
     """Override the settings in the file with the given flags. Raises CommandError."""
     if "" in shards:
         config.shard.num_shards = shards[""]
-    if engine is not None:
-        config.shard.engine = engine
-    if sim_step_ms is not None:
-        config.shard.sim.step_ms = sim_step_ms
-    if sim_prefill_tokens_per_second is not None:
-        config.shard.sim.prefill_tokens_per_second = sim_prefill_tokens_per_second
-    if http_port is not None:
-        config.edge.port = http_port
-    if router_port is not None:
-        config.router.port = router_port
-    if metrics_port is not None:
-        config.metrics.port = metrics_port
-    if secret_file is not None:
-        config.fabric.secret_file = _absolute(secret_file)
-    _apply_client_flags(config, api_keys, tls_certificate, tls_key, tls_client_ca)
-    if insecure:
-        config.callers.allow_insecure = True
-    if host is not None:
-        config.edge.host = config.router.host = host
-    if name_prefix is not None:
-        if not re.fullmatch(r"([a-z0-9][a-z0-9-]{0,31})?", name_prefix):
-            raise CommandError("--name-prefix: at most 32 lower-case letters, digits and '-'")
-        config.fabric.name_prefix = name_prefix
-    if redis_url is not None:
-        config.redis.url = redis_url
-    if no_deterministic:
-        config.shard.torch.deterministic = False
-    if edges is not None:
-        config.edge.num_edges = edges
-    if routers is not None:
-        config.router.num_routers = routers
-    if colocate:
-        config.edge.colocate = True
-    if control:
-        config.control.enabled = True
-    if role:
-        config.fabric.roles = cast(
-            "list[Literal['edge', 'router', 'shard', 'safety', 'control']]", list(dict.fromkeys(role))
-        )
-    if advertise is not None:
-        config.fabric.advertised_host = advertise
+    apply_config_flags(config, flags)
     if config.shard.engine not in ENGINES.names():
         raise CommandError(f"shard.engine {config.shard.engine!r} is none of {', '.join(ENGINES.names())}")
     roles = started_roles(config)
     for flag, value, needed in (
         ("shards", shards.get(""), "shard"),
-        ("edges", edges, "edge"),
-        ("routers", routers, "router"),
+        ("edges", flags.get("edges"), "edge"),
+        ("routers", flags.get("routers"), "router"),
     ):
         if value is not None and needed not in roles:
             raise CommandError(f"--{flag} {value} needs --role {needed}: this machine has only {', '.join(roles)}")
-
-
-def _apply_client_flags(
-    config: KvloomConfig,
-    api_keys: Path | None,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
-    tls_client_ca: Path | None,
-) -> None:
-    if api_keys is not None:
-        config.callers.api_keys_file = _absolute(api_keys)
-    if tls_certificate is not None:
-        config.tls.certificate_file = _absolute(tls_certificate)
-    if tls_key is not None:
-        config.tls.key_file = _absolute(tls_key)
-    if tls_client_ca is not None:
-        config.tls.client_ca_file = _absolute(tls_client_ca)
-
-
-def _absolute(path: Path) -> str:
-    """Make a path absolute, because a daemon opens it from another directory."""
-    return str(path.expanduser().absolute())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

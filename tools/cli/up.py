@@ -11,16 +11,15 @@ import click
 
 from kvloom_common.config import KvloomConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.cli.config_flags import config_flags
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir
-from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.detach import run_detached
 from tools.supervisor.flag_model import flag_model
-from tools.supervisor.process_specs import ROLES
 from tools.supervisor.reporters import foreground_reporter
 from tools.supervisor.state import RunFolder
 
-PORT = click.IntRange(0, 65535)
 MAX_SHARDS = 1024
 
 
@@ -49,25 +48,8 @@ class ShardCounts(click.ParamType):
     metavar="N|MODEL=N,...",
     help="The number of engine shards, of each model or by model.  [default: 2, or 1 of torch on two cores]",
 )
-@option("--edges", type=click.IntRange(1, 256), help="The number of HTTP edges. They share the port.  [default: 1]")
-@option("--routers", type=click.IntRange(1, 256), help="The number of routers. They share the port.  [default: 1]")
-@option("--colocate", is_flag=True, help="Run a router inside each edge, which saves one hop per token.")
-@option(
-    "--engine",
-    type=EngineName(),
-    metavar="torch|sim|NAME",
-    help="The engine that computes the tokens. NAME: that of a plugin.  [default: torch]",
-)
-@option("--sim-step-ms", type=click.FloatRange(min=0), help="The duration of a step of the sim engine.  [default: 20]")
-@option(
-    "--sim-prefill-tokens-per-second",
-    type=click.FloatRange(min=0, min_open=True),
-    help="The prefill speed of the sim engine.  [default: 20000]",
-)
-@option(
-    "--no-deterministic",
-    is_flag=True,
-    help="Prefill faster, but let the last bits of the results of the torch engine depend on the batch.",
+@config_flags(
+    "edges", "routers", "colocate", "engine", "sim-step-ms", "sim-prefill-tokens-per-second", "no-deterministic"
 )
 @option(
     "--model",
@@ -82,70 +64,11 @@ class ShardCounts(click.ParamType):
     type=click.Path(path_type=Path, file_okay=False),
     help="The directory for converted models.  [default: ~/.cache/kvloom/models, or DATA_DIR/models if that is there]",
 )
-@option("--http-port", type=PORT, help="The port of the HTTP API and chat page. 0 picks one.  [default: 8080]")
-@option("--router-port", type=PORT, help="The port of the gRPC API. 0 picks one.  [default: 8081]")
-@option(
-    "--metrics-port",
-    type=click.IntRange(1, 65535),
-    help="The first of the ports for /metrics: safety service, routers, edges, control, shards.  [default: free ones]",
-)
+@config_flags("http-port", "router-port", "metrics-port")
 @data_dir_option
 @config_option
-@option(
-    "--secret-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The file with the fabric's secret.  [default: DATA_DIR/secret, made at the first start]",
-)
-@option(
-    "--api-keys",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The file with the hashes of API keys (`kvloom keys`). Clients then need a key.",
-)
-@option(
-    "--tls-certificate",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The certificate of the HTTP and gRPC ports, in PEM. It is reloaded when the file changes.",
-)
-@option("--tls-key", type=click.Path(path_type=Path, dir_okay=False), help="The key of that certificate.")
-@option(
-    "--tls-client-ca",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The authorities of clients' certificates, which clients then need.",
-)
-@option(
-    "--control",
-    is_flag=True,
-    help="Serve tenants: the holders of the keys that `kvloom keys create` makes, and nobody else (docs/tenancy.md).",
-)
-@option(
-    "--insecure",
-    is_flag=True,
-    help="Listen on other addresses than loopback even without TLS or API keys.",
-)
-@option("--host", help="The address on which the HTTP and gRPC ports listen.  [default: 127.0.0.1]")
-@option(
-    "--name-prefix",
-    metavar="TEXT",
-    help="The beginning of the processes' names, which are unique in a fleet.  [default: from --advertise]",
-)
-@option(
-    "--redis-url",
-    "--join",
-    "redis_url",
-    metavar="URL",
-    help="Use this Redis-protocol server instead of the embedded one. Machines that share one are a fleet.",
-)
-@option(
-    "--role",
-    type=click.Choice(ROLES),
-    multiple=True,
-    help="A role that this machine of a fleet has. May be repeated.  [default: all]",
-)
-@option(
-    "--advertise",
-    metavar="HOST",
-    help="The host by which the other machines of a fleet reach this one (docs/fleet.md).",
-)
+@config_flags("secret-file", "api-keys", "tls-certificate", "tls-key", "tls-client-ca", "control", "insecure")
+@config_flags("host", "name-prefix", "redis-url", "role", "advertise")
 @option(
     "--start-timeout-seconds",
     type=click.FloatRange(min=0, min_open=True),

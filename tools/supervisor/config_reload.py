@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 
 from kvloom_common.config import AdapterConfig, ConfigError, KvloomConfig, ModelConfig, dump_config
+from kvloom_common.config.keys import set_value, value_of
+from kvloom_common.config.section import FOLLOWED
 from kvloom_common.models.configured import configured_models
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
 from tools.supervisor.config_changes import (
-    FOLLOWED,
     Change,
-    apply_change,
     changed_model,
     changes,
     model_changes,
@@ -180,7 +180,7 @@ class ConfigReload:
         changed = copy.deepcopy(self.config)
         for change in changes(self.source.given, given):
             if change.readers and not change.model:
-                apply_change(changed, given, change.key)
+                set_value(changed, change.key, value_of(given, change.key))
         new = {self._names[key]: model for key, model in models_by_key(given).items() if key in self._names}
         changed.models = [_updated(model, new) for model in changed.models]
         if changed.model != ModelConfig():
@@ -253,7 +253,7 @@ class ConfigReload:
             return "not used"
         if not change.readers:
             return "applied: it is as at the start again"
-        if change.readers == FOLLOWED:
+        if change.readers == FOLLOWED.roles:
             return "applied"
         if any(self._reads(status, change) for status in self._statuses):
             return "applied: the processes run with it"

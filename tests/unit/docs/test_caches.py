@@ -52,7 +52,8 @@ def modules() -> Iterator[Path]:
 
 NO_CACHES: Final = {
     "edge_http/metrics.py",
-    "kvloom_common/config.py",  # settings
+    "kvloom_common/config/keys.py",  # the definition of the settings
+    "kvloom_common/config/router.py",  # settings
     "kvloom_common/limits/fair_threads.py",  # a queue
     "router/result_cache/cache.py",  # keeps nothing itself: see memory.py
     "router/result_cache/metrics.py",

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from kvloom_common.config import KvloomConfig, ModelConfig, Section
+from kvloom_common.config import KvloomConfig, ModelConfig
+from kvloom_common.config.keys import all_keys, set_value, value_of
+from kvloom_common.config.section import FOLLOWED
 from tools.supervisor.config_changes import (
-    FOLLOWED,
     Change,
-    apply_change,
     changed_model,
     changes,
     model_key,
-    readers_of,
     restart_command,
 )
 from tools.supervisor.process_specs import ROLES
@@ -45,6 +44,11 @@ def toml(text: str) -> KvloomConfig:
         ("[fabric]\nroles = ['edge']", "fabric.roles", []),
         ("data_dir = '/d'", "data_dir", []),
         ("[model]\naliases = ['x']", "models.smollm2-135m-instruct.aliases", ["shard"]),
+        (
+            "[model]\nreads_generation_config = false",
+            "models.smollm2-135m-instruct.reads_generation_config",
+            ["shard"],
+        ),
         ("[model]\nsha256 = 'x'", "models.smollm2-135m-instruct.sha256", []),
         ("[model.shard]\nnum_shards = 2", "models.smollm2-135m-instruct.shard.num_shards", []),
         ("[model.shard]\nmax_batch = 2", "models.smollm2-135m-instruct.shard", ["shard"]),
@@ -57,22 +61,17 @@ def test_a_changed_key_names_the_processes_that_read_it(text: str, key: str, rea
     assert changes(toml(text), toml(text)) == []
 
 
-def leaves(section: Section, prefix: str = "") -> Iterator[str]:
-    for field in section.__struct_fields__:
-        value = getattr(section, field)
-        yield from leaves(value, f"{prefix}{field}.") if isinstance(value, Section) else [f"{prefix}{field}"]
-
-
 def test_every_key_of_the_configuration_has_an_answer():
     """A new section without one would break every reload."""
-    keys = [key for key in leaves(KvloomConfig()) if key.split(".")[0] not in ("model", "models")]
-    assert all(set(readers_of(key)) <= {*ROLES, *FOLLOWED} for key in keys)
+    for key in all_keys().values():
+        assert set(key.readers) <= {*ROLES, *FOLLOWED.roles}
+        assert key.name.split(".")[0] != "edge" or "edge" in key.readers or not key.readers
 
 
 def test_a_value_is_taken_over_without_its_neighbours():
     """The neighbours were completed at the start: ports, for example."""
     running, given = toml("[router]\nport = 4711\nmax_attempts = 3"), toml("[router]\nmax_attempts = 9")
-    apply_change(running, given, "router.max_attempts")
+    set_value(running, "router.max_attempts", value_of(given, "router.max_attempts"))
     assert (running.router.port, running.router.max_attempts) == (4711, 9)
 
 

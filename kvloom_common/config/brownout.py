@@ -1,0 +1,92 @@
+"""The configuration of the brownout ladder, on which answers are degraded under overload."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvloom_common.config.section import PositiveFloat, PositiveInt, Section
+
+TierName = Literal["interactive", "batch"]
+
+
+class BrownoutStepConfig(Section):
+    """Says what one step of the brownout ladder does, in addition to the steps before it."""
+
+    max_tokens: Annotated[int, Meta(ge=0)] = 0
+    """The most output tokens of an answer, which then ends with `length`. 0: no cap."""
+    no_speculation: bool = False
+    """True keeps engines from drafting tokens (`shard.torch.speculation`), which costs answers time but no quality."""
+    max_choices: Annotated[int, Meta(ge=0)] = 0
+    """Requests for more choices (`n`) are refused. 0: no limit."""
+    smaller_model: bool = False
+    """True passes requests whose route or `models` names another model on to it."""
+    shed: list[TierName] = []
+    """The tiers whose requests are refused."""
+    max_queue_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """Requests that would wait longer than this for a shard are refused, as judged by the rate at which the queue
+    drains. They count as missed objectives. 0: `router.max_queue_seconds` decides."""
+    applies_to: Annotated[list[TierName], Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: list[TierName](("interactive", "batch"))
+    )
+    """The tiers whose requests the step concerns; those of others are exempt from it."""
+
+    def __post_init__(self) -> None:
+        effects = ("max_tokens", "no_speculation", "max_choices", "smaller_model", "shed", "max_queue_seconds")
+        if not any(getattr(self, name) for name in effects):
+            raise ValueError(f"a step needs one of {', '.join(effects)}: it does nothing")
+        for tier in self.shed:
+            if tier not in self.applies_to:
+                raise ValueError(f"shed names {tier!r}, which applies_to exempts")
+
+
+def _default_ladder() -> list[BrownoutStepConfig]:
+    return [
+        BrownoutStepConfig(no_speculation=True, max_tokens=1024),
+        BrownoutStepConfig(smaller_model=True, max_tokens=512),
+        BrownoutStepConfig(max_choices=1, max_tokens=256),
+        BrownoutStepConfig(shed=["batch"], max_queue_seconds=1.0),
+    ]
+
+
+class BrownoutConfig(Section):
+    """How answers are degraded under overload before requests are refused (docs/brownout.md)."""
+
+    enabled: bool = False
+    ttft_slo_seconds: PositiveFloat = 2.0
+    """The objective: an interactive request has its first token within this time."""
+    target: Annotated[float, Meta(gt=0, lt=1)] = 0.95
+    """The share of interactive requests that must meet it. The rest is the error budget."""
+    fast_window_seconds: PositiveFloat = 10.0
+    slow_window_seconds: PositiveFloat = 60.0
+    """At most 36 fast windows."""
+    step_up_burn_rate: PositiveFloat = 4.0
+    """A model goes one step up when both windows use up the error budget this many times as fast as `target` allows."""
+    step_down_burn_rate: PositiveFloat = 1.0
+    """It goes one step down when the fast window has stayed below this rate for `hold_seconds`."""
+    min_step_seconds: PositiveFloat = 10.0
+    """How long a model is on a step, at least, before it goes further up; at least the fast window, which then shows
+    what the step has done."""
+    hold_seconds: PositiveFloat = 30.0
+    """Doubled, up to eight times this, whenever the model has to go up again soon after it went down."""
+    min_requests: PositiveInt = 10
+    """With fewer interactive requests of a model in the slow window, it does not go up."""
+    steps: Annotated[list[BrownoutStepConfig], Meta(min_length=1, max_length=16)] = msgspec.field(
+        default_factory=_default_ladder
+    )
+    """The ladder, from the mildest step to the last."""
+
+    def __post_init__(self) -> None:
+        if not self.fast_window_seconds < self.slow_window_seconds <= 36 * self.fast_window_seconds:
+            raise ValueError("slow_window_seconds must be above fast_window_seconds, and at most 36 times as long")
+        if self.min_step_seconds < self.fast_window_seconds:
+            raise ValueError("min_step_seconds must be at least fast_window_seconds")
+        if self.step_down_burn_rate >= self.step_up_burn_rate:
+            raise ValueError("step_down_burn_rate must be below step_up_burn_rate")
+        if self.step_up_burn_rate * (1 - self.target) > 1:
+            raise ValueError(
+                f"step_up_burn_rate cannot be reached: with target = {self.target:g} the rate is at most "
+                f"{1 / (1 - self.target):.3g}"
+            )

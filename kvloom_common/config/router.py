@@ -1,0 +1,222 @@
+"""The configuration of the routers."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from kvloom_common.config.brownout import BrownoutConfig
+from kvloom_common.config.edge import ResumeConfig
+from kvloom_common.config.section import (
+    AT_START,
+    BY_ROUTERS_AND_EDGES,
+    FilePath,
+    Flag,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    ReadBy,
+    Section,
+)
+
+_CLASS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+class PlacementConfig(Section):
+    """How the router chooses a shard for a request."""
+
+    policy: str = "ect"
+    """The name of a policy in router/core/placement ("ect", "round_robin", "least_requests" ...) or of a plugin's."""
+    prefill_chunks: bool = True
+    """True makes the default policy split long prompts into prefill chunks, between which shorter prompts are prefilled
+    (docs/routing.md). The engines must keep prefixes in their cache."""
+
+
+class DecisionLogConfig(Section):
+    """Says which placements are kept for `kvloom explain`, and in which file, if any."""
+
+    sample_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """The share of the requests that are recorded, chosen by a hash of their ids. 0: none."""
+    max_remembered: PositiveInt = 4096
+    """How many of the latest requests are kept in memory."""
+    path: FilePath = ""
+    """JSON lines (docs/routing-decisions.md) are appended to this file, one for each recorded request that ended. Each
+    router needs its own file. Empty: no file is written."""
+    max_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 2**20
+    """The size of the file. When it is reached, the file is renamed to `path` + ".1"."""
+
+
+class OverloadConfig(Section):
+    """Says what happens when the load exceeds the capacity of the shards (docs/reliability.md)."""
+
+    sheds_early: bool = True
+    """True rejects requests on arrival that would wait longer than they may, judged by the rate at which the queue
+    drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
+    `max_queued_requests` and the clock decide."""
+    outage_patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
+    """How long admitted requests wait for a shard when the last one is lost. New requests are rejected at once."""
+    ramp_start_requests: PositiveInt = 8
+    """How many requests a shard that joins (or returns) while requests are queued gets at first. It gets two more with
+    every first token that it produces, so that it is not overwhelmed."""
+
+
+class FairnessConfig(Section):
+    """How tenants (or callers) share the shards when one of them fills them (docs/reliability.md)."""
+
+    enabled: bool = True
+    """True makes running answers of a tenant above its share wait while other tenants are served."""
+    preempt_after_seconds: PositiveFloat = 0.25
+    """How long a request of a tenant below its share waits before it gets the place of a running answer."""
+    reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.125
+    """The part of each shard's batch and of its KV blocks, at least one of each, that tenants above their share leave
+    free while tenants compete."""
+    contention_seconds: PositiveFloat = 30.0
+    """How long tenants, or classes, are taken to compete after one had to wait."""
+    competing_prefill_seconds: Annotated[float, Meta(ge=0)] = 0.05
+    """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
+    several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
+    prompt_token_weight: PositiveFloat = 1.0
+    """A prompt token that has to be computed counts as so much service of its tenant. The tenant with the least service
+    is next in a queue (docs/scheduling.md)."""
+    output_token_weight: PositiveFloat = 2.0
+
+
+class PriorityClassConfig(Section):
+    """A class of requests (docs/scheduling.md)."""
+
+    name: str
+    """Requests name the class by it. "interactive" and "batch" are the classes of requests that name none."""
+    rank: Annotated[int, Meta(ge=0, le=15)]
+    """The lower, the more urgent. The built-in classes have 1 (interactive), 2 (batch) and 3 (shadow traffic)."""
+    weight: PositiveFloat = 1.0
+    """The share among classes of one rank."""
+    reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """The part of each shard's batch and KV blocks that other classes leave to this one while it has work."""
+    aging_seconds: PositiveFloat = 30.0
+    """After how long a waiting request counts as one rank more urgent."""
+    max_queue_seconds: PositiveFloat | None = None
+    """How long a request may wait; by default `router.max_queue_seconds`."""
+
+    def __post_init__(self) -> None:
+        if not _CLASS_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is not a name of lower-case letters, digits, - and _, of at most 64")
+
+
+class HealthConfig(Section):
+    """When the router suspects a shard. A suspected shard gets no new requests, its running ones continue on other
+    shards, and probes, which are requests for one token, find out when it is healthy again (docs/reliability.md)."""
+
+    enabled: bool = True
+    stall_seconds: PositiveFloat = 5.0
+    """A shard that has work and makes no progress for this long is suspected. The expected time of prefill is added."""
+    slow_factor: Annotated[float, Meta(gt=1)] = 10.0
+    """A shard is suspected if its tokens are this many times slower than the median of the model's shards."""
+    slow_seconds: PositiveFloat = 10.0
+    """How long a shard must have been decoding before its speed is judged."""
+    max_failures: PositiveInt = 5
+    """A shard is suspected if its engine has failed this many requests in a row."""
+    max_suspected_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """The largest share of a model's shards that may be suspected at a time."""
+    probe_seconds: PositiveFloat = 1.0
+    """The time before the first probe of a suspected shard. Each missed probe doubles it."""
+    max_probe_seconds: PositiveFloat = 30.0
+    num_probes: PositiveInt = 3
+    """How many probes in a row must be answered in time before the shard is healthy again."""
+
+
+class ResultCacheConfig(Section):
+    """Answers to deterministic requests, kept in the router for the tenant that has got them (docs/result-cache.md)."""
+
+    enabled: Annotated[bool, BY_ROUTERS_AND_EDGES] = False
+    ttl_seconds: PositiveFloat = 3600.0
+    max_bytes: Annotated[int, Meta(ge=2**16)] = 64 * 2**20
+    """The size of one router's cache, in bytes of memory."""
+    max_entries: PositiveInt = 65_536
+    max_answer_tokens: Annotated[int, Meta(ge=1, le=32_768)] = 1024
+    """Longer answers (of all choices together) are not kept. A cached answer is sent at once, and a longer one could
+    exceed `edge.max_buffered_bytes`."""
+    shared: bool = False
+    """True lets routers use one another's answers too, through Redis (encrypted). A request that a router cannot answer
+    itself then waits for Redis, at most `shared_timeout_seconds`."""
+    shared_timeout_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.01
+
+
+class ReceiptsConfig(Section):
+    """Signed receipts, with which answers can be computed again (docs/receipts.md)."""
+
+    enabled: bool = False
+    """True lets requests ask for a receipt."""
+    key_file: FilePath = ""
+    """The private key; made if it is missing. "": receipts.key in `data_dir`."""
+
+
+class DisaggregationConfig(Section):
+    """Prompts that one shard computes for another (docs/disaggregation.md), where shards have roles."""
+
+    min_prompt_tokens: PositiveInt = 2048
+    """The shard of the answer must have at least so many tokens of the prompt to compute."""
+    leg_timeout_seconds: PositiveFloat = 30.0
+    """A prompt that another shard has not computed within this time is computed elsewhere."""
+
+
+class RouterConfig(Section):
+    """The routers."""
+
+    host: Annotated[str, AT_START, Flag("host")] = "127.0.0.1"
+    port: Annotated[Port, AT_START, Flag("router-port", "The port of the gRPC API. 0 picks one.")] = 8081
+    num_routers: Annotated[
+        int, Meta(ge=1, le=256), AT_START, Flag("routers", "The number of routers. They share the port.")
+    ] = 1
+    """How many routers `kvloom up` starts. They share the port, and each has its own port as well."""
+    max_queued_requests: PositiveInt = 1024
+    """How many requests may be queued for a shard. Beyond that a request is rejected at once."""
+    max_queue_seconds: PositiveFloat = 60.0
+    request_timeout_seconds: PositiveFloat = 600.0
+    max_attempts: PositiveInt = 3
+    max_prompt_tokens: PositiveInt = 262_144
+    max_concurrent_requests_per_caller: PositiveInt = 4096
+    """RPCs that one caller may have open. Beyond that it gets RESOURCE_EXHAUSTED, while the others are served."""
+    max_connections: PositiveInt = 16_384
+    """gRPC connections open at a time. Further ones are closed."""
+    max_connections_per_address: PositiveInt = 8192
+    """gRPC connections of one IPv4 address or one IPv6 network of 64 bits. RPCs on further ones get RESOURCE_EXHAUSTED,
+    and the connections are closed. `edge.trusted_proxies` may have any number."""
+    max_message_bytes: Annotated[int, Meta(ge=2**20, le=64 * 2**20)] = 16 * 2**20
+    """The size of one gRPC message of a client."""
+    max_pending_request_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    """The size of all requests of clients over gRPC together, from their arrival to their end. Beyond that requests are
+    rejected at once."""
+    max_memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    """The same as `edge.max_memory_bytes`, for a router."""
+    max_streams_per_connection: PositiveInt = 4096
+    """RPCs open at a time on one HTTP/2 connection. Further ones wait at the client."""
+    reflection: bool = True
+    """True makes gRPC reflection describe the services to anyone who can connect."""
+    drain_timeout_seconds: PositiveFloat = 30.0
+    stays_on_cpu: bool = True
+    """The same as `edge.max_memory_bytes`, for a router."""
+    placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
+    disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)
+    health: HealthConfig = msgspec.field(default_factory=HealthConfig)
+    decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
+    overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
+    brownout: BrownoutConfig = msgspec.field(default_factory=BrownoutConfig)
+    fairness: FairnessConfig = msgspec.field(default_factory=FairnessConfig)
+    resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
+    result_cache: ResultCacheConfig = msgspec.field(default_factory=ResultCacheConfig)
+    receipts: Annotated[ReceiptsConfig, ReadBy(("router", "edge", "shard"))] = msgspec.field(
+        default_factory=ReceiptsConfig
+    )
+    classes: Annotated[list[PriorityClassConfig], Meta(max_length=16), BY_ROUTERS_AND_EDGES] = []
+    """Classes of requests beside the built-in ones, or in their place."""
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.classes]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"classes: {twice!r} is declared twice")
+        if sum(one.reserved_share for one in self.classes) >= 1:
+            raise ValueError("classes: all reserved_share together must be less than 1")

@@ -1,0 +1,214 @@
+"""The configuration of who may call: API keys, plugins, the control service, OIDC providers, certificates and TLS."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvloom_common.config.section import (
+    AT_START,
+    BY_CONTROL,
+    BY_EDGES,
+    FOLLOWED,
+    DatabaseUrl,
+    FilePath,
+    Flag,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT
+
+_WEBHOOK: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
+
+
+class CallersConfig(Section):
+    """Who may call, and who counts as one caller. Callers share neither cached prompts nor names of requests."""
+
+    api_keys_file: Annotated[
+        FilePath, Flag("api-keys", "The file with the hashes of API keys (`kvloom keys`). Clients then need a key.")
+    ] = ""
+    """The file with the hashes of API keys (`kvloom keys`), reloaded when it changes. Empty: no key is needed."""
+    provider: str = ""
+    """The name of a plugin that says who a caller is (docs/plugins.md), instead of API keys. Empty: there is none."""
+    plugin: dict[str, Any] = {}
+    """The settings of that plugin, which only it knows and checks."""
+    provider_timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
+    """How long the provider may take for an answer. Then the caller gets a 503 `auth_unavailable`."""
+    provider_cache_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """How long the provider's answers are kept: a caller who loses access has it for at most that long. Refusals are
+    kept for 5 seconds at most."""
+    kv_shares: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    """The part of every shard's KV blocks, in percent, that is guaranteed to a caller (docs/kv-shares.md), by the
+    caller's name: "key-NAME" for an API key, "id-ID" for an id of the provider. At most 90 together. With tenants,
+    limits of accounts say this instead."""
+    allow_insecure: Annotated[
+        bool, Flag("insecure", "Listen on other addresses than loopback even without TLS or API keys.")
+    ] = False
+    """True allows edges and routers to listen on other addresses than loopback without TLS or without API keys or a
+    provider."""
+    anonymous: Literal["address", "shared"] = "address"
+    """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
+    caller's, so that they share cached prompts and can find out which prompts others have sent."""
+
+    def __post_init__(self) -> None:
+        if (total := sum(self.kv_shares.values())) > MAX_KV_SHARES_PERCENT:
+            raise ValueError(f"kv_shares guarantees {total}% together, and at most {MAX_KV_SHARES_PERCENT}% can be")
+
+
+TenantId = Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,64}/[a-z0-9-]{1,64}$")]
+"""ORGANISATION/PROJECT"""
+
+
+TokenAlgorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519"
+]
+"""Those whose keys can be published."""
+
+
+RoleName = Literal["reader", "member", "operator", "admin"]
+
+
+class IssuerConfig(Section):
+    """An OIDC provider whose tokens (JWTs) are accepted like keys (docs/tenancy.md)."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    """The ids of the issuer's subjects begin with it: `oidc:NAME:SUBJECT`."""
+    issuer: Annotated[str, Meta(min_length=1, max_length=512)]
+    """The `iss` of its tokens, exactly."""
+    audiences: Annotated[list[str], Meta(min_length=1, max_length=16)]
+    """One of them must be in a token's `aud`."""
+    jwks_url: str = ""
+    """Where it publishes its keys: an https URL, or an http one of this machine."""
+    jwks_file: FilePath = ""
+    """A file with its keys, instead of `jwks_url`."""
+    algorithms: Annotated[list[TokenAlgorithm], Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: list[TokenAlgorithm](("RS256", "ES256"))
+    )
+    """Those that its tokens may be signed with."""
+    tenant_claim: str = "tenant"
+    """The claim that says to which tenant a token belongs: a text, or a list of texts (groups)."""
+    tenants: dict[str, TenantId] = {}
+    """The tenants by the values of that claim; the first one here that a token has counts. Empty: the value itself is a
+    tenant, so the issuer may name any of them."""
+    role_claim: str = "roles"
+    """The claim that says which role the token has: a text, or a list of texts."""
+    roles: dict[str, RoleName] = {}
+    """The roles by the values of that claim; the highest that a token has counts."""
+    default_role: RoleName | Literal[""] = "member"
+    """The role of tokens that have none of `roles`. "": they are refused."""
+    leeway_seconds: Annotated[float, Meta(ge=0, le=300)] = 30.0
+    """How much the clocks may differ."""
+    refresh_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
+    """How often the keys are read again."""
+    min_refetch_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
+    """A token with a key that is not known makes them be read again at once, but not more often than this."""
+
+    def __post_init__(self) -> None:
+        if bool(self.jwks_url) == bool(self.jwks_file):
+            raise ValueError("one of jwks_url and jwks_file is needed")
+
+
+class CertificateConfig(Section):
+    """Clients' certificates (`tls.client_ca_file`) that are accepted like keys. A client with a key needs none of
+    these."""
+
+    tenant: TenantId
+    uri: str = ""
+    """A URI of the certificate, such as a SPIFFE id; with "*" at its end, all that begin so."""
+    common_name: str = ""
+    """The common name of the certificate's subject, instead of `uri`."""
+    role: RoleName = "member"
+
+    def __post_init__(self) -> None:
+        if bool(self.uri.strip("*")) == bool(self.common_name):
+            raise ValueError("one of uri and common_name is needed")
+
+
+class ControlConfig(Section):
+    """The control service: tenants with keys, limits, budgets and metering (docs/tenancy.md)."""
+
+    enabled: Annotated[
+        bool,
+        AT_START,
+        Flag(
+            "control",
+            "Serve tenants: holders of the keys that `kvloom keys create` makes, and nobody else (docs/tenancy.md).",
+        ),
+    ] = False
+    """True gives the fabric tenants. Then only holders of their keys are served."""
+    host: Annotated[str, AT_START] = "127.0.0.1"
+    port: Annotated[Port, AT_START] = 0
+    """Where the service listens for the processes of its fabric. 0: the system picks the port."""
+    database_url: Annotated[DatabaseUrl, BY_CONTROL] = ""
+    """"postgresql://USER@HOST/NAME", or "sqlite:///PATH". Empty: a SQLite file in the data directory."""
+    max_stale_seconds: PositiveFloat = 86_400.0
+    """How long edges and routers serve with the table of tenants that they have while the service cannot be reached."""
+    usage_record_days: Annotated[int, Meta(ge=0, le=36_500), BY_CONTROL] = 400
+    """How long the record of each request is kept; sums by day, model and key stay. 0: for ever."""
+    budget_alert_percents: Annotated[list[Annotated[int, Meta(ge=1, le=1000)]], Meta(max_length=16), BY_CONTROL] = (
+        msgspec.field(default_factory=lambda: [80, 100])
+    )
+    """Notices are sent when so much of a budget is spent."""
+    webhook_urls: Annotated[list[str], Meta(max_length=16), BY_CONTROL] = []
+    """Where notices about budgets are sent."""
+    webhook_secret_file: Annotated[FilePath, BY_CONTROL] = ""
+    """The file with the secret with which notices are signed ("whsec_...", see standardwebhooks.com)."""
+    max_keys: PositiveInt = 10_000
+    max_projects: PositiveInt = 1_000
+    max_users: PositiveInt = 10_000
+    """How many keys, projects and users an organisation may have, unless the operator gives it quotas of its own. Keys
+    that were revoked or have long expired do not count."""
+    max_entry_bytes: PositiveInt = 16 * 2**20
+    """How large an organisation's keys and projects may be together, which each edge and router keeps in memory: the
+    texts that were given, and 256 bytes each."""
+    witness: Annotated[bool, BY_EDGES] = False
+    """True makes edges write down what they have delivered, and routers what they have sent to clients outside the
+    fabric, for `kvloom usage reconcile`."""
+    operator_organisation: Annotated[str, FOLLOWED] = ""
+    """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
+    machines do. Empty: such keys administer their own organisations only."""
+    issuers: Annotated[list[IssuerConfig], Meta(max_length=16)] = []
+    """OIDC providers whose tokens are accepted like keys."""
+    certificates: Annotated[list[CertificateConfig], Meta(max_length=1024)] = []
+    """Clients' certificates that are accepted like keys; the first that fits counts."""
+
+    def __post_init__(self) -> None:
+        for url in self.webhook_urls:
+            if not _WEBHOOK.fullmatch(url):
+                raise ValueError(f"{url!r} is not a URL such as https://example.com/budgets")
+        if self.webhook_urls and not self.webhook_secret_file:
+            raise ValueError("webhook_urls needs webhook_secret_file")
+
+
+class TlsConfig(Section):
+    """TLS for clients, on the HTTP and the gRPC port. The files are in PEM and are reloaded when they change."""
+
+    certificate_file: Annotated[
+        FilePath,
+        AT_START,
+        Flag(
+            "tls-certificate",
+            "The certificate of the HTTP and gRPC ports, in PEM. It is reloaded when the file changes.",
+        ),
+    ] = ""
+    """The server's certificate, and the intermediate ones. Empty: no TLS."""
+    key_file: Annotated[FilePath, AT_START, Flag("tls-key", "The key of that certificate.")] = ""
+    client_ca_file: Annotated[
+        FilePath, Flag("tls-client-ca", "The authorities of clients' certificates, which clients then need.")
+    ] = ""
+    """The authorities of clients' certificates. Empty: clients need none."""
+    client_crl_file: FilePath = ""
+    """Lists of the certificates that these authorities have revoked. Empty: none are."""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate_file) != bool(self.key_file):
+            raise ValueError("certificate_file and key_file are needed together")
+        if self.client_ca_file and not self.certificate_file:
+            raise ValueError("client_ca_file needs certificate_file")
+        if self.client_crl_file and not self.client_ca_file:
+            raise ValueError("client_crl_file needs client_ca_file")
