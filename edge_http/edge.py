@@ -126,7 +126,7 @@ class Edge:
         """The bytes of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
-        self.keep_alive = KeepAlive(config.stream_keep_alive_seconds)
+        self.keep_alive = KeepAlive(config.stream_keep_alive_seconds, config.stream_head_seconds)
         self.has_result_cache = False
         """True when routers have a result cache; then responses tell if it had the answer."""
         self.class_names: frozenset[str] = frozenset()

@@ -129,7 +129,7 @@ async def run_resumable(
 
 
 def _note_delivered(witness: UsageWitness, submission: Submission, answer: Answer) -> None:
-    ids = [request.request_id for request in submission.requests if request is not None]
+    ids = [request.wanted.request_id for request in submission.requests if request is not None]
     if ids:
         name = ids[0] if len(submission.requests) == 1 else ids[0].rpartition(".")[0]
         witness.note(WitnessLine(name, answer.num_output_tokens, answer.error is None and not answer.num_open))

@@ -123,7 +123,7 @@ def digest_of(request: Request, num_choices: int, priority_class: str, adapter_c
         request.tenant,
         request.key_id,
         request.request_id,
-        request.model,
+        request.full_name,
         adapter_checksum,
         f"{num_choices} {request.max_tokens} {request.tier} {priority_class}",
     ):

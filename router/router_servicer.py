@@ -52,10 +52,11 @@ from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
 from router.decisions.log import DecisionLog
 from router.decisions.responses import explanation_to_proto, not_remembered, plan_to_proto, without_load
-from router.intake import MAX_NAME_CHARS, Intake
+from router.intake import Intake
 from router.links.client_link import ClientLink
 from router.links.link_sessions import LinkSessions
 from router.links.moderation import Moderation
+from router.prompt_checks import MAX_NAME_CHARS
 from router.side_call_desk import SideCallDesk
 
 log = structlog.get_logger()

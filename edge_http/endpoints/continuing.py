@@ -113,12 +113,12 @@ class ContinuedRun:
             stop = remaining_stop(job.stop, carried, len(token_ids), room)
             if stop is None:
                 continue
-            job = msgspec.structs.replace(job, stop=stop)
+            job.stop.CopyFrom(stop)
             submission = submission_of(edge, self.request, job, name)
             [request] = submission.requests
             assert request is not None
             request.partial_choices, request.is_new = [progress], True
-            request.num_foreign_tokens = len(token_ids)
+            request.submit.num_foreign_tokens = len(token_ids)
             return _Next(job, submission, progress)
         return None
 
@@ -145,4 +145,4 @@ class ContinuedRun:
 def _request_id(submission: Submission) -> str:
     [request] = submission.requests
     assert request is not None
-    return request.request_id
+    return request.wanted.request_id

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from edge_http.edge import EMBED, Edge, ServedModel
@@ -140,8 +139,7 @@ async def _routed_body(
             model = edge.find_embedding_model(name, api.use)
             edge.model_able_to(name, ())
             job = await api.make_job(edge, request, body, model)
-            headers = route_headers(chosen, model.name, passed)
-            job = msgspec.structs.replace(job, headers=headers, deadline=deadline)
+            job.headers, job.deadline = route_headers(chosen, model.name, passed), deadline
             # The name of a request that has just been cancelled may be in use still.
             attempt_id = new_response_id(api.id_prefix, edge.tag) if passed else response_id
             return await embedding_body(edge, request, job, attempt_id, lease)

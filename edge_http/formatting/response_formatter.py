@@ -61,7 +61,7 @@ class ResponseFormatter(abc.ABC):
     """One object formats one response. Methods are called in the order of the response's events; a format may keep
     state between calls. Choices are numbered across all prompts."""
 
-    __slots__ = ("_envelope", "drops_output", "prefixes", "report", "suffix")
+    __slots__ = ("_envelope", "drops_output", "prefixes", "repeats_usage", "report", "suffix")
 
     call_id_prefix = "call_"
     keep_alive = b": keep-alive\n"
@@ -77,6 +77,8 @@ class ResponseFormatter(abc.ABC):
         """The bytes after the text."""
         self.drops_output = False
         """The answer has nothing but what it repeats of its prompt."""
+        self.repeats_usage = False
+        """All events tell how many tokens there are so far: `repeat_usage` is called whenever there are more."""
         self.report: object | None = None
         """Set if the answer repeats something of its prompt; see `echo` and `prompt_logprobs`."""
 
@@ -109,6 +111,14 @@ class ResponseFormatter(abc.ABC):
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
         """Return the contents of the arrays in the `logprobs` of these tokens. Each token must be passed once, in
         order."""
+        raise NotImplementedError
+
+    def cut_logprobs(self, logprobs: Sequence[bytes], num_bytes: int) -> Sequence[bytes]:
+        """Return what the method `logprobs` returned, without the last `num_bytes` of the text of the last token."""
+        raise NotImplementedError
+
+    def repeat_usage(self, num_output_tokens: int) -> None:
+        """From now on events tell of so many tokens."""
         raise NotImplementedError
 
     def echo(self, index: int, start: SequenceStart) -> tuple[str, Sequence[bytes] | None] | None:  # noqa: ARG002

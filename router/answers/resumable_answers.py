@@ -23,8 +23,10 @@ from router.answers.resumable_answer import AnswerName, ResumableAnswer
 from router.caller_scope import TRUSTED, CallerScope
 from router.core.events import ClientGone, RequestArrived
 from router.core_driver import CoreDriver
-from router.intake import MAX_NAME_CHARS, Intake, new_request_id, seed_of
+from router.intake import Intake, seed_of
 from router.partial_choices import num_wanted_choices
+from router.prompt_checks import MAX_NAME_CHARS
+from router.request_builder import new_request_id
 
 log = structlog.get_logger()
 

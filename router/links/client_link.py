@@ -34,10 +34,11 @@ from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
-from router.intake import MAX_NAME_CHARS, Intake
+from router.intake import Intake
 from router.links.link_sessions import LinkSessions
 from router.links.step_outbox import StepOutbox
 from router.links.submit_queue import SubmitQueue
+from router.prompt_checks import MAX_NAME_CHARS
 
 log = structlog.get_logger()
 

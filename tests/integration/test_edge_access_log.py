@@ -80,7 +80,9 @@ async def test_a_client_that_leaves_is_logged_with_its_answer() -> None:
             async with asyncio.timeout(5):
                 while not world.link.requests:  # noqa: ASYNC110  (a fake sends no event)
                     await asyncio.sleep(0.01)
-            assert world.link.requests[0].request.client_request_id == "mine-1", "the router gets the caller's id"
+            assert world.link.requests[0].request.submit.client_request_id == "mine-1", (
+                "the router gets the caller's id"
+            )
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             (line,) = await lines_of(world, capture, 1)
