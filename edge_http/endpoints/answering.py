@@ -72,7 +72,7 @@ class GenerationJob(TimedJob):
     operation: str
     """The operation's OpenTelemetry name: "chat" or "text_completion"."""
     id_prefix: str
-    """What the response's id begins with, e.g. "chatcmpl-"."""
+    """The response's id begins with it, e.g. "chatcmpl-"."""
     prompts: Sequence[Prompt]
     prompt_sizes: Sequence[int]
     """The tokens of each prompt."""

@@ -234,9 +234,7 @@ class ResumableAnswers:
 
     def _on_settled(self, answer: ResumableAnswer) -> None:
         """Its client has continued the answer at another router, and will not come back."""
-        answer.end(
-            KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client has gone on at another router.")
-        )
+        answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client has gone on at another router."))
         self._remove(answer)
 
     def _remove(self, answer: ResumableAnswer) -> None:

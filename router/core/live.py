@@ -273,7 +273,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     num_attempts: int = 0
     last_shard_id: str = ""
     is_displaced: bool = False
-    """Whether it was last preempted for a more urgent class."""
+    """True when it was last preempted for a more urgent class."""
     variant: str = ""
     """That of the last shard; see ShardInfo.variant in shard_service.proto."""
     first_dispatched_at: float | None = None
@@ -285,7 +285,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     prompt_verdict_open: bool = False
     check_id: int = 0
     charge: RequestCharge | None = None
-    """What it has taken of its limits; None: it has none."""
+    """The part of its limits that it has taken; None: it has no limits."""
     usage: UsageMeter | None = None
     """None where no usage records are made."""
     ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
@@ -299,9 +299,9 @@ class LiveRequest(msgspec.Struct, eq=False):
     cached: Sequence[CachedChoice] = ()
     """Its whole answer, if the result cache has it."""
     is_exact: bool = True
-    """Whether its tokens are those of an answer that was neither moved nor cut short."""
+    """True when its tokens are those of an answer that was neither moved nor cut short."""
     is_screened: bool = True
-    """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
+    """True when all of it is screened, as far as the policy wants it, before its end is sent."""
 
     def __post_init__(self) -> None:
         request = self.request
