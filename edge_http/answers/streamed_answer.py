@@ -112,7 +112,7 @@ class StreamedAnswer(Answer):
 
     @property
     def is_over(self) -> bool:
-        """True when the stream has ended. See WatchedStream (edge_http/wire/keep_alive.py), as for the next two."""
+        """True when the stream has ended. See WatchedStream (edge_http/wire/keep_alive.py)."""
         return self.ended.done()
 
     def begin_early(self) -> None:

@@ -56,7 +56,7 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     operation."""
     echoes: bool = False
     echo_logprobs: int | None = None
-    """The number of log-probabilities, as in PromptReport."""
+    """The value of the same name in PromptReport."""
 
 
 class RequestsRecord(msgspec.Struct, array_like=True):
@@ -180,7 +180,7 @@ class AnswerState:
 
 
 def can_continue(response: ResponseRecord, requests: RequestsRecord) -> bool:
-    """True when the requests can be those of the response."""
+    """Returns True when the requests can be those of the response."""
     return len(requests.requests) == len(response.prompt_sizes) and all(map(_is_submit, requests.requests))
 
 

@@ -252,7 +252,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     placed_at: float = 0.0
     """When it entered that shard's queue."""
     prediction: PlacementPrediction | None = None
-    """That of its first placement; None: it has not been placed."""
+    """The prediction of its first placement; None: it has not been placed."""
     prefill_chunk: tuple[Attempt, int] | None = None
     """The chunk of its prompt that the shard it waits for is computing, and that chunk's slot there."""
     num_prefill_chunks: int = 0
@@ -285,7 +285,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     prompt_verdict_open: bool = False
     check_id: int = 0
     charge: RequestCharge | None = None
-    """The part of its limits that it has taken; None: it has no limits."""
+    """The charge to its limits; None: it has none."""
     usage: UsageMeter | None = None
     """None where no usage records are made."""
     ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
@@ -299,7 +299,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     cached: Sequence[CachedChoice] = ()
     """Its whole answer, if the result cache has it."""
     is_exact: bool = True
-    """True when its tokens are those of an answer that was neither moved nor cut short."""
+    """True while its tokens are those of an answer that was neither moved nor cut short."""
     is_screened: bool = True
     """True when all of it is screened, as far as the policy wants it, before its end is sent."""
 
