@@ -18,10 +18,11 @@ from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom_common.access.api_keys import ApiKey, digest_of, draw_key, write_api_keys
 from kvloom_common.config import KvloomConfig, ModelConfig
 from kvloom_common.metrics.exposition import samples_in
+from lab.bench.disturbed import explain
 from lab.bench.experiment import DATA_DIR, Flag, choice, count, flag, show_progress
-from lab.bench.streams import Stream, explain, open_session
 from router.core.placement import POLICIES
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.bench.streams import Stream, open_session
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model

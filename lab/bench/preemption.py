@@ -13,15 +13,9 @@ import msgspec
 from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom_common.config import KvloomConfig, PriorityClassConfig
 from lab.bench.bench_fabric import SHARD_FLAGS, Device, Fabric, bench_config, bench_fabric
+from lab.bench.disturbed import num_differing_bytes, num_tokens_computed_again
 from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment, show_progress
-from lab.bench.streams import (
-    Stream,
-    num_differing_bytes,
-    num_tokens_computed_again,
-    numbered_prompt,
-    play,
-    play_one,
-)
+from tools.bench.streams import Stream, numbered_prompt, play, play_one
 from tools.failures import CommandError
 from tools.simulate.plot import draw
 from tools.simulate.runs import Curves

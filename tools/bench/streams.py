@@ -1,4 +1,4 @@
-"""Streams as their clients see them, and whether those of a disturbed run are those of an undisturbed one."""
+"""Streams as their clients see them: the requests of benches, sent over HTTP."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
-import grpc.aio
 import msgspec
 
-from kvloom.v1.router_service_pb2 import ExplainRequest, ExplainResponse
-from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
-from kvloom_common.trust.fabric_trust import FabricTrust
-from tools.failures import CommandError
-
-CALL_TIMEOUT_SECONDS: Final = 10.0
 _STREAM_TIMEOUT_SECONDS: Final = 600.0
 
 
@@ -135,33 +128,3 @@ def _take(stream: Stream, chunk: Mapping[str, Any]) -> None:
     if usage := chunk.get("usage"):
         stream.num_prompt_tokens, stream.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     stream.num_preemptions = chunk.get("kvloom", {}).get("moves", {}).get("preempted", stream.num_preemptions)
-
-
-async def explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-    """What the router says of each stream, by its name. Raises CommandError."""
-    async with trust.open_channel(router_address, "router") as channel:
-        stub = RouterServiceStub(channel)
-        answers: dict[str, ExplainResponse] = {}
-        for stream in streams:
-            request = ExplainRequest(client_request_id=stream.name)
-            try:
-                answers[stream.name] = await stub.Explain(request, timeout=CALL_TIMEOUT_SECONDS)
-            except grpc.aio.AioRpcError as error:
-                raise CommandError(f"{stream.name} cannot be explained: {error.details()}") from error
-        return answers
-
-
-def num_tokens_computed_again(stream: Stream, explained: ExplainResponse) -> int:
-    """Tokens of prompt and answer that the stream's later shards had to compute, because they were not cached there."""
-    return sum(
-        explained.outcome.num_prompt_tokens
-        + sum(at <= decision.decided_at_seconds for at in stream.pieces_at)
-        - next(s.num_overlap_tokens for s in decision.plan.shards if s.shard_id == decision.plan.picked_shard_id)
-        for decision in explained.decisions[1:]
-    )
-
-
-def num_differing_bytes(one: str, other: str) -> int:
-    """Position by position, and what only one of them has."""
-    a, b = one.encode(), other.encode()
-    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
