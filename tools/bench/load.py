@@ -31,7 +31,7 @@ _MS: Final = 1000.0
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the clients send."""
+    """The requests that clients send, and how long."""
 
     rate: float | None
     """Requests per second, at random times. None: `concurrency` clients ask again when they are answered."""

@@ -26,14 +26,14 @@ class Stream(msgspec.Struct):
     priority_class: str = ""
     api_key: str = ""
     is_batch: bool = False
-    """Whether it is in the batch tier."""
+    """True for a request of the batch tier."""
     text: str = ""
     finish_reason: str = ""
     error: str = ""
     error_code: str = ""
-    """As the API names it, of a request that was refused."""
+    """The code of a refusal, as the API names it. "" if there was none."""
     status: int = 0
-    """Of the response, 0 if there was none."""
+    """The HTTP status of the response, 0 if there was none."""
     brownout: str = ""
     """Its `x-kvloom-brownout`: the step and its effects."""
     sent_at: float = 0.0
@@ -41,7 +41,7 @@ class Stream(msgspec.Struct):
     pieces_at: list[float] = []
     """When each piece of text came, in seconds since the epoch."""
     num_preemptions: int = 0
-    """As its last event says."""
+    """The number of preemptions, as the last event of the answer says."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     """Both as its usage says, 0 if it had none: it failed, or its client left."""
