@@ -42,14 +42,14 @@ _BLOCKS_ON_GPU: Final = 8192
 
 
 MODEL: Final = flag("--model", str, BUILTIN_MODEL_NAME, "Name, directory or .gguf file.", metavar="NAME|PATH")
-SHARD_FLAGS: Final = (MODEL, choice("--device", ["cpu", "cuda"], "cpu", "What the torch engine computes on."), DATA_DIR)
+SHARD_FLAGS: Final = (MODEL, choice("--device", ["cpu", "cuda"], "cpu", "The device of the torch engine."), DATA_DIR)
 ENGINE_OR_MODELLED: Final = choice(
     "--engine",
     [MODELLED, "torch", "sim"],
     MODELLED,
     "model: modelled shards in virtual time; otherwise the engine of a fabric that is started.",
 )
-PROFILE: Final = choice("--profile", sorted(PROFILES), "70b", "What a modelled shard is.")
+PROFILE: Final = choice("--profile", sorted(PROFILES), "70b", "The modelled shard: a model and its hardware.")
 POLICY: Final = choice("--policy", sorted(POLICIES), "ect", "Placement policy.")
 SEED: Final = count("--seed", 1, least=0)
 
@@ -123,7 +123,7 @@ class Fabric(msgspec.Struct, frozen=True):
         return [process for process in self.folder.require_running().processes if process.role == role]
 
     async def explain(self, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-        """What the router says of each stream, by its name. Raises CommandError."""
+        """Returns what the router says of each stream, by its name. Raises CommandError."""
         router = self.processes("router")[0]
         return await explain(trust_of_running(self.folder), router.internal_address or router.router_address, streams)
 

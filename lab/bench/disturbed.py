@@ -1,4 +1,4 @@
-"""What the router says of streams, and whether those of a disturbed run are those of an undisturbed one."""
+"""Compares the streams of a disturbed run with those of an undisturbed one, and asks the router about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL_TIMEOUT_SECONDS: Final = 10.0
 
 
 async def explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-    """What the router says of each stream, by its name. Raises CommandError."""
+    """Returns what the router says of each stream, by its name. Raises CommandError."""
     async with trust.open_channel(router_address, "router") as channel:
         stub = RouterServiceStub(channel)
         answers: dict[str, ExplainResponse] = {}

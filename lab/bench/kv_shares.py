@@ -31,7 +31,7 @@ _TIMEOUT_SECONDS: Final = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvSharesPlan:
-    """What is played. In every round each conversation asks one question, in the middle of a flood."""
+    """Describes a run. In every round each conversation asks one question, in the middle of a flood."""
 
     num_blocks: int = 256
     percent: int = 50
@@ -55,7 +55,8 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hits:
-    """Of the conversations. The totals are without their first turns, which nothing cached can answer."""
+    """The cache hits of the conversations. The totals are without their first turns, which nothing cached can
+    answer."""
 
     turns: Sequence[Turn]
     num_last_resorts: int
@@ -207,7 +208,7 @@ _COLUMNS: Final = (
 
 @experiment(
     "kv-shares",
-    choice("--engine", ["sim", "torch"], "sim", "What computes."),
+    choice("--engine", ["sim", "torch"], "sim", "The engine."),
     count("--blocks", 256, "KV blocks.", least=64, to="num_blocks"),
     count("--share", 50, "The guaranteed share in percent.", most=MAX_KV_SHARES_PERCENT, to="percent"),
     count("--conversations", 4, most=1000, to="num_conversations"),

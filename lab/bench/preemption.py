@@ -44,12 +44,13 @@ _COLUMNS: Final = (
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True):
-    """What the clients send."""
+    """Says what the clients send."""
 
     num_batch: int
     num_prompt_words: int
     max_tokens: int
-    """Of the longest batch answer; the shortest has half as many, so that they do not end at the same time."""
+    """The tokens of the longest batch answer; the shortest has half as many, so that they do not end at the same
+    time."""
     num_urgent: int
     max_urgent_tokens: int
 
@@ -65,7 +66,7 @@ class PreemptionRow(msgspec.Struct, frozen=True):
     num_preemptions: int
     num_tokens_computed_again: int
     num_errors: int
-    """Of batch and urgent requests."""
+    """The errors of batch and urgent requests together."""
     num_differing_answers: int
     """Batch answers whose text is not that of the run in which nothing disturbed them."""
     batch_seconds: float
@@ -87,7 +88,7 @@ class PreemptionReport(msgspec.Struct, frozen=True):
 
 @experiment(
     "preemption",
-    choice("--engine", ["torch", "sim"], "torch", "Of the shards."),
+    choice("--engine", ["torch", "sim"], "torch", "The engine of the shards."),
     count("--shards", 2, most=16, to="num_shards"),
     count("--max-batch", 4, "Answers that run on a shard at the same time.", most=256),
     count("--batch-answers", 16, "Batch requests, all sent at once.", least=2, most=1024, to="num_batch"),
