@@ -32,7 +32,7 @@ def random_work(rng: random.Random) -> tuple[PrefillWork, int]:
     return work, rng.choice([0, rng.randrange(500_000)])
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(slowness=SLOWNESS, shape=SHAPES, seed=st.integers(0, 1_000))
 def test_varied_work_tells_the_coefficients(slowness: float, shape: list[float], seed: int) -> None:
     """Whatever the machine, each part of the cost is found if work differs in it, so that any other work is predicted
@@ -50,7 +50,7 @@ def test_varied_work_tells_the_coefficients(slowness: float, shape: list[float],
             assert model.seconds(work, context) == pytest.approx(seconds, rel=0.15)
 
 
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     slowness=SLOWNESS, shape=SHAPES, seen=WORK, asked=WORK, context=st.integers(0, 500_000), count=st.integers(1, 60)
 )
@@ -73,7 +73,7 @@ def test_one_kind_of_work_tells_no_more_than_how_fast_the_machine_is(
     assert true / PROPORTION**2 / 1.05 <= model.seconds(asked, context) <= true * PROPORTION**2 * 1.05
 
 
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     observations=st.lists(st.tuples(WORK, st.integers(0, 500_000), st.floats(1e-4, 1e4)), max_size=30),
     num_tokens=st.integers(1, 99_999),
@@ -98,7 +98,7 @@ def test_more_work_never_takes_less_time(
     assert 0 <= model.deviation_seconds(PrefillWork.of(num_tokens, num_cached), context) < 1e13
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(15), deadline=None)
 @given(slowness=SLOWNESS, seed=st.integers(0, 1_000))
 def test_uncertainty_is_low_only_where_work_was_seen(slowness: float, seed: int) -> None:
     """After many short suffixes of long cached prompts, the time of such a one is known, and that of a cold prompt is
