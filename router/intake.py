@@ -296,7 +296,7 @@ class Intake:
         return token_ids[:MAX_PREDICTED_TOKENS]
 
     def _tool_plan(self, wanted: GenerateRequest, model: ServedModel, sampling: SamplingParams) -> ToolPlan:
-        """What the tools mean for the model. `sampling` gets the guide that they need, if any."""
+        """Plans what the tools mean for the model. `sampling` gets the guide that they need, if any."""
         has_reasoning = model.output is not None and model.output.reasoning
         if not (wanted.tools or wanted.HasField("tool_choice") or has_reasoning):
             return NO_TOOLS

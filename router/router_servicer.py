@@ -265,6 +265,6 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
 async def _abort_internal(context: Context, rpc: str) -> NoReturn:
     """Handles a bug of the router: the stack trace goes to the log, never to the caller."""
-    log.exception("rpc failed", rpc=rpc)
+    log.exception("rpc_failed", rpc=rpc)
     error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request.")
     await abort(context, error)

@@ -13,7 +13,7 @@ from edge_http.answers.bill import AnswerBill
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.held_answer import HeldAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
-from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
+from edge_http.answers.shape import ResponseShape, formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.endpoints.link_requests import link_requests
@@ -72,7 +72,7 @@ class GenerationJob(TimedJob):
     operation: str
     """The operation's OpenTelemetry name: "chat" or "text_completion"."""
     id_prefix: str
-    """What the response's id begins with, e.g. "chatcmpl-"."""
+    """The response's id begins with it, e.g. "chatcmpl-"."""
     prompts: Sequence[Prompt]
     prompt_sizes: Sequence[int]
     """The tokens of each prompt."""
@@ -253,7 +253,9 @@ async def _whole_body(
 ) -> WholeBody:
     """Raises KvloomError."""
     parsed = parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call)
-    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
+    joined = joined_logprobs(job.model.tokenizer, job.num_choices, job.sampling, job.stop)
+    limit = edge.config.max_answer_bytes
+    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, limit, lease, parsed, joined)
     begin_answer(name, job.model.name, collected)
     if edge.usage is not None:
         collected.bill = _bill(edge.usage, edge, request, job)
@@ -330,10 +332,14 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
     """Return the options for what a streamed answer contains besides its text."""
     return {
         "parsed": parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call),
+        "joined": joined_logprobs(job.model.tokenizer, job.num_choices, job.sampling, job.stop)
+        if job.stop.stop
+        else (),
         "with_details": wants_details(request),
         "with_explanation": wants_explanation(request),
         "with_cache_use": edge.has_result_cache,
         "with_receipt": edge.receipt_keys is not None,
+        "may_begin_early": not job.has_fallback_model,  # which can only take it before anything was sent
     }
 
 

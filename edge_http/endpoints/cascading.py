@@ -61,7 +61,7 @@ def _note_discarded(edge: Edge, cascade: Cascade, model: str, reason: str, held:
     edge.metrics.on_discarded(cascade.route, model, reason, held.num_output_tokens)
     names = held.request_context.log_fields() if held.request_context else {}
     log.info(
-        "answer discarded",
+        "answer_discarded",
         **names,
         route=cascade.route,
         model=model,
@@ -86,7 +86,7 @@ async def _objection(
 
 
 def answer_form(job: GenerationJob) -> AnswerForm:
-    """What the request says about the form of its answers."""
+    """Returns what the request demands of the form of its answers."""
     tools = {tool.name: tool.parameters for tool in job.shape.tools}
     if not job.sampling.HasField("guide"):
         return AnswerForm(tools=tools)

@@ -1,4 +1,4 @@
-"""What all endpoints that embed share: from the body of a request to the model that takes it."""
+"""Serves what all endpoints that embed share: from the body of a request to the model that takes it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EmbeddingApi(Generic[Body]):
     name: str
     """Part of what an idempotency key stands for."""
     id_prefix: str
-    """What the response's id begins with, e.g. "embd-"."""
+    """The response's id begins with it, e.g. "embd-"."""
     use: str
     """The capability that a model needs besides that to embed: "rerank" or "score". "": none, because its vectors are
     compared by the client, also with those of other requests."""
@@ -44,7 +44,7 @@ class EmbeddingApi(Generic[Body]):
     make_job: Callable[[Edge, web.BaseRequest, Body, ServedModel], Awaitable[EmbeddingJob]]
     """Validates the body and tokenizes it for a model."""
     user_text: Callable[[Body], str]
-    """What routes take for the last message of the user."""
+    """Returns the text that routes take for the last message of the user."""
 
 
 async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingApi[Body]) -> web.StreamResponse:

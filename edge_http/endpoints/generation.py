@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from edge_http.answers.shape import shape_of
+from edge_http.answers.shape import REPEATS_USAGE, shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
@@ -18,7 +18,14 @@ from edge_http.openai.guide import guide_of
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens, truncated
 from edge_http.openai.prompt_report import prompt_report
-from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
+from edge_http.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+    decode_chat,
+    decode_completion,
+)
 from edge_http.openai.sampling import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     chat_max_tokens,
@@ -106,6 +113,7 @@ async def _chat_job(
             plan.tools,
             has_legacy_functions=given.has_legacy_functions,
             **(options_of(given.client_tools) if given.client_tools else {}),
+            **(_usage_options(body.stream_options) if body.stream_options is not None else {}),
         ),
         headers=left_out_headers(given.left_out) if given.left_out else {},
         guide_field="" if guide is None else guide.field,
@@ -145,7 +153,9 @@ async def _completion_job(
         include_usage=_includes_usage(body),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("completion", None, ()),
+        shape=shape_of(
+            "completion", None, (), **(_usage_options(body.stream_options) if body.stream_options is not None else {})
+        ),
         guide_field="" if guide is None else guide.field,
         prompt_report=report,
     )
@@ -153,6 +163,10 @@ async def _completion_job(
 
 def _includes_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _usage_options(options: StreamOptions) -> Mapping[str, Any]:
+    return {REPEATS_USAGE: True} if options.include_usage and options.continuous_usage_stats else {}
 
 
 def template_options(body: ChatBody) -> Mapping[str, Any]:
@@ -176,7 +190,7 @@ def template_options(body: ChatBody) -> Mapping[str, Any]:
 
 
 def is_continued(body: ChatBody) -> bool:
-    """Whether the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
+    """Returns True when the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
     UNSUPPORTED_PARAMETER)."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid_argument("Give either add_generation_prompt or continue_final_message.", "continue_final_message")

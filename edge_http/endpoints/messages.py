@@ -47,7 +47,7 @@ from kvloom_common.parsers.spec import ParserSpec
 
 
 class _Prepared(NamedTuple):
-    """What follows from the part of a body that determines the prompt."""
+    """The results of the part of a body that determines the prompt."""
 
     model: ServedModel
     prompt: Prompt

@@ -20,10 +20,10 @@ from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
 from kvloom.v1.router_service_pb2 import Submit
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""What is read may be of another version, or foreign: it is checked before it is used."""
+"""A number that is checked when it is read: the record may be of another version, or foreign."""
 _TOKEN_BYTES: Final = 4
 MAX_CHOICES: Final = 1024
-"""Of one prompt, and the largest number of prompts: above what requests may have."""
+"""The most choices of one prompt, and the largest number of prompts: above what requests may have."""
 
 RAW_EVENT = 0
 """The kind of an event that is stored in full. Other kinds are 1 + a choice's index: of these events only the choice's
@@ -56,7 +56,7 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     operation."""
     echoes: bool = False
     echo_logprobs: int | None = None
-    """As in PromptReport."""
+    """The value of the same name in PromptReport."""
 
 
 class RequestsRecord(msgspec.Struct, array_like=True):
@@ -180,7 +180,7 @@ class AnswerState:
 
 
 def can_continue(response: ResponseRecord, requests: RequestsRecord) -> bool:
-    """Whether the requests can be those of the response."""
+    """Returns True when the requests can be those of the response."""
     return len(requests.requests) == len(response.prompt_sizes) and all(map(_is_submit, requests.requests))
 
 

@@ -344,6 +344,7 @@ class Client:
                 self._client_id,
                 addresses,
                 reattach_seconds=self._reattach_seconds,
+                tells_refusals=True,
                 open_channel=self._open_channel,
             )
             await self._link.start()
@@ -351,6 +352,8 @@ class Client:
         try:
             async with asyncio.timeout(self._connect_timeout_seconds):
                 while not link.connected:
+                    if link.refusal is not None:
+                        raise link.refusal
                     await link.wait_fleet_change()
         except TimeoutError:
             message = f"No router answers at {', '.join(self._addresses)}."

@@ -47,6 +47,10 @@ BATCH_SECONDS: Final = 0.03
 over thousands continues to serve its own."""
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 1.0
+REFUSED_CREDENTIALS: Final = frozenset(
+    {ErrorReason.ERROR_REASON_UNAUTHENTICATED, ErrorReason.ERROR_REASON_PERMISSION_DENIED}
+)
+"""Why routers refuse a client that no other router accepts, and not a moment later either."""
 AFFINITY_TOKENS: Final = 16
 """Requests that begin with the same block of tokens have affinity to the same router."""
 
@@ -60,13 +64,16 @@ class RouterGroup:
         addresses: Iterable[str] = (),
         *,
         reattach_seconds: float = REATTACH_SECONDS,
+        tells_refusals: bool = False,
         new_link: NewLink = GrpcRouterLink,
         open_channel: OpenChannel = open_plain_channel,
     ) -> None:
         """`reattach_seconds`: how long a request that has lost its router looks for another one; 0: it fails at
-        once."""
+        once. `tells_refusals`: callers learn why the routers refuse this process. Those of an edge do not, since it has
+        credentials of its own."""
         self._members = RouterMembers(client_id, new_link, self._on_members_change, open_channel)
         self._reattach_seconds = reattach_seconds
+        self._tells_refusals = tells_refusals
         self._loop = asyncio.get_running_loop()
         self._random = random.Random()
         self._attached: dict[int, tuple[TrackedRequest, RouterMember]] = {}
@@ -114,6 +121,12 @@ class RouterGroup:
         return self._members.connected
 
     @property
+    def refusal(self) -> KvloomError | None:
+        """Why no router accepts what this process calls itself, if its callers may know."""
+        refusal = self._members.refusal if self._tells_refusals else None
+        return refusal if refusal is not None and refusal.reason in REFUSED_CREDENTIALS else None
+
+    @property
     def addresses(self) -> list[str]:
         """The routers' addresses, with those first that accept requests."""
         return self._members.addresses()
@@ -137,7 +150,7 @@ class RouterGroup:
             return tracked.handle
         member = self._members.pick(request.wanted.model, tracked.affinity_key)
         if member is None:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         self._attach(tracked, member)
         return tracked.handle
 
@@ -157,20 +170,20 @@ class RouterGroup:
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
         """Moderates as RouterLink does: any router can answer, because all use the same safety service."""
         if not self._members.available:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.moderate(request)
 
     async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
         """Charges as RouterLink does: any router can answer, because all share the limits."""
         if not self._members.available:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.charge_call(request)
 
     def channel_to(self, model: str) -> grpc.aio.Channel:
         """A channel for calls to a router that has shards of this model, if one has. Raises KvloomError."""
         member = self._members.pick(model, b"")
         if member is None:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         return member.link.channel_for_calls()
 
     def link_ids(self) -> list[str]:
@@ -215,8 +228,8 @@ class RouterGroup:
         if attached is not None and tracked.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
             self._report_loss(attached[1].link, tracked.request.wanted.request_id, tracked.num_assignment_tokens)
         self._detach(tracked)
-        error = KvloomError.from_proto(tracked.error)
-        if self._closed or not self._reattach_seconds:
+        error = self.refusal or KvloomError.from_proto(tracked.error)
+        if error.reason in REFUSED_CREDENTIALS or self._closed or not self._reattach_seconds:
             tracked.fail(error)
         elif tracked.num_losses > MAX_LOSSES:
             self.num_given_up += 1
@@ -306,6 +319,9 @@ class RouterGroup:
             else:
                 self.num_reattached += 1
                 return True
+        if (refusal := self.refusal) is not None:
+            self._fail(tracked, refusal)
+            return False
         gives_up_at = lost_at + self._reattach_seconds
         if now >= gives_up_at:
             self.num_given_up += 1

@@ -23,7 +23,7 @@ from kvloom.router_link.request import ChoiceProgress, LinkRequest
 from kvloom.text.token_ids import pack_token_ids
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.transport.frame_writer import FrameWriter
-from kvloom.transport.grpc_errors import from_rpc_error
+from kvloom.transport.grpc_errors import error_from_peer, from_rpc_error
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
@@ -117,6 +117,9 @@ class GrpcRouterLink:
         self.owner_address = ""
         """The address at which only the connected router listens. "" while it is not known, or if it is the address
         that the link connects to: then the next connection reaches the same router."""
+        self.refusal: KvloomError | None = None
+        """Why the router has ended the last connection, in its own words; None while there is one, and if it did not
+        say."""
         self._heard_at = 0.0
         """The time of the last frame, or of the first request since none was open."""
         self._choices = OpenChoices(self.cancel)
@@ -213,6 +216,7 @@ class GrpcRouterLink:
                 async with contextlib.AsyncExitStack() as channels:
                     await self._serve_one_connection(await self._open(channels))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                self.refusal = error_from_peer(error) if isinstance(error, grpc.aio.AioRpcError) else None
                 log.debug("The link to the router broke: %s", error)
             except WrongRouterError as error:
                 log.warning("%s", error)
@@ -283,7 +287,7 @@ class GrpcRouterLink:
                 self._check_incarnation(frame.incarnation_id)
             self._fleet = frame.fleet
             if not self._connected:
-                self._connected = True
+                self._connected, self.refusal = True, None
                 self.owner_address = "" if frame.router_address == self._address else frame.router_address
                 self.identity.note_hello_read()  # the first frame answers the hello
                 self._wake_writer()

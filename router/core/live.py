@@ -135,13 +135,13 @@ class Split:
         """The shard of the last leg."""
         self.num_legs = 0
         self.num_cached_tokens = 0
-        """Of the prompt, those that the prefill shard found in its cache."""
+        """The number of the prompt's tokens that the prefill shard found in its cache."""
         self.handoff = b""
         """Not empty: KV waits to be fetched with it."""
         self.is_used = False
-        """Whether the last attempt was sent with the hand-off."""
+        """True when the last attempt was sent with the hand-off."""
         self.is_counted = False
-        """Whether the outcome of the last leg has been counted."""
+        """True when the outcome of the last leg has been counted."""
 
     @property
     def prefill_shard_id(self) -> str:
@@ -215,7 +215,7 @@ class Choice(msgspec.Struct, eq=False):
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether it has all the tokens that it may have. An embedding has none, and ends with its vector."""
+        """True when it has all the tokens that it may have. An embedding has none, and ends with its vector."""
         return bool(self.max_tokens) and len(self.output_token_ids) >= (self.max_tokens or 0)
 
     def record_forwarded(self, token_ids: Sequence[int], text: str) -> None:
@@ -252,7 +252,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     placed_at: float = 0.0
     """When it entered that shard's queue."""
     prediction: PlacementPrediction | None = None
-    """That of its first placement; None: it has not been placed."""
+    """The prediction of its first placement; None: it has not been placed."""
     prefill_chunk: tuple[Attempt, int] | None = None
     """The chunk of its prompt that the shard it waits for is computing, and that chunk's slot there."""
     num_prefill_chunks: int = 0
@@ -273,7 +273,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     num_attempts: int = 0
     last_shard_id: str = ""
     is_displaced: bool = False
-    """Whether it was last preempted for a more urgent class."""
+    """True when it was last preempted for a more urgent class."""
     variant: str = ""
     """That of the last shard; see ShardInfo.variant in shard_service.proto."""
     first_dispatched_at: float | None = None
@@ -285,7 +285,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     prompt_verdict_open: bool = False
     check_id: int = 0
     charge: RequestCharge | None = None
-    """What it has taken of its limits; None: it has none."""
+    """The charge to its limits; None: it has none."""
     usage: UsageMeter | None = None
     """None where no usage records are made."""
     ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
@@ -299,9 +299,9 @@ class LiveRequest(msgspec.Struct, eq=False):
     cached: Sequence[CachedChoice] = ()
     """Its whole answer, if the result cache has it."""
     is_exact: bool = True
-    """Whether its tokens are those of an answer that was neither moved nor cut short."""
+    """True while its tokens are those of an answer that was neither moved nor cut short."""
     is_screened: bool = True
-    """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
+    """True when all of it is screened, as far as the policy wants it, before its end is sent."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -314,7 +314,8 @@ class LiveRequest(msgspec.Struct, eq=False):
             self.objectives = LiveObjectives(request.objectives, self.arrived_at, is_continued=request.is_continued)
 
     def capped(self, max_tokens: float) -> float:
-        """What the limits of its caller and the brownout of its model leave of this many output tokens of a choice."""
+        """Returns what the limits of its caller and the brownout of its model leave of this many output tokens of a
+        choice."""
         if self.charge is not None and self.charge.max_tokens is not None:
             max_tokens = min(max_tokens, self.charge.max_tokens)
         degradation = self.request.degradation
@@ -324,7 +325,7 @@ class LiveRequest(msgspec.Struct, eq=False):
 
     @property
     def continues_answer(self) -> bool:
-        """Whether it waits for a shard that continues what another one has computed."""
+        """True when it waits for a shard that continues what another one has computed."""
         return self.num_attempts > 0 and any(choice.output_token_ids for choice in self.pending)
 
     def rank(self, now: float) -> int:
@@ -340,18 +341,18 @@ class LiveRequest(msgspec.Struct, eq=False):
 
     @property
     def has_prefill(self) -> bool:
-        """Whether a part of its prompt has been computed, or all of it on another shard. This does not change while it
-        waits."""
+        """True when a part of its prompt has been computed, or all of it on another shard. This does not change while
+        it waits."""
         return self.num_prefill_chunks > 0 or self.split is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits for a lease of a limit, before anything else is done for it."""
+        """True when it waits for a lease of a limit, before anything else is done for it."""
         return self.charge is not None and not self.charge.is_admitted
 
     @property
     def has_leg(self) -> bool:
-        """Whether it waits for another shard to compute its prompt."""
+        """True when it waits for another shard to compute its prompt."""
         return self.split is not None and self.split.attempt is not None
 
     @property

@@ -159,7 +159,7 @@ class ClientLink:
         if self._link_id:
             self._link_sessions.open(self._link_id, self)
         self._on_lost(frame.hello.lost)
-        log.info("client connected", client_id=self._client_id)
+        log.info("client_connected", client_id=self._client_id)
 
     async def _read_frames(self) -> None:
         await deliver(self._context, RouterServiceConnectRequest, self._on_frame)  # returns once the client half-closes
@@ -247,7 +247,7 @@ class ClientLink:
         self._driver.dispatch(ClientGone(self._client_id))
         self._link_sessions.close(self._link_id, self)
         self._end_with(None)
-        log.info("client gone", client_id=self._client_id)
+        log.info("client_disconnected", client_id=self._client_id)
 
     async def _finish_stream(self, results: Sequence[BaseException | None]) -> None:
         """Ends the stream with an error status if there is an error."""
@@ -258,7 +258,7 @@ class ClientLink:
             elif isinstance(result, DecodeError):
                 error = error or malformed_message()
             elif isinstance(result, Exception) and not isinstance(result, grpc.RpcError | asyncio.InvalidStateError):
-                log.error("client stream failed", client_id=self._client_id, exc_info=result)
+                log.error("client_stream_failed", client_id=self._client_id, exc_info=result)
                 error = error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this stream.")
         if error is not None:
             await abort(self._context, error)
