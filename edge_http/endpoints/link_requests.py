@@ -26,8 +26,8 @@ def link_requests(
         wanted.adapter_checksum = adapter.checksum
     asked = job.asked
     if asked is not NO_WISHES:
-        wanted.no_result_cache, wanted.receipt = asked.refuses_result_cache, asked.wants_receipt
-        if asked.wants_receipt and edge.receipt_keys is None:
+        wanted.MergeFrom(asked.wanted)
+        if wanted.receipt and edge.receipt_keys is None:
             raise unsupported("There are no receipts here (router.receipts.enabled).", RECEIPT)
     submit = Submit(
         request=wanted,

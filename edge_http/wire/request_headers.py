@@ -29,6 +29,7 @@ from edge_http.wire.headers import (
     wants_receipt,
     wants_resume,
 )
+from kvloom.v1.router_service_pb2 import GenerateRequest
 
 OBJECTIVE_HEADERS: Final = frozenset((DEADLINE, SLO_TTFT, SLO_TPOT, SLO_TTFT_LLM_D, SLO_TPOT_LLM_D))
 CLASS_HEADERS: Final = frozenset((PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID))
@@ -44,12 +45,12 @@ class RequestHeaders(msgspec.Struct, frozen=True):
     has_objectives: bool = False
     """True when a header says how fast the answer is wanted."""
     idempotency_key: str = ""
-    refuses_result_cache: bool = False
     resume: bool | None = None
     """None: the headers do not say whether the stream outlives its connection."""
     wants_details: bool = False
     wants_explanation: bool = False
-    wants_receipt: bool = False
+    wanted: GenerateRequest = GenerateRequest()
+    """The fields of the request to the router that headers set; it is never changed."""
 
 
 NO_WISHES: Final = RequestHeaders()
@@ -67,10 +68,9 @@ def headers_of(request: web.BaseRequest) -> RequestHeaders:
             has_class=not names.isdisjoint(CLASS_HEADERS),
             has_objectives=not names.isdisjoint(OBJECTIVE_HEADERS),
             idempotency_key=idempotency_key(request),
-            refuses_result_cache=refuses_result_cache(request),
             resume=wants_resume(request),
             wants_details=wants_details(request),
             wants_explanation=wants_explanation(request),
-            wants_receipt=wants_receipt(request),
+            wanted=GenerateRequest(no_result_cache=refuses_result_cache(request), receipt=wants_receipt(request)),
         )
     return request[_KEY]

@@ -7,6 +7,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from edge_http.wire.request_headers import NO_WISHES, RequestHeaders, headers_of
 from kvloom.errors import KvloomError
+from kvloom.v1.router_service_pb2 import GenerateRequest
 
 
 def test_a_request_without_wishes_makes_no_record() -> None:
@@ -20,11 +21,11 @@ def test_a_request_without_wishes_makes_no_record() -> None:
     [
         ("X-KVLOOM-Details", "True", RequestHeaders(wants_details=True)),
         ("x-kvloom-explain", "1", RequestHeaders(wants_explanation=True)),
-        ("x-kvloom-Receipt", "true", RequestHeaders(wants_receipt=True)),
+        ("x-kvloom-Receipt", "true", RequestHeaders(wanted=GenerateRequest(receipt=True))),
         ("X-Kvloom-Resume", "OFF", RequestHeaders(resume=False)),
         ("idempotency-key", "k", RequestHeaders(idempotency_key="k")),
-        ("cache-control", "max-age=0, no-store", RequestHeaders(refuses_result_cache=True)),
-        ("X-Kvloom-Cache", "off", RequestHeaders(refuses_result_cache=True)),
+        ("cache-control", "max-age=0, no-store", RequestHeaders(wanted=GenerateRequest(no_result_cache=True))),
+        ("X-Kvloom-Cache", "off", RequestHeaders(wanted=GenerateRequest(no_result_cache=True))),
         ("X-LLM-D-Inference-Fairness-Id", "f", RequestHeaders(has_class=True)),
         ("x-llm-d-SLO-ttft-ms", "9", RequestHeaders(has_objectives=True)),
     ],
