@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.clients.run_agents import AGENTS, check
+
+pytestmark = pytest.mark.long
 
 
 async def test_goose_works_through_its_session(tmp_path: Path, model_dir: Path) -> None:
