@@ -43,12 +43,20 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class AlertSender:
     """`run` is its task."""
 
-    def __init__(self, database: Database, urls: Sequence[str], secret: str, metrics: UsageMetrics) -> None:
-        """Raises ValueError for a secret that is none."""
+    def __init__(
+        self,
+        database: Database,
+        urls: Sequence[str],
+        secret: str,
+        metrics: UsageMetrics,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        """Raises ValueError for a secret that is none. The database is asked every `poll_seconds`."""
         self._database = database
         self._urls = urls
         self._webhook = Webhook(secret)
         self._metrics = metrics
+        self._poll_seconds = poll_seconds
         self._opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
 
     async def run(self) -> None:
@@ -57,8 +65,8 @@ class AlertSender:
             try:
                 await self.send_due(time.time())
             except DATABASE_ERRORS as error:
-                log.warning("notices about budgets cannot be read now", cause=type(error).__name__)
-            await asyncio.sleep(POLL_SECONDS)
+                log.warning("budget_notices_read_failed", cause=type(error).__name__)
+            await asyncio.sleep(self._poll_seconds)
 
     async def send_due(self, now: float) -> None:
         """Try all notices that are due at `now` (seconds since 1970). Raises SQLAlchemyError."""
@@ -109,7 +117,7 @@ class AlertSender:
             with self._opener.open(request, timeout=TIMEOUT_SECONDS) as response:
                 return 200 <= response.status < 300
         except (OSError, ValueError) as error:  # urllib's errors are OSErrors
-            log.warning("a notice about a budget could not be sent", cause=str(error)[:200])
+            log.warning("budget_notice_failed", cause=str(error)[:200])
             return False
 
 

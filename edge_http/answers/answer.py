@@ -167,7 +167,7 @@ class Answer(abc.ABC):
         )
 
     def _num_reasoning_tokens(self) -> int:
-        """What the routers have counted, as in their usage records, or else what was found in the output."""
+        """Returns what the routers have counted, as in their usage records, or else what was found in the output."""
         return sum(
             finish.num_reasoning_tokens if finish.HasField("num_reasoning_tokens") else parsed.num_reasoning_tokens
             for index, parsed in enumerate(self._parsed)
@@ -190,7 +190,7 @@ class Answer(abc.ABC):
 
     @property
     def limits(self) -> LimitsState | None:
-        """What is left of the caller's limits, as the router said first; None: it has none, or nothing is known yet."""
+        """The caller's remaining limits, as the router said first; None: it has none, or nothing is known yet."""
         for messages in (self.starts, self.finishes):
             for message in messages.values():
                 if message.HasField("limits"):
@@ -244,7 +244,8 @@ class Answer(abc.ABC):
         return "exact" if CONTINUATION_EXACT in told else ""
 
     def bill_details(self) -> dict[str, str]:
-        """What it costs, once it has ended, and what is left of the caller's budget; nothing without tenants."""
+        """Returns what it costs, once it has ended, and what is left of the caller's budget; nothing without
+        tenants."""
         if self.bill is None:
             return {}
         n = self.num_choices // len(self._prompt_sizes)
@@ -300,7 +301,7 @@ class Answer(abc.ABC):
 
     def _on_bug(self) -> None:
         # The link's reader calls this, which works for no particular request.
-        log.exception("answer broke", **(self.request_context.log_fields() if self.request_context else {}))
+        log.exception("answer_broke", **(self.request_context.log_fields() if self.request_context else {}))
         self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The answer could not be delivered."))
 
 

@@ -47,8 +47,8 @@ class CollectedAnswer(Answer):
         self._choices = [CollectedChoice() for _ in range(self.num_choices)]
 
     def fail(self, error: KvloomError) -> None:
-        """What was collected goes at once. The error and this answer refer to each other, so that it would otherwise
-        stay until the next full garbage collection, and answers have megabytes."""
+        """Ends the answer. The collected output goes at once. The error and this answer refer to each other, so that it
+        would otherwise stay until the next full garbage collection, and answers have megabytes."""
         if not self.ended.done() or self.ended.cancelled():  # by the handler's end, when the client has left
             self._choices = []
         super().fail(error)

@@ -43,7 +43,7 @@ class ResponseShape(msgspec.Struct, frozen=True, array_like=True):
     tools: list[ToolSchema] = []
     """The tools that the model may call."""
     options: dict[str, Any] = {}
-    """What the formatter needs to know of the request."""
+    """The facts that the formatter needs of the request."""
 
 
 def shape_of(api: str, parser: ParserSpec | None, tools: Sequence[Tool], **options: Any) -> ResponseShape:

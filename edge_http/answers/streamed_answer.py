@@ -112,7 +112,7 @@ class StreamedAnswer(Answer):
 
     @property
     def is_over(self) -> bool:
-        """See WatchedStream (edge_http/wire/keep_alive.py), likewise the next two."""
+        """True when the stream has ended. See WatchedStream (edge_http/wire/keep_alive.py)."""
         return self.ended.done()
 
     def begin_early(self) -> None:
@@ -198,7 +198,7 @@ class StreamedAnswer(Answer):
         self._events.end()
 
     def _final_details(self) -> dict[str, Any] | None:
-        """What the field `kvloom` of the last chunk says; None: there is no such field."""
+        """Returns the field `kvloom` of the last chunk; None: there is no such field."""
         details = None
         if self._with_details or self._with_receipt or self.limited_by:
             details = self.details(wanted=self._with_details)

@@ -42,7 +42,7 @@ from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument, unsupported
-from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 from kvloom_common.conversation.call_guide import IN_FUNCTIONS
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
@@ -87,21 +87,24 @@ async def _chat_job(
         predicted = await predicted_tokens(body.prediction, model.tokenizer, window, scope=scope)
         sampling.predicted_token_ids.extend(predicted)
     parser = prompted(plan.parser, rendered)
+    report = prompt_report(body, sampling, [prompt], n)
     # Python calls with more than 15 keywords are slow.
     return GenerationJob(
         "chat",
         "chatcmpl-",
-        model,
         [prompt],
         [len(prompt.token_ids)],
-        n,
-        sampling=sampling,
-        stop=stop,
+        wanted=GenerateRequest(
+            sampling=sampling,
+            stop=stop,
+            n=n,
+            session_key=session_key(request, body.prompt_cache_key),
+            tier=tier_of(body),
+        ),
+        model=model,
         max_tokens_field=max_tokens_field,
         stream=bool(body.stream),
         include_usage=_includes_usage(body),
-        session_key=session_key(request, body.prompt_cache_key),
-        tier=tier_of(body),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
         shape=shape_of(
@@ -114,7 +117,7 @@ async def _chat_job(
         ),
         headers=left_out_headers(given.left_out) if given.left_out else {},
         guide_field="" if guide is None else guide.field,
-        prompt_report=prompt_report(body, sampling, [prompt], n),
+        prompt_report=report,
     )
 
 
@@ -131,27 +134,30 @@ async def _completion_job(
         prompts = [truncated(prompt, body.truncate_prompt_tokens, window, stop.max_tokens) for prompt in prompts]
     if body.skip_special_tokens is False:
         show_special_tokens(sampling, model.tokenizer)
+    report = prompt_report(body, sampling, prompts, n)
     return GenerationJob(
         operation="text_completion",
         id_prefix="cmpl-",
         model=model,
         prompts=prompts,
         prompt_sizes=[len(prompt.token_ids) for prompt in prompts],
-        n=n,
-        sampling=sampling,
-        stop=stop,
+        wanted=GenerateRequest(
+            sampling=sampling,
+            stop=stop,
+            n=n,
+            session_key=session_key(request, body.prompt_cache_key),
+            tier=tier_of(body),
+        ),
         max_tokens_field="max_tokens",
         stream=bool(body.stream),
         include_usage=_includes_usage(body),
-        session_key=session_key(request, body.prompt_cache_key),
-        tier=tier_of(body),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
         shape=shape_of(
             "completion", None, (), **(_usage_options(body.stream_options) if body.stream_options is not None else {})
         ),
         guide_field="" if guide is None else guide.field,
-        prompt_report=prompt_report(body, sampling, prompts, n),
+        prompt_report=report,
     )
 
 
@@ -184,7 +190,7 @@ def template_options(body: ChatBody) -> Mapping[str, Any]:
 
 
 def is_continued(body: ChatBody) -> bool:
-    """Whether the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
+    """Returns True when the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
     UNSUPPORTED_PARAMETER)."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid_argument("Give either add_generation_prompt or continue_final_message.", "continue_final_message")

@@ -33,12 +33,12 @@ class Envelope(msgspec.Struct, frozen=True):
     system_fingerprint: str
     num_choices: int
     include_usage: bool = False
-    """Whether a stream reports its usage in an event of its own."""
+    """True when a stream reports its usage in an event of its own."""
     num_prompt_tokens: int = 0
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def fields(self, object_name: str) -> Json:
-        """As OpenAI names them."""
+        """Returns the fields with OpenAI's names."""
         return {
             "id": self.id,
             "object": object_name,
@@ -65,7 +65,7 @@ class ResponseFormatter(abc.ABC):
 
     call_id_prefix = "call_"
     keep_alive = b": keep-alive\n"
-    """What a stream sends that has no event for a while. A comment is a line, and needs no empty one behind it: clients
+    """A stream sends this that has no event for a while. A comment is a line, and needs no empty one behind it: clients
     that have got an event's id would take that for an event."""
 
     def __init__(self, envelope: Envelope) -> None:

@@ -25,7 +25,7 @@ DONE: Final = DATA + b"[DONE]"
 
 
 class OpenAiFormatter(ResponseFormatter):
-    """What both formats have in common: chunks with a list of choices."""
+    """The base of both formats: chunks with a list of choices."""
 
     __slots__ = ("_head", "_tail", "_tokenizer")
 
@@ -71,7 +71,7 @@ class OpenAiFormatter(ResponseFormatter):
         return b"".join(pieces)
 
     def repeat_usage(self, num_output_tokens: int) -> None:
-        """As vLLM does, which counts the choice's own tokens and gives no details."""
+        """Repeats the usage so far, as vLLM does, which counts the choice's own tokens and gives no details."""
         num_prompt_tokens = self._envelope.num_prompt_tokens
         counts = num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens
         self._tail = b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}' % counts

@@ -1,4 +1,4 @@
-"""What the document says about one method of one path."""
+"""Describes one method of one path in the document."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ RESPONSE_ROUTE: Final = "/v1/responses/{id}"
 MESSAGE_ROUTE: Final = "/v1/messages/{id}"
 UNKNOWN_ROUTE: Final = "unknown"
 _NO_IDS: Final = frozenset(("compact", "batches"))
-"""What stands in the place of an id in paths of these APIs that are not served."""
+"""These stand in the place of an id in paths of these APIs that are not served."""
 
 ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/chat/completions": {"POST": chat_completions},
@@ -102,17 +102,17 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
 OPEN_ROUTES: Final = frozenset(
     ("/health", "/live", "/ready", "/version", "/openapi.json", "/.well-known/kvloom-receipts.json", *PAGE_ROUTES)
 )
-"""What needs no API key: the probes of load balancers, the description of the API, which holds no
-secrets, and the pages, which ask their users for a key."""
+"""These routes need no API key: the probes of load balancers, the description of the API, which holds no secrets, and
+the pages, which ask their users for a key."""
 
 
 FABRIC_ROUTES: Final = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets"))
-"""What concerns all tenants, so that only administrators of the whole fabric may use it."""
+"""These routes concern all tenants, so that only administrators of the whole fabric may use them."""
 SCOPES: Final[Mapping[str, Scope]] = {
     "/v1/usage": "usage",
     **dict.fromkeys((*FABRIC_ROUTES, *ADMIN_PATHS), "admin"),
 }
-"""What a key of a tenant needs for a route; for all others it is "inference"."""
+"""The scope that a key of a tenant needs for a route; for all others it is "inference"."""
 
 
 class HttpRouter:
@@ -163,13 +163,13 @@ class HttpRouter:
             if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
                 response.headers["Allow"] = ", ".join(ROUTES[route])
             if error.kind.http_status >= 500:
-                log.info("request failed", route=route, reason=error.reason_name)
+                log.info("request_failed", route=route, reason=error.reason_name)
             return response
         except ConnectionError:
             raise  # the client has disconnected
         except Exception:
             record.error_type = "internal"
-            log.exception("request broke", route=route)
+            log.exception("request_broke", route=route)
             return _error_response(
                 request, KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
             )
@@ -214,7 +214,7 @@ def _route(request: web.BaseRequest) -> str:
 
 
 def _methods(route: str) -> Sequence[str]:
-    """What a browser may send. A page also gets to read why a path does not exist."""
+    """Returns the methods that a browser may send. A page also gets to read why a path does not exist."""
     return tuple(ROUTES.get(route, ("GET", "POST", "DELETE")))
 
 

@@ -1,4 +1,4 @@
-"""What /openapi.json says about each route of http_router.py: one entry for each method of each path."""
+"""Describes each route of http_router.py in /openapi.json: one entry for each method of each path."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _operation(path: str, method: str, name: str, tag: str, summary: str, *answe
 
 
 def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Operation]:
-    """What can be done with a response that `path` has begun."""
+    """Returns what can be done with a response that `path` has begun."""
     return [
         _operation(
             f"{path}/{{id}}", "GET", f"resume{name}", "Text", "Resume a stream",
@@ -200,27 +200,28 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     _operation(
         "/v1/models", "GET", "listModels", "Models", "List the models",
-        Answer("All.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
+        Answer("All models.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
     ),
     _operation(
         "/v1/models/{id}", "GET", "getModel", "Models", "Describe a model",
         Answer("The model.", objects.ModelObject), errors=(404,), headers=(ANTHROPIC_REQUEST_ID,),
     ),
     _operation(
-        "/v1/usage", "GET", "getUsage", "Usage", "What the own tenant has used",
+        "/v1/usage", "GET", "getUsage", "Usage", "The usage of the own tenant",
         Answer("Sums, and budgets.", objects.TenantUsage), errors=(404, 503),
         parameters=("first_day", "last_day", "by", "format"),
     ),
     *(
-        _operation(path, "GET", name, "Operation", summary, Answer("Yes.", objects.Status), is_open=True)
+        _operation(path, "GET", name, "Operation", summary, Answer("The process runs.", objects.Status), is_open=True)
         for path, name, summary in (
-            ("/health", "health", "Whether the process runs"),
+            ("/health", "health", "Tell that the process runs"),
             ("/live", "live", "The same, under Kubernetes' name"),
         )
     ),
     _operation(
-        "/ready", "GET", "ready", "Operation", "Whether a shard can take work", Answer("Yes.", objects.Status),
-        Answer("Not yet, or no more.", objects.Status, status=503), is_open=True,
+        "/ready", "GET", "ready", "Operation", "Tell if a shard can take work",
+        Answer("A shard can take work.", objects.Status),
+        Answer("No shard can take work yet, or any more.", objects.Status, status=503), is_open=True,
     ),
     _operation(
         "/.well-known/kvloom-receipts.json", "GET", "receiptKeys", "Operation", "The public keys of receipts",
@@ -230,7 +231,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "/version", "GET", "version", "Operation", "The version", Answer("The version.", objects.Version), is_open=True,
     ),
     _operation(
-        "/metrics", "GET", "metrics", "Operation", "Prometheus metrics", Answer("Metrics.", content_type="text/plain")
+        "/metrics", "GET", "metrics", "Operation", "Prometheus metrics",
+        Answer("The metrics of this edge.", content_type="text/plain")
     ),
     _operation(
         "/metrics/targets", "GET", "metricsTargets", "Operation", "The processes of the fleet that serve metrics",

@@ -49,8 +49,8 @@ class KeepAlive:
         # The first tick of a stream may follow at once.
         self._head_ticks = math.ceil(head_seconds / self._tick_seconds) + 1 if head_seconds else 0
         self._watches: dict[WatchedStream, list[int]] = {}
-        """Of each stream, the oldest first: its events at the last turn, the turns since then, and the ticks until its
-        head was due."""
+        """Holds for each stream, the oldest first: its events at the last turn, the turns since then, and the ticks
+        until its head was due."""
         self._num_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
 

@@ -27,7 +27,6 @@ from kvloom.router_link.tracked_request import LOSSES, Assignment, TrackedReques
 from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import (
     CancelRequest,
     ChargeCallRequest,
@@ -149,7 +148,7 @@ class RouterGroup:
         if request.partial_choices and not request.is_new:
             self._park(tracked)
             return tracked.handle
-        member = self._members.pick(request.model, tracked.affinity_key)
+        member = self._members.pick(request.wanted.model, tracked.affinity_key)
         if member is None:
             raise self.refusal or self._members.unavailable_error()
         self._attach(tracked, member)
@@ -227,7 +226,7 @@ class RouterGroup:
     def on_lost(self, tracked: TrackedRequest) -> None:
         attached = self._attached.get(tracked.handle)
         if attached is not None and tracked.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
-            self._report_loss(attached[1].link, tracked.request.request_id, tracked.num_assignment_tokens)
+            self._report_loss(attached[1].link, tracked.request.wanted.request_id, tracked.num_assignment_tokens)
         self._detach(tracked)
         error = self.refusal or KvloomError.from_proto(tracked.error)
         if error.reason in REFUSED_CREDENTIALS or self._closed or not self._reattach_seconds:
@@ -307,8 +306,8 @@ class RouterGroup:
         """Returns whether the request was sent to a router."""
         lost_at = tracked.lost_at
         assert lost_at is not None
-        member = self._members.pick(tracked.request.model, tracked.affinity_key)
-        if member is not None and tracked.request.model in member.ready_models:
+        member = self._members.pick(tracked.request.wanted.model, tracked.affinity_key)
+        if member is not None and tracked.request.wanted.model in member.ready_models:
             del self._parked[tracked.handle]
             try:
                 self._attach(tracked, member)
@@ -349,17 +348,15 @@ class RouterGroup:
 def give_seed(request: LinkRequest) -> None:
     """Draw the request's seed if it has none. Otherwise each router would draw its own, but all of them must use the
     same one."""
-    if request.sampling.HasField("seed"):
-        return
-    fixed = SamplingParams()
-    fixed.CopyFrom(request.sampling)
-    fixed.seed = draw_seed()
-    request.sampling, request.seed_is_drawn = fixed, True
+    wanted = request.wanted
+    if not wanted.sampling.HasField("seed"):
+        wanted.sampling.seed, wanted.seed_is_drawn = draw_seed(), True
 
 
 def _affinity_key(request: LinkRequest) -> bytes:
     """Requests with the same key should go to the same router; b"": the request has no such key."""
-    if request.session_key:
-        return request.session_key.encode()
+    session_key = request.wanted.session_key
+    if session_key:
+        return session_key.encode()
     first_block = request.prompt_token_ids[:AFFINITY_TOKENS]
     return array("I", first_block).tobytes() if len(first_block) == AFFINITY_TOKENS else b""

@@ -30,7 +30,7 @@ class CoreConfig:
     """gate: text is withheld until it is screened. async: text is sent at once, and halted on a hit. off: text is not
     screened."""
     safety_required: bool = True
-    """Whether requests are refused and ended rather than served without screening."""
+    """True refuses and ends requests rather than serve them without screening."""
     safety_patience_seconds: float = 5.0
     """How long a request that needs a verdict waits for a safety service that has disconnected; 0: not at all."""
     max_held_tokens: int = 65536
@@ -38,13 +38,13 @@ class CoreConfig:
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are reported as PlacementDecided."""
     meters_usage: bool = False
-    """Whether RequestEnded has `usage`."""
+    """True gives RequestEnded a `usage`."""
     health: HealthConfig | None = None
     """When a shard is suspected; None: never. Shards must report every step for this."""
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split into chunks, under a policy that lets requests wait; None: they are never split."""
     disaggregation: DisaggregationSettings = dataclasses.field(default_factory=DisaggregationSettings)
-    """Which prompts are computed on shards for prompts, if there are any."""
+    """Says which prompts are computed on shards for prompts, if there are any."""
     overload: OverloadSettings = dataclasses.field(default_factory=OverloadSettings)
     brownout: BrownoutConfig | None = None
     """How answers are degraded under overload; None: never."""
@@ -53,5 +53,5 @@ class CoreConfig:
     classes: Sequence[PriorityClass] = ()
     """The declared classes, with the built-in ones; (): none is declared."""
     prompt_token_weight: float = 1.0
-    """What a prompt token that has to be computed counts as service of its tenant."""
+    """A prompt token that has to be computed counts as so much service of its tenant."""
     output_token_weight: float = 2.0

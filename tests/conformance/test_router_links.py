@@ -15,7 +15,8 @@ from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.conformance.router_link_suite import LENGTH, LinkRig, RouterLinkSuite
 from tests.fakes.fake_router_link import FakeRequest, FakeRouterLink
 from tests.fakes.fake_shard import FakeShard, expected_tokens, token_text
-from tests.fakes.router_world import MODEL, RouterWorld, eventually, num_ready_shards, router_world
+from tests.fakes.router_world import MODEL, RouterWorld, num_ready_shards, router_world
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -129,7 +130,7 @@ class FakeRig:
         request = fake.request
         begun = {choice.index: len(choice.token_ids) for choice in request.partial_choices}
         indexes = list(begun) or list(range(request.n))
-        if request.model not in self._models:
+        if request.wanted.model not in self._models:
             for index in indexes:
                 fake.fail(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, index=index)
             return
@@ -137,7 +138,7 @@ class FakeRig:
         try:
             for index in indexes:
                 fake.start(index)
-            for position in range(request.stop.max_tokens):
+            for position in range(request.wanted.stop.max_tokens):
                 await self._may_step.wait()
                 await asyncio.sleep(0)
                 for index in indexes:

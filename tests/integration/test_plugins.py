@@ -41,9 +41,10 @@ from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.fake_router_link import answer as fake_answer
 from tests.fakes.plugin_site import PluginSite
-from tests.fakes.router_world import RouterWorld, eventually
+from tests.fakes.router_world import RouterWorld
 from tests.integration.test_listener_tls import get, tls_config, trusting
 from tests.integration.test_router_callers import failure_of, num_cached, request, served_router
+from tests.waiting import eventually
 from tools.simulate.command import simulate_command
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -221,7 +222,7 @@ async def test_the_auth_provider_names_the_callers_of_the_http_api(
         for headers in ({"Authorization": "Bearer t1"}, {"x-acme-token": "t2"}, {"Authorization": "Bearer t3"}) * 2:
             status, _ = await world.post("/v1/chat/completions", chat_body(), headers=headers)
             assert status == 200
-            tenants.append(world.link.requests[-1].request.tenant)
+            tenants.append(world.link.requests[-1].request.submit.tenant)
         assert tenants == ["id-alice", "id-alice", "id-bob"] * 2
         assert service.num_asked == 3
         for headers in ({}, {"Authorization": "Bearer t4"}):

@@ -20,7 +20,7 @@ from kvloom_common.process.watched_files import following
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.redis_server import redis_server
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 RECORD = RolloutRecord("m", ("m",), old="m", new="m@2", share=0.5, address="a", incarnation_id="i", owner="o")
 TRUST = SharedSecret(FabricSecret.draw(), ("tools",), "t")
@@ -103,7 +103,7 @@ def test_rollouts_are_logged_as_the_process_is_configured_to_log() -> None:
         RolloutFollower(KvloomConfig(), TRUST.sealer, ModelRoutes())._follow({"m": RECORD})
     finally:
         structlog.configure(**before)
-    assert seen == ["rollout"]
+    assert seen == ["rollout_share_changed"]
 
 
 async def test_a_rollout_that_nobody_announces_again_ends_although_redis_is_away(

@@ -22,7 +22,8 @@ from kvloom_common.config import CascadeConfig, RouteConfig, RouteRule
 from kvloom_common.process.service import StartError
 from router.decisions.records import FleetLine, RequestLine, read_decisions
 from tests.fakes.fake_shard import FakeShard
-from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, link_request
+from tests.waiting import eventually
 from tools.cli.explain import print_explanation, print_plan
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -273,8 +274,8 @@ async def test_every_rpc_leaves_a_line_with_its_code(world: RouterWorld) -> None
         await stub.ListModels(ListModelsRequest(), metadata=metadata, timeout=TIMEOUT_SECONDS)
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Explain(ExplainRequest(request_id="none"), metadata=metadata, timeout=TIMEOUT_SECONDS)
-        await eventually(lambda: len([line for line in lines if line["event"] == "rpc"]) == 2, "both lines")
-    rpcs = [line for line in lines if line["event"] == "rpc"]
+        await eventually(lambda: len([line for line in lines if line["event"] == "rpc_ended"]) == 2, "both lines")
+    rpcs = [line for line in lines if line["event"] == "rpc_ended"]
     assert [(line["method"].rpartition("/")[2], line["code"]) for line in rpcs] == [
         ("ListModels", "OK"),
         ("Explain", "NOT_FOUND"),

@@ -37,10 +37,12 @@ from tests.fakes.fake_control import (
     two_organisations,
 )
 from tests.fakes.fake_issuer import fake_issuer
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.link_requests import make_submit
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.served_models import tiny_model
 from tests.fakes.shard_world import sim_config
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -180,7 +182,7 @@ async def submitted(stub: RouterServiceStub, key: str, **fields: Any) -> list[pb
     """The frames of a stream with one request, to its end."""
     stream = stub.Connect(metadata=bearer(key))
     await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="test")))
-    submit = pb.Submit(
+    submit = make_submit(
         model=MODEL, prompt_token_ids=PROMPT, stop=request().stop, choices=[{"slot": 1, "index": 0}], **fields
     )
     frames: list[pb.RouterServiceConnectResponse] = []

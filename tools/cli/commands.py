@@ -65,29 +65,26 @@ BENCHES_IN_THE_LAB: Final = (
     "brownout",
     "conversations",
     "data-plane",
-    "directory",
-    "fair-queue",
     "fairness",
     "index",
     "kv-shares",
-    "memory",
     "overload",
     "preemption",
     "routing",
     "spot-notice",
     "tenant-timing",
-    "tenants",
 )
-"""These were commands of `kvloom bench` before 0.3.0."""
+"""These were commands of `kvloom bench` before 0.3.0. Four others were of one use, and are gone: directory, fair-queue,
+memory and tenants."""
 
 
 @click.group(
     cls=LazyGroup,
-    commands_at={"engine": "tools.bench.engine.command:bench_engine"},
+    commands_at={"engine": "tools.bench.engine.command:bench_engine", "load": "tools.bench.load:bench_load"},
     moved_to={name: f"kvloom-lab bench {name}" for name in BENCHES_IN_THE_LAB},
 )
 def bench() -> None:
-    """Measure what this machine reaches."""
+    """Measure what an engine reaches on this machine, and a running fabric under load."""
 
 
 @click.group(

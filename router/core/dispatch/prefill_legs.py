@@ -43,20 +43,21 @@ MAX_LEGS: Final = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DisaggregationSettings:
-    """Which requests are computed in two places."""
+    """Says which requests are computed in two places."""
 
     min_prompt_tokens: int = 2048
     """How many tokens of its prompt the shard of the answer would have to compute, at least."""
     leg_timeout_seconds: float = 30.0
     """A leg that takes longer counts as failed."""
     can_hand_over: Callable[[object], bool] = lambda _sampling: True
-    """Whether engines hand over all state of an answer with this sampling, which the core does not read."""
+    """Returns True when engines hand over all state of an answer with this sampling, which the core does not read."""
     wants_logprobs: Callable[[object], bool] = lambda _sampling: False
-    """Whether an answer with this sampling has log-probabilities, which only shards with HANDOFF_LOGPROBS hand over."""
+    """Returns True when an answer with this sampling has log-probabilities, which only shards with HANDOFF_LOGPROBS
+    hand over."""
 
 
 class WaitingRequests(Protocol):
-    """What legs use of DispatchQueue; the queue sends legs, so it cannot be imported here."""
+    """The part of DispatchQueue that legs use; the queue sends legs, so it cannot be imported here."""
 
     check_unschedulable: bool
 
@@ -314,7 +315,7 @@ def _split_of(attempt: Attempt) -> Split | None:
 
 
 def _can_split(live: LiveRequest) -> bool:
-    """Whether it is a first attempt of one answer of several tokens, of which engines can hand over all state."""
+    """True when it is a first attempt of one answer of several tokens, of which engines can hand over all state."""
     request = live.request
     return not (
         live.num_attempts

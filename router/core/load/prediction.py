@@ -1,4 +1,4 @@
-"""What a placement predicts for its request, and how that turns out.
+"""Keeps what a placement predicts for its request, and judges it by what happened.
 
 Only the first placement of a request predicts (router/core/placement/predict.py). Times count from the arrival of the
 request at the router where a name says "after". The numbers are kept, and judged only for those who ask.
@@ -41,7 +41,7 @@ class JudgedTerm(NamedTuple):
         return None if self.actual_seconds is None else self.actual_seconds - self.predicted_seconds
 
 
-class Prediction(msgspec.Struct, gc=False):
+class PlacementPrediction(msgspec.Struct, gc=False):
     """The first placement's prediction of one request, with what is needed to judge it."""
 
     placed_after_seconds: float

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from router.core.load.load_view import LoadView
-from router.core.load.prediction import Prediction
+from router.core.load.prediction import PlacementPrediction
 from router.core.placement.policy import Candidate
 
 
-def predict(view: LoadView, candidate: Candidate, placed_after_seconds: float) -> Prediction:
+def predict(view: LoadView, candidate: Candidate, placed_after_seconds: float) -> PlacementPrediction:
     """Returns the prediction for a request that is placed on the shard of that view, which it sees as `candidate`."""
     # The terms of `candidate.predicted_ttft_seconds` beside its own prefill, with the wait for KV memory.
     waiting_seconds = candidate.queue_seconds + candidate.memory_wait_seconds + candidate.adapter_wait_seconds
@@ -17,7 +17,7 @@ def predict(view: LoadView, candidate: Candidate, placed_after_seconds: float) -
     if step_seconds:
         num_tokens = candidate.num_prefill_tokens + candidate.num_overlap_tokens
         step_seconds += view.decode_speed.seconds_per_token * view.decode_factor * num_tokens
-    return Prediction(
+    return PlacementPrediction(
         placed_after_seconds,
         waiting_seconds,
         candidate.own_seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 
 import pytest
 
@@ -38,6 +39,11 @@ def test_docstrings_are_those_of_modules_classes_functions_and_attributes() -> N
     assert sorted(text for _, text in words.docstrings(tree)) == ["a", "c", "f", "m", "x", "y"]
 
 
+def test_comments_of_protos_are_read_by_block() -> None:
+    source = "// A\n// b.\nmessage M {\n  // As in N.\n  string s = 1;\n}\n"
+    assert list(words.proto_comments(source)) == [(1, "A b."), (4, "As in N.")]
+
+
 @pytest.mark.parametrize(
     ("name", "is_good"),
     [
@@ -57,6 +63,16 @@ def test_events_are_a_subject_and_a_verb_in_the_past_tense(name: str, is_good: b
 def test_both_names_of_a_conditional_event_are_read() -> None:
     tree = ast.parse("log.info('a_began' if x else 'b_ended', y=1)\nlog.warning(name)\nother.info('not ours')")
     assert [name for _, name in words.log_events(tree)] == ["a_began", "b_ended", "(name)"]
+
+
+def test_the_page_lists_every_event() -> None:
+    """Operators match names in dashboards and alarms, and must know what there is."""
+    page = (words.REPOSITORY / "docs/logs.md").read_text().split("## All events\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    trees = [tree for path, tree in words.trees("structlog|FailureLog") if words.folder_of(path) != words.SDK]
+    logged = {name for tree in trees for _, name in words.log_events(tree)}
+    assert listed == sorted(name for name in logged if not name.startswith("("))
+    assert len(listed) > 150
 
 
 def test_a_folder_may_not_have_more_than_the_record_says() -> None:

@@ -15,7 +15,7 @@ from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.fleet.fleet import ShardState
 from router.core.fleet.shard_health import HealthState
-from router.core.load.prediction import Prediction
+from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
@@ -95,7 +95,7 @@ def ended(request_id: str, **fields) -> RequestEnded:
         queue_time_seconds=0.5,
         ttft_seconds=1.0,
         e2e_latency_seconds=2.0,
-        prediction=Prediction(0.25, 0.25, 0.25, 7, 0.0, 0.0),
+        prediction=PlacementPrediction(0.25, 0.25, 0.25, 7, 0.0, 0.0),
     )
     return msgspec.structs.replace(record, **fields)
 
