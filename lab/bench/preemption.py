@@ -44,12 +44,12 @@ _COLUMNS: Final = (
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True):
-    """Says what the clients send: a batch, and urgent requests that preempt it."""
+    """Says what the clients send."""
 
     num_batch: int
     num_prompt_words: int
     max_tokens: int
-    """The length of the longest batch answer; the shortest has half as many, so that they do not end at the same
+    """The tokens of the longest batch answer; the shortest has half as many, so that they do not end at the same
     time."""
     num_urgent: int
     max_urgent_tokens: int
@@ -66,7 +66,7 @@ class PreemptionRow(msgspec.Struct, frozen=True):
     num_preemptions: int
     num_tokens_computed_again: int
     num_errors: int
-    """Errors of batch and urgent requests together."""
+    """The errors of batch and urgent requests together."""
     num_differing_answers: int
     """Batch answers whose text is not that of the run in which nothing disturbed them."""
     batch_seconds: float
