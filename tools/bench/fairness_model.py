@@ -11,9 +11,11 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from kvloom_common.config import KvloomConfig
 from router.core.core import CoreConfig
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core_config import core_config
 from tools.bench.overload_model import OverloadPlan, PoissonCalls, find_capacity
 from tools.simulate.fleet.fleet import FleetOptions
@@ -118,7 +120,7 @@ def _core_config(plan: FairnessPlan) -> CoreConfig:
     assert config.fairness is not None
     fairness = config.fairness
     if plan.competing_prefill_seconds is not None:
-        fairness = dataclasses.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
+        fairness = msgspec.structs.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
     return dataclasses.replace(
         config,
         fairness=fairness,
@@ -127,7 +129,7 @@ def _core_config(plan: FairnessPlan) -> CoreConfig:
         safety_required=False,
         decision_sample_share=0.0,
         health=None,
-        overload=OverloadSettings(sheds_early=True),
+        overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvloom_common.config import KvloomConfig
 from router.core.core import CoreConfig
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core_config import core_config
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
@@ -142,7 +142,7 @@ def _kept(rows: Sequence[dict[str, Any]]) -> float:
 def _core_config(plan: OverloadPlan, *, sheds_early: bool) -> CoreConfig:
     """The router's defaults, except for the deadline, and without a safety service."""
     defaults = core_config(KvloomConfig())
-    overload = dataclasses.replace(defaults.overload, sheds_early=True) if sheds_early else OverloadSettings()
+    overload = defaults.overload if sheds_early else NO_OVERLOAD_CONTROL
     return dataclasses.replace(
         defaults,
         policy=plan.policy,
