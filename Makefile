@@ -17,11 +17,11 @@ ARGS ?=
 # Processes that run tests: one more than two cores, since tests also wait.
 TEST_WORKERS ?= 3
 # Threads of several engines that share the cores must not wait for one another by spinning.
-test test-long test-pythons test-cpus unit: export OMP_WAIT_POLICY = passive
+test test-long test-pythons test-cpus unit lab-test: export OMP_WAIT_POLICY = passive
 # Many processes start: each would compile what the last one did.
-run test test-long test-pythons test-cpus unit: export PYTHONDONTWRITEBYTECODE =
+run test test-long test-pythons test-cpus unit lab-test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit wheels fuzz test-schemathesis test-clients clean
+.PHONY: help run test lab-test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit wheels fuzz test-schemathesis test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -32,6 +32,9 @@ run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards
 test: setup-dev ## Checks, then all tests but the long ones, three at a time. ARGS="-k name" is passed to pytest.
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml $(ARGS)
+
+lab-test: setup-dev ## The laboratory's part of `make test`: simulation tests with planted bugs, chaos and benches.
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/lab $(ARGS)
 
 test-long: setup-dev test-pythons ## Searches, soaks and further positions of the same proofs, which `make test` leaves out.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
@@ -110,6 +113,7 @@ proto: setup ## Generate the gRPC stubs.
 lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.words
 
 types: setup-dev
 	$(BIN)/basedpyright --level error

@@ -12,9 +12,8 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGES: Final = ("control", "edge_http", "kvloom_common", "router", "safety_svc", "shard_server", "tools")
-LEFT_OUT: Final = ("tools/bench",)
-"""Benches measure the repository they lie in, and the peers that they install. What is shipped must not import them: a
-contract in ../pyproject.toml forbids it."""
+"""Not `lab`, which tests the repository that it lies in, and measures it beside the peers that it installs. What is
+shipped must not import it: a contract in ../pyproject.toml forbids it."""
 
 
 class FabricBuildHook(BuildHookInterface[Any]):
@@ -25,6 +24,5 @@ class FabricBuildHook(BuildHookInterface[Any]):
         for package in PACKAGES:
             for path in sorted((repository / package).rglob("*")):
                 name = path.relative_to(repository).as_posix()
-                is_shipped = not any(name.startswith(f"{folder}/") for folder in LEFT_OUT)
-                if is_shipped and path.is_file() and "__pycache__" not in path.parts:
+                if path.is_file() and "__pycache__" not in path.parts:
                     build_data["force_include"][str(path)] = f"kvloom_fabric/_root/{name}"

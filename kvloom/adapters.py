@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 MAX_ADAPTERS: Final = 1024
-"""Of one model, as clients see them."""
+"""Clients see at most so many adapters of one model."""
 MAX_NAMED: Final = 8
 """How many adapters an error names."""
 
 
 class Adapter(NamedTuple):
-    """Which adapter a request runs with. Another one of the same name has another checksum."""
+    """Identifies the adapter that a request runs with. Another one of the same name has another checksum."""
 
     name: str
     checksum: str

@@ -87,7 +87,7 @@ class Tier(enum.StrEnum):
 
 
 class CancelOutcome(enum.StrEnum):
-    """What `Client.cancel` has achieved. Only CANCELLED is true."""
+    """The outcome of `Client.cancel`. Only CANCELLED is true."""
 
     CANCELLED = "cancelled"
     """The request was running or waiting, and has been cancelled."""

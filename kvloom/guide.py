@@ -82,7 +82,8 @@ class _Multiples:
             raise invalid_argument(message, field)
 
     def _least_common(self) -> int:
-        """As whole numbers of the smallest decimal place that one of them has. Stops above the limit."""
+        """The least common multiple of the values, as a whole number of the smallest decimal place that one of them
+        has. Stops above the limit."""
         parts = [Decimal(value).normalize().as_tuple() for value in self.values]
         exponents = [part.exponent for part in parts if isinstance(part.exponent, int)]
         least = 1

@@ -1,4 +1,4 @@
-"""What a caller is told about its limits per minute: those of its accounts that leave least.
+"""LimitsState tells a caller about its limits per minute: those of its accounts that leave least.
 
 The SDK uses this, so it imports none of the libraries of the services.
 """

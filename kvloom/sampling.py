@@ -39,7 +39,7 @@ def draw_seed() -> int:
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether it always takes the likeliest token, so that no random number matters."""
+    """True when the likeliest token is always taken, so that no random number matters."""
     return sampling.HasField("temperature") and sampling.temperature == 0
 
 

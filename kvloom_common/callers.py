@@ -50,17 +50,18 @@ class Callers:
 
     @property
     def are_authenticated(self) -> bool:
-        """Whether not everyone may call."""
+        """True when not everyone may call."""
         return self.api_keys is not None or self.verifier is not None or self.identities is not None
 
     @property
     def watched(self) -> Watcher | None:
-        """What needs to be followed while callers are served (kvloom_common/process/watched_files.py)."""
+        """The watcher to run while callers are served (kvloom_common/process/watched_files.py); None: there is nothing
+        to follow."""
         return self.identities or self.api_keys or self.verifier
 
     def cache_salts(self, key: bytes = b"") -> CacheSalts:
-        """What separates these callers in caches. `key`: see CacheSalts; without one, what it gives is for this process
-        alone."""
+        """Returns the salts that separate these callers in caches. `key`: see CacheSalts; without one, the salts are
+        for this process alone."""
         return CacheSalts(key, None if self.identities is None else self.identities.tenants.cache_scope)
 
     def name_of_id(self, verified_id: str) -> str:

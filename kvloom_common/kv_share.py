@@ -16,4 +16,4 @@ class KvShare(msgspec.Struct, frozen=True):
     owner: int
     """64 bits that stand for the owner and tell nothing about it: see kvloom_common/access/kv_shares.py."""
     percent: int
-    """Of a shard's blocks; at least 1."""
+    """The share in percent of a shard's blocks; at least 1."""

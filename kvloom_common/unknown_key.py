@@ -1,4 +1,4 @@
-"""Which key of a typed tree a user may have meant who wrote one that does not exist."""
+"""Guesses the key of a typed tree that a user meant who wrote one that does not exist."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _UNKNOWN_KEY: Final = re.compile(r"Object contains unknown field `(?P<key>[^`]*)
 
 
 def meant_key(message: str, root: type) -> str:
-    """What the user may have meant by a key that does not exist: the end of the message that names it. "" if it names
-    none, or nothing is like it."""
+    """Says what the user may have meant by a key that does not exist: the end of the message that names it. "" if it
+    names none, or nothing is like it."""
     unknown = _UNKNOWN_KEY.fullmatch(message)
     if unknown is None:
         return ""

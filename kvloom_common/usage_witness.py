@@ -33,15 +33,15 @@ class WitnessLine(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: str
     """That of the request to the routers; of several requests of one answer, what they begin with."""
     num_output_tokens: int
-    """What was delivered until the answer ended, with what its client had from another router."""
+    """The tokens delivered until the answer ended, with those that its client had from another router."""
     is_complete: bool = True
-    """Whether the answer ended as it should. Otherwise tokens may have been on their way."""
+    """True when the answer ended as it should. Otherwise tokens may have been on their way."""
     answer_id: str = ""
     """Tells the requests of clients outside the fabric apart, which choose the ids; see UsageRecord.answer_id."""
     num_prompt_tokens: int = 0
-    """What was computed before the first new token; 0: not counted."""
+    """The prompt tokens computed before the first new token; 0: not counted."""
     num_resumed_tokens: int = 0
-    """What its client had when it continued the answer here, as far as a ticket proves it."""
+    """The tokens that its client had when it continued the answer here, as far as a ticket proves it."""
     is_settled: bool = False
     """Takes the place of the line of the answer that began behind as many tokens: the client has not received all that
     was sent."""

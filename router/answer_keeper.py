@@ -32,7 +32,7 @@ def _pass_on_nothing(_event: RequestArrived) -> None:
 
 
 class AnswerKeeper:
-    """Implements `router.core_driver.Keeper`. Pure but for what it is given: the same code runs under `kvloom dst`."""
+    """Implements `router.core_driver.Keeper`. Pure but for what it is given, as `kvloom-lab dst` runs it too."""
 
     def __init__(
         self,

@@ -46,6 +46,10 @@ GAUGES: Final = {
 """What the gauges mean, by name without `kvloom_router_`."""
 
 
+JUDGED_PART: Final = 32
+"""One in so many requests has its prediction judged: the errors of all would cost more than predicting them."""
+
+
 class _ModelSeries:
     """The series of one model. They are looked up once because a lookup by labels costs more than counting."""
 
@@ -140,6 +144,16 @@ class RouterMetrics:
             "Sequences that continued after their shard or its engine had failed, counted when their request ends. "
             "Unit: sequences.",
             registry=registry,
+        )
+        self._num_unjudged = JUDGED_PART
+        """Requests that ended since the last one whose prediction was judged; the first one is."""
+        self._prediction_error = HistogramFamily(
+            "kvloom_router_prediction_error_seconds",
+            "How far off the prediction was that placed a request, for one in "
+            f"{JUDGED_PART} requests: by what was predicted, and whether it came early or late. Unit: seconds.",
+            ("model", "term", "direction"),
+            LATENCY_SECONDS,
+            registry,
         )
         self._unserved = CounterFamily(
             "kvloom_router_requests_unserved",
@@ -246,6 +260,9 @@ class RouterMetrics:
                 series.tpot.observe(decode_seconds / (ended.num_output_tokens - 1))
         if ended.objectives is not None:
             self._count_objectives(ended.objectives)
+        self._num_unjudged += 1
+        if self._num_unjudged >= JUDGED_PART:
+            self._judge_prediction(ended)
         logger = log
         if ended.moves is not NO_MOVES:
             self._failed_over.inc(ended.moves.num_failovers)
@@ -253,6 +270,17 @@ class RouterMetrics:
                 self._disrupted.labels(ended.priority_class.name, disruption, "").total += 1
             logger = log.bind(**msgspec.structs.asdict(ended.moves))
         _log_end(logger, ended, outcome, error_type, end)
+
+    def _judge_prediction(self, ended: RequestEnded) -> None:
+        """A request without a prediction leaves its turn to the next one."""
+        for judged in ended.judged_prediction:
+            error = judged.error_seconds
+            if error is not None:
+                self._num_unjudged = 0
+                direction = "late" if error >= 0 else "early"
+                self._prediction_error.labels(self._model_label(ended.model), judged.term, direction).observe(
+                    abs(error)
+                )
 
     def _count_objectives(self, ended: ObjectivesOutcome) -> None:
         if ended.refused is not None:

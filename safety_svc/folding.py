@@ -57,5 +57,5 @@ def fold(text: str, *, after_space: bool = False) -> tuple[str, Sequence[int]]:
 
 
 def is_word(character: str) -> bool:
-    """Whether a folded character is part of a word. Combining accents belong to their letter."""
+    """True when a folded character is part of a word. Combining accents belong to their letter."""
     return character.isalnum() or character == "_" or unicodedata.category(character).startswith("M")

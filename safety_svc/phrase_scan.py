@@ -77,7 +77,7 @@ class PhraseScan:
 
 
 def is_whole(text: str, start: int, end: int, *, is_end: bool) -> bool:
-    """Whether text[start:end] lies between word boundaries. False while the next character is needed to know that."""
+    """True when text[start:end] lies between word boundaries. False while the next character is needed to know that."""
     if start > 0 and is_word(text[start - 1]) and is_word(text[start]):
         return False
     if end == len(text):

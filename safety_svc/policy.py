@@ -59,12 +59,12 @@ class PolicyError(Exception):
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
-    """What every rule has."""
+    """The fields that every rule has."""
 
     name: Name
     message: Name = "This content is not allowed here."
     category: Annotated[str, Meta(max_length=128)] = ""
-    """What moderations call a text that breaks the rule; "": the name."""
+    """The name that moderations give to a text that breaks the rule; "": the rule's own name."""
     applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt", "answer")
 
 
@@ -124,7 +124,7 @@ class Hit:
     rule: Rule
     start: int
     is_failure: bool = False
-    """Whether the rule could not be applied, so that anything may be forbidden from `start` on."""
+    """True when the rule could not be applied, so that anything may be forbidden from `start` on."""
 
 
 def worst(hits: Iterable[Hit | None]) -> Hit | None:
@@ -180,7 +180,7 @@ class Policy:
     any_text: RuleSet
     """All rules."""
     categories: tuple[str, ...]
-    """Of all rules, in the order of the file."""
+    """The categories of all rules, in the order of the file."""
 
 
 def load_policy(path: Path) -> Policy:

@@ -13,7 +13,7 @@ MAX_LENGTH: Final = 4096
 
 
 class RuleKind(Protocol):
-    """What a plugin makes of a rule's own fields. It has no state, and is called from several threads.
+    """A plugin makes one of these of a rule's own fields. It has no state, and is called from several threads.
 
     Whether `text[start:end]` is forbidden depends on these characters and on the one before and the one after them, on
     nothing else: answers arrive in pieces, and what was shown is not judged again.

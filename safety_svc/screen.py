@@ -19,7 +19,7 @@ millisecond at worst. Between them, the event loop serves answers."""
 
 
 def is_long(prompt: str) -> bool:
-    """Whether `check_long_prompt` should check the prompt."""
+    """True when `check_long_prompt` should check the prompt."""
     return len(prompt) > CHARS_PER_SLICE
 
 
@@ -73,7 +73,7 @@ class AnswerScreener:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no text is withheld."""
+        """True while no text is withheld."""
         return self.num_clear_chars == self._num_chars
 
     def skip(self, num_chars: int, last_char: str) -> None:

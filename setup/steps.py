@@ -1,4 +1,5 @@
-"""Which steps of a set-up are done, so that an interrupted one continues, and one set-up of a checkout at a time."""
+"""Remembers which steps of a set-up are done, so that an interrupted one continues, and allows one set-up of a checkout
+at a time."""
 
 from __future__ import annotations
 

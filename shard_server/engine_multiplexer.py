@@ -157,20 +157,20 @@ class EngineMultiplexer:
             self._report_load()
 
     def set_withdrawn(self, withdrawn: bool) -> None:
-        """Whether the model is about to be withdrawn. Routers are notified at once."""
+        """Says if the model is about to be withdrawn. Routers are notified at once."""
         if withdrawn != self._load.withdrawn:
             self._load.withdrawn = withdrawn
             self._report_load()
 
     def announce_sleep(self, asleep: bool) -> None:
-        """Whether the shard sleeps, or is about to. Routers are notified at once."""
+        """Says if the shard sleeps, or is about to. Routers are notified at once."""
         if asleep != self._load.asleep:
             self._load.asleep = asleep
             self._report_load()
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine has been given up."""
+        """True while the engine has been given up."""
         return not self._has_engine.is_set()
 
     def give_up_engine(self) -> None:

@@ -27,7 +27,7 @@ _NO_NAMES: Final[Mapping[str, str]] = {}
 
 
 class SequenceOwner(Protocol):
-    """What a sequence needs of the router connection that submitted it."""
+    """Holds what a sequence needs of the router connection that submitted it."""
 
     by_slot: dict[int, LiveSequence]
     parts: StepParts

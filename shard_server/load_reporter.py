@@ -21,7 +21,7 @@ LOAD_REPORT_SECONDS: Final = 0.05
 of hundreds of shards are a few per cent of a router's time."""
 
 MIN_LEFT_SECONDS: Final = 0.001
-"""What is reported of a time that is over: 0 would mean that there is none."""
+"""A time that is over is reported as this, because 0 would mean that there is none."""
 _NO_SHARE: Final = LoadShare()
 
 
@@ -54,7 +54,7 @@ class LoadReporter:
         self._in_flight: deque[tuple[int, int]] = deque()
         """(origin, number of prefill tokens) of the sequences that the newest load does not count yet."""
         self._reported_all_submits = True
-        """Whether the last reports included every submit."""
+        """True when the last reports included every submit."""
 
     def on_submit(self, request: EngineRequest) -> None:
         """The engine has accepted a sequence."""
@@ -84,7 +84,8 @@ class LoadReporter:
         return max(0.0, self._reported_at + LOAD_REPORT_SECONDS - now)
 
     def is_due_without_step(self, now: float) -> bool:
-        """Whether submits are still unreported because no step has ended since. After True, the caller reports now."""
+        """Returns True when submits are still unreported because no step has ended since. After True, the caller
+        reports now."""
         if self._reported_all_submits:
             return False
         self._on_due(is_idle=False, now=now)

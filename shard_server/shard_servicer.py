@@ -133,7 +133,7 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         return SleepResponse(**self._work(), error=error)
 
     def _work(self) -> dict[str, int]:
-        """What those who wait for the shard's answers to end want to know."""
+        """Returns the numbers of sequences, for those who wait for the shard's answers to end."""
         load, num_submitted = self._multiplexer.load_report(), self._multiplexer.num_submitted
         return {"num_running": load.num_running, "num_waiting": load.num_waiting, "num_submitted": num_submitted}
 

@@ -57,8 +57,9 @@ class SpotNotices:
 
 
 def seconds_left(text: str, written_at: float, now: float, default_seconds: float) -> float:
-    """What is left of a notice that was written then: `text` is the number of seconds that it gives. Any other text is
-    a notice of `default_seconds`: not to heed it would be worse than to guess. Negative when the time has passed."""
+    """Returns the seconds that are left of a notice that was written at `written_at`: `text` is the number of seconds
+    that it gives. Any other text is a notice of `default_seconds`: not to heed it would be worse than to guess.
+    Negative when the time has passed."""
     try:
         given = float(text)
     except ValueError:

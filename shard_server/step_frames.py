@@ -25,7 +25,7 @@ class StepParts:
         self.slots: list[int] = []
         self.num_tokens: list[int] = []
         self.uneven = False
-        """Whether an entry has no token or several tokens."""
+        """True when an entry has no token or several tokens."""
         self.token_ids: list[int] = []
         self.deltas: list[str] = []
         self.logprobs: list[TokenLogprobs] = []

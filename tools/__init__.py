@@ -1,4 +1,4 @@
-"""The `kvloom` command and everything behind it: running, examining, simulating, testing and measuring a fabric.
+"""The `kvloom` command and everything behind it: running, examining, simulating and measuring a fabric.
 
 cli/                 the command
 options.py           flags that several commands share
@@ -12,10 +12,8 @@ many_shards.py       several simulated shards in one process
 receipts/            `kvloom receipts`: saves receipts of answers, and computes the answers again
 doctor/              `kvloom doctor`: checks an engine on this machine
 simulate/            `kvloom simulate`: traces through the real router and modelled shards
-dst/                 `kvloom dst`: deterministic simulation tests of the router core
-chaos/               `kvloom chaos`: a live fabric under faults
 usage/               `kvloom usage`: what was used, and whether that is what was delivered
-bench/               `kvloom bench`: benches
+bench/               `kvloom bench`: what this machine reaches
 stable_hash.py       a hash that is the same in every process
 interpreter.py       the Python that runs
 process_counters.py  CPU time, context switches and memory of processes

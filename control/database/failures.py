@@ -1,4 +1,4 @@
-"""What a caller is told when the database fails."""
+"""Turns failures of the database into the error that a caller gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 log = structlog.get_logger()
 
 DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
-"""What transactions raise. A server that does not answer is a TimeoutError, which is an OSError."""
+"""Transactions raise one of these. A server that does not answer is a TimeoutError, which is an OSError."""
 NO_ANSWER: Final = "does not answer. A change that was asked for may still be made."
 _IN_WORDS: Final = (
     # SQLite's messages, and PostgreSQL's codes.

@@ -1,4 +1,4 @@
-"""Which database control uses."""
+"""Chooses the database that control uses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which names, times, scopes, models and priority classes are valid. All functions return what they were given, or
-raise KvloomError (INVALID_ARGUMENT) that names the field."""
+"""Checks names, times, scopes, models and priority classes. All functions return what they were given, or raise
+KvloomError (INVALID_ARGUMENT) that names the field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAME_CHARS: Final = 128
 _CLASS: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODELS: Final = 256
 MAX_MODELS_BYTES: Final = 16 * 2**10
-"""Of the names of one entry together, in UTF-8: every edge and router keeps them."""
+"""The names of one entry have at most so many bytes together, in UTF-8: every edge and router keeps them."""
 MAX_CLASSES: Final = 18
 """Those that may be declared (docs/scheduling.md), and the built-in ones."""
 MAX_TIME: Final = 253_402_300_800.0
@@ -107,7 +107,7 @@ def models(patterns: Sequence[str], field: str, before: Sequence[str] = ()) -> l
 
 
 def priority_classes(given: Sequence[str], field: str) -> list[str]:
-    """Which classes there are is known to edges and routers only."""
+    """Checks only number and form: which classes there are is known to edges and routers alone."""
     if len(given) > MAX_CLASSES:
         raise invalid_argument(f"There are at most {MAX_CLASSES} priority classes.", field)
     for name in given:

@@ -15,7 +15,8 @@ from kvloom.errors import invalid_argument
 DEFAULT_PAGE_SIZE: Final = 100
 MAX_PAGE_SIZE: Final = 1000
 MAX_PAGE_BYTES: Final = 2**20
-"""Of the rows as JSON, which are about as large as the page. A page has at least one row."""
+"""The rows of a page have at most so many bytes as JSON, which is about the size of the page. A page has at least one
+row."""
 _READ_ROWS: Final = 50
 _MAX_NUMBER: Final = 2**63 - 1
 """The largest key that a column of numbers has."""

@@ -24,7 +24,7 @@ from kvloom_common.tenancy.table import EXPIRED_SECONDS
 
 MAX_QUOTA: Final = 2**31 - 1
 ENTRY_BYTES: Final = 256
-"""What an entry counts beside the texts that were given for it."""
+"""An entry counts as so many bytes beside the texts that were given for it."""
 KEPT_TIMES: Final = 10
 """So many times the quota are kept of keys that have ended, and of ids of projects and users that were used."""
 _TEXTS: Final = ("name", "scopes", "models", "priority_classes", "default_priority_class", "limits", "cache_scope")

@@ -1,4 +1,4 @@
-"""Which columns an update mask changes."""
+"""Finds the columns that an update mask changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from control.directory.actor import Actor, failed_precondition
 from kvloom.errors import invalid_argument
 
 MAX_PATHS: Final = 64
-"""Of a mask; no message has so many fields and limits."""
+"""A mask has at most so many paths; no message has so many fields and limits."""
 
 
 def masked_values(

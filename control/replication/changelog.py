@@ -1,4 +1,4 @@
-"""Which version the table has, and which entries have changed since another one."""
+"""Tells the version of the table, and which entries have changed since another one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def read_state(connection: AsyncConnection) -> TableState:
 
 
 async def read_changes(connection: AsyncConnection, after: int, until: int) -> Mapping[str, set[str]]:
-    """What has changed after a version, until another one: the entries by their kind."""
+    """Returns the entries, by their kind, that have changed after one version until another one."""
     query = sa.select(changes.c.kind, changes.c.entry).where(changes.c.version > after, changes.c.version <= until)
     found: dict[str, set[str]] = {}
     for kind, entry in await connection.execute(query.distinct()):

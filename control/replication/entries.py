@@ -61,7 +61,7 @@ _KEYS: Final = (
 async def read_organisations(
     connection: AsyncConnection, tiers: Tiers, which: Collection[str] | None = None, *, after: str = "", limit: int = 0
 ) -> list[OrganisationEntry]:
-    """Those with these ids, or the first ones behind an id; likewise the functions below."""
+    """Returns the entries with these ids, or, as the functions below do, the first ones behind an id."""
     rows = await _rows(connection, _ORGANISATIONS, organisations.c.id, which, after, limit)
     remaining = await kv_shares.remaining(connection, [(row.id, row.tier, row.limits) for row in rows], tiers)
     return [

@@ -1,4 +1,4 @@
-"""What one follower is sent: a snapshot in parts, and then changes.
+"""Follower sends one follower the table: a snapshot in parts, and then changes.
 
 No transaction outlasts a part, so that a slow follower holds nothing up. The parts of a snapshot are therefore read one
 after another while the table changes; the last part has what has changed since the first, and only with it the snapshot
@@ -25,9 +25,10 @@ MAX_PART_BYTES: Final = 2**20
 """Both ends handle a part at once, and serve others between parts. Only an entry that is larger by itself, or the list
 of all prices, makes a part that is larger."""
 MAX_CHANGES_BYTES: Final = 64 * 2**20
-"""Of one set of changes, which is kept in memory as a whole. Beyond that the follower is sent a snapshot."""
+"""One set of changes has at most so many bytes, as it is kept in memory as a whole. Beyond that the follower is sent a
+snapshot."""
 _MAX_ENTRIES_BYTES: Final = MAX_PART_BYTES - 2**10
-"""What leaves room for the other fields of a part."""
+"""The entries of a part have at most so many bytes, so that its other fields fit too."""
 _FIELD_BYTES: Final = 8
 """The tag and the length of an entry in a part."""
 _KINDS: Final[tuple[tuple[str, str, Any], ...]] = (
@@ -114,8 +115,8 @@ class Follower:
             return await read(connection, await read_tiers(connection), after=after, limit=self._part_entries)
 
     async def _changes(self, *, completes_snapshot: bool) -> list[FollowResponse] | None:
-        """What has changed since the follower's version, in parts of which only the last one has the next version.
-        None: that is not known any more. With `completes_snapshot` there is at least one part."""
+        """Returns the changes since the follower's version, in parts of which only the last one has the next version.
+        None: that version is not known any more. With `completes_snapshot` there is at least one part."""
         async with self._database.reading() as connection:
             state = await read_state(connection)
             is_known = self._table_id == state.table_id and state.oldest_version <= self._version <= state.version

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 CHECK_SECONDS: Final = 1.0
 """How often the version is looked up while announcements arrive."""
 POLL_SECONDS: Final = 0.05
-"""Likewise, while they do not."""
+"""The version is looked up this often while the latest one was not announced."""
 _RETRY_SECONDS: Final = 1.0
 
 

@@ -1,4 +1,4 @@
-"""What was used, and what may still be used.
+"""Meters what was used, and leases what may still be used.
 
 accounts.py         whom a record is charged to, and what it adds to which sums; pure
 account_limits.py   the hard budgets of accounts, from the directory

@@ -53,7 +53,7 @@ def accounts_of(tenant: str, key_id: str) -> list[str]:
 
 
 def spending_of(record: UsageRecord, key_accounts: Mapping[str, str]) -> Iterator[tuple[Budget, int]]:
-    """What an answer adds to each of its accounts: what the router has charged, where there is a hard budget.
+    """Yields what an answer adds to each of its accounts: the router's charge, where there is a hard budget.
     `key_accounts`: the keys whose accounts are called after another key, with that key."""
     if not record.is_billed:
         return
@@ -91,7 +91,7 @@ def sums_of(record: UsageRecord) -> tuple[int, ...]:
 
 
 class Deltas:
-    """What a batch of records changes."""
+    """Sums up what a batch of records changes."""
 
     def __init__(self, key_accounts: Mapping[str, str] | None = None) -> None:
         """`key_accounts`: see spending_of."""

@@ -29,7 +29,7 @@ async def spent_of(connection: AsyncConnection, budget: Budget) -> int:
 async def note_thresholds(
     database: Database, connection: AsyncConnection, budgets: Sequence[Budget], percents: Sequence[int], now: float
 ) -> None:
-    """Of these budgets, note the thresholds that are reached now."""
+    """Notes which thresholds of these budgets are reached now."""
     rows = []
     for budget, limit in (await hard_limits(connection, budgets)).items():
         spent = await spent_of(connection, budget)

@@ -62,7 +62,7 @@ class UsageConsumer:
         self._claim_at = 0.0
         self._forget_at = 0.0
         self._has_own_pending = True
-        """Whether entries may be pending that a process of this name has read and not stored."""
+        """True while entries may be pending that a process of this name has read and not stored."""
         self._failing_part = ""
 
     async def run(self) -> None:

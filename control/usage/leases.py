@@ -91,7 +91,7 @@ def _lease_of(producer: str, budget: Budget) -> tuple[sa.ColumnElement[bool], ..
 
 
 async def leased_of(connection: AsyncConnection, budget: Budget) -> int:
-    """What all routers may still spend, or have spent without that it is known."""
+    """Returns what all routers may still spend, or have spent without its being known."""
     leases = budget_leases.c
     found = await connection.scalar(
         sa.select(sa.func.coalesce(sa.func.sum(leases.leased), 0)).where(

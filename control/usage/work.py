@@ -1,4 +1,4 @@
-"""What the control process runs for usage, beside its RPCs: the consumer of records, and the notices about budgets."""
+"""Runs the consumer of usage records and the notices about budgets in the control process, beside its RPCs."""
 
 from __future__ import annotations
 

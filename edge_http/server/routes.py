@@ -101,7 +101,7 @@ def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Route]:
         ),
         _route(
             f"{path}/{{id}}/cancel", "POST", cancel_response, f"cancel{name}", "Text", "End a resumable answer",
-            Answer("It has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), **more,
+            Answer("The generation has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), **more,
         ),
     ]  # fmt: skip
 
@@ -207,13 +207,13 @@ ROUTES: Final[tuple[Route, ...]] = (
     ),
     _route(
         "/v1/load_lora_adapter", "POST", load_lora_adapter, "loadLoraAdapter", "Models", "Load an adapter",
-        Answer("It is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
+        Answer("The adapter is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law", "lora_path": "law-v2"}},
         scope="admin", is_of_fabric=True,
     ),
     _route(
         "/v1/unload_lora_adapter", "POST", unload_lora_adapter, "unloadLoraAdapter", "Models", "Unload an adapter",
-        Answer("It is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
+        Answer("The adapter is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law"}},
         scope="admin", is_of_fabric=True,
     ),

@@ -26,7 +26,7 @@ class AnswerChoice:
     """The stop string that ended it; "" if none did."""
     num_output_tokens: int
     reasoning: str = ""
-    """What the model thought before it answered."""
+    """The model's thoughts before it answered."""
     tool_calls: Sequence[ToolCall] = ()
     """The calls that the caller is asked to run."""
 
@@ -38,7 +38,7 @@ class AnswerChoice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What `Client.complete` returns."""
+    """The result of `Client.complete`."""
 
     request_id: str
     seed: int
@@ -48,9 +48,9 @@ class Answer:
     num_cached_tokens: int
     """How many of the prompt's tokens were in the cache."""
     num_output_tokens: int
-    """Of all choices together."""
+    """The number of output tokens of all choices together."""
     is_result_cache_hit: bool = False
-    """Whether the router's result cache had it."""
+    """True when the answer came from the router's result cache."""
     receipt: bytes = b""
     """The signed receipt as JSON, if the request asked for one and its router could give one."""
     brownout: str = ""
@@ -80,7 +80,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the first choice."""
+        """The finish reason of the first choice."""
         return self.choices[0].finish_reason
 
 

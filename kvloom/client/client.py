@@ -50,7 +50,8 @@ from kvloom.v1.generation_pb2 import SequenceFinish
 
 MAX_BUFFERED_TOKENS: Final = 16_384
 LEAST_DEADLINE_MS: Final = 1.0
-"""What a repeated request is sent with if nothing is left of its deadline: the router refuses it with a clear error."""
+"""A repeated request is sent with this deadline if nothing is left of its own: the router refuses it with a clear
+error."""
 CONNECT_TIMEOUT_SECONDS: Final = 10.0
 
 

@@ -95,7 +95,7 @@ class DeltaStream:
 
 
 class _DeltaIterator:
-    """What an `async for` holds while it reads."""
+    """The iterator that an `async for` holds while it reads."""
 
     __slots__ = ("_stream",)
 

@@ -37,7 +37,8 @@ class GenerateOptions(TypedDict, total=False):
     """The tools that the model may call: `Tool`s, or mappings in OpenAI's shape. Like the next three, only with
     `messages`."""
     tool_choice: Literal["auto", "none", "required"] | Mapping[str, Any]
-    """Whether the model calls tools. A mapping {"name": ...}, or OpenAI's, names the tool to call. Default auto."""
+    """Says if the model may or must call tools. A mapping {"name": ...}, or OpenAI's, names the tool to call. Default
+    auto."""
     parallel_tool_calls: bool
     """With tool_choice "required": several calls are wanted, not one."""
     template_options: Mapping[str, Any]
@@ -59,7 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float
     """0 to 1; default 0. Tokens less likely than this fraction of the likeliest one's probability are not sampled."""
     logit_bias: Mapping[int, float]
-    """What is added to the logits of up to 1024 token ids, each -100 to 100."""
+    """Maps up to 1024 token ids to a number, -100 to 100, that is added to their logits."""
     guide: Mapping[str, Any]
     """The form that the answer must have: one of json_object (True), json_schema (a mapping or text), regex, choice
     (texts) and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
@@ -110,7 +111,7 @@ class GenerateOptions(TypedDict, total=False):
     receipt: bool
     """Ask for a signed receipt (docs/receipts.md), which is `Answer.receipt`."""
     resumable: bool
-    """Whether the answer outlives its connection (docs/grpc-api.md). The default is False."""
+    """True makes the answer outlive its connection (docs/grpc-api.md). The default is False."""
 
 
 _SAMPLING = (

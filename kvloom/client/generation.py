@@ -52,7 +52,7 @@ class Delta:
     request_id: str = ""
     """The id of the request, for `Client.cancel` and `Client.explain`."""
     reasoning: str = ""
-    """What the model thinks, to append. Only for `messages`."""
+    """The next piece of the model's thoughts, to append. Only for `messages`."""
     tool_calls: Sequence[ToolCallDelta] = ()
     """Pieces of tool calls, in order. Only for `messages` with `tools`."""
 
@@ -86,7 +86,7 @@ def _tool_call_delta(part: OutputPart) -> ToolCallDelta | None:
 
 
 class Finishes:
-    """Which choices of a request have ended, and whether one failed."""
+    """Keeps count of the choices of a request that have ended, and notes if one failed."""
 
     def __init__(self, num_choices: int) -> None:
         self._num_open = num_choices
@@ -95,7 +95,7 @@ class Finishes:
 
     @property
     def complete(self) -> bool:
-        """Whether all choices have ended."""
+        """True when all choices have ended."""
         return self._num_open == 0
 
     def note(self, delta: Delta) -> None:

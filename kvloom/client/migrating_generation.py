@@ -39,9 +39,9 @@ class MigratingGeneration:
         self.last_event = 0
         """The event_number of the last response; 0: there was none, or the answer is not resumable."""
         self.has_response = False
-        """Whether any router has responded."""
+        """True once any router has responded."""
         self.has_response_from_router = False
-        """Whether a router has responded to the current request."""
+        """True once a router has responded to the current request."""
 
     @property
     def is_complete(self) -> bool:

@@ -9,10 +9,10 @@ from kvloom.v1.router_service_pb2 import ModerateResponse
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moderation:
-    """Which of the safety policy's categories a text belongs to. It is true if there is any."""
+    """The categories of the safety policy that a text belongs to. It is true if there is any."""
 
     categories: tuple[str, ...]
-    """Of the rules that the text breaks, whether they are for prompts or for answers."""
+    """The categories of the rules that the text breaks, no matter if those are for prompts or for answers."""
     known_categories: tuple[str, ...]
     """All categories of the policy."""
     policy_revision: str

@@ -1,4 +1,4 @@
-"""Which failed requests the SDK repeats by itself, and when."""
+"""Decides which failed requests the SDK repeats by itself, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which router one answer of `Generate` asks next."""
+"""Chooses the router that an answer of `Generate` asks next."""
 
 from __future__ import annotations
 

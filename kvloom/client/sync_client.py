@@ -174,7 +174,7 @@ class SyncDeltaStream:
 
 
 class _SyncDeltaIterator:
-    """What a `for` holds while it reads; see kvloom/client/delta_stream.py."""
+    """The iterator that a `for` holds while it reads; see kvloom/client/delta_stream.py."""
 
     __slots__ = ("_stream",)
 

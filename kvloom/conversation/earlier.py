@@ -1,4 +1,5 @@
-"""Which messages of a conversation are history, and what stands in them for content that no model here can take."""
+"""Finds the messages of a conversation that are history, and what stands in them for content that no model here can
+take."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model calls tools."""
+    """Says if the model may or must call tools, and which."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     name: str = ""

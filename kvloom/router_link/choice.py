@@ -1,4 +1,4 @@
-"""Which of several routers gets a request: a pure function."""
+"""Chooses the router that gets a request, by a pure function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RouterView(NamedTuple):
     salt: int
     """The hash of the address (`salt_of`)."""
     is_ready: bool
-    """Whether it knows a ready shard for the request's model."""
+    """True when the router knows a ready shard for the request's model."""
     num_in_flight: int
     """How many of this process's requests it has."""
     silent_seconds: float = 0.0

@@ -14,7 +14,7 @@ from kvloom.router_link.deferred_token_log import DeferredTokenLog
 
 
 class FastPathSink(Protocol):
-    """What a sink implements besides `Sink`, if its text may take the fast path."""
+    """A sink implements this besides `Sink` if its text may take the fast path."""
 
     def fast_writer(self, index: int) -> Callable[[str], None] | None:
         """The function that gets a choice's text from now on, token by token. Called once per choice, when the choice
@@ -36,7 +36,7 @@ class OpenChoice:
         self.handle = handle
         self.index = index
         self.has_begun = False
-        """Whether it has had a token."""
+        """True once the choice has had a token."""
         self.sink = sink
         """None once the choice was cancelled and its slot waits for the SequenceFinish."""
 

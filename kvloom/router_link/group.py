@@ -129,8 +129,8 @@ class RouterGroup:
         await self._members.wait_change()
 
     def submit(self, request: LinkRequest, sink: Sink) -> int:
-        """As in RouterLink. A request with `partial_choices` that is not new is treated as one that has lost its
-        router: it is sent as soon as a router has its model."""
+        """Submits as RouterLink does. A request with `partial_choices` that is not new is treated as one that has lost
+        its router: it is sent as soon as a router has its model."""
         give_seed(request)
         tracked = TrackedRequest(next(self._handles), request, sink, self, _affinity_key(request))
         if request.partial_choices and not request.is_new:
@@ -152,17 +152,17 @@ class RouterGroup:
             tracked.is_over = True
 
     def discard(self, request_ids: Sequence[str]) -> None:
-        """As in RouterLink. All routers are told, because any may have had a part of the answers."""
+        """Discards as RouterLink does. All routers are told, because any may have had a part of the answers."""
         self._members.discard(request_ids)
 
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
-        """As in RouterLink: any router can answer, because all use the same safety service."""
+        """Moderates as RouterLink does: any router can answer, because all use the same safety service."""
         if not self._members.available:
             raise self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.moderate(request)
 
     async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
-        """As in RouterLink: any router can answer, because all share the limits."""
+        """Charges as RouterLink does: any router can answer, because all share the limits."""
         if not self._members.available:
             raise self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.charge_call(request)

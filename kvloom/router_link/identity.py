@@ -10,7 +10,7 @@ from kvloom.v1.router_service_pb2 import LostRequest
 K = TypeVar("K")
 
 MAX_LOST_REQUESTS: Final = 65_536
-"""As many requests as a connection may have open."""
+"""At most so many lost requests are remembered: as many as a connection may have open."""
 MAX_DELEGATED_LOSSES: Final = 16_384
 
 

@@ -54,7 +54,7 @@ class RouterLink(Protocol):
 
     @property
     def fleet(self) -> router_service_pb2.FleetState:
-        """What the router can serve, as it last reported; empty while there is no connection."""
+        """The models that the router can serve, as it last reported; empty while there is no connection."""
         ...
 
     @property

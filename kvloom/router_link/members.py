@@ -48,7 +48,7 @@ class RouterMembers:
         self.wanted: dict[str, str] = {}
         """By address: the incarnation that listens there; "": any."""
         self.fleet = FleetState()
-        """What all of them can serve; empty while none is connected."""
+        """The models that all of them together can serve; empty while none is connected."""
         self.connected = False
         self.available: list[RouterMember] = []
         """The routers that are connected and not draining."""
@@ -60,7 +60,7 @@ class RouterMembers:
         self._identities: dict[str, LinkIdentity] = {}
         """By address, including those of former routers: one that hangs expires in Redis, and may come back."""
         self._delegated_losses: dict[tuple[str, str], int] = {}
-        """As in LinkIdentity, for routers that are not known yet."""
+        """The lost requests, as in LinkIdentity, of routers that are not known yet."""
         self._changed = asyncio.Event()
 
     async def follow_wanted(self) -> None:
@@ -105,7 +105,7 @@ class RouterMembers:
             member.link.discard(request_ids)
 
     def _is_needed(self, member: RouterMember) -> bool:
-        """Whether to keep a router that is no longer wanted."""
+        """True when a router that is no longer wanted must be kept: it has requests, or no successor is connected."""
         has_successor = any(self._members[a].link.connected for a in self.wanted if a in self._members)
         return member.link.connected and (bool(member.handles) or not has_successor)
 

@@ -76,7 +76,7 @@ class OpenChoices:
         return slots
 
     def is_cancelled(self, slot: int) -> bool:
-        """Whether the slot's choice was cancelled and its finish has not arrived."""
+        """True when the slot's choice was cancelled and its finish has not arrived."""
         choice = self._by_slot.get(slot)
         return choice is not None and choice.sink is None
 

@@ -10,7 +10,7 @@ from kvloom.v1 import generation_pb2, router_service_pb2
 
 
 class ChoiceProgress:
-    """What the sink has received of one choice. Another router continues after it."""
+    """Records what the sink has received of one choice. Another router continues after it."""
 
     __slots__ = ("index", "is_done", "num_cached_tokens", "num_chars", "token_ids")
 
@@ -21,7 +21,7 @@ class ChoiceProgress:
         self.num_chars = 0
         """How many Unicode code points of their text were delivered."""
         self.num_cached_tokens: int | None = None
-        """As reported when the choice started for the first time; None: it has not started."""
+        """The number of cached tokens reported when the choice first started; None: it has not started."""
         self.is_done = False
 
 
@@ -46,11 +46,11 @@ class LinkRequest:
     tier: router_service_pb2.Tier = router_service_pb2.TIER_UNSPECIFIED
     """How urgent it is."""
     partial_choices: Sequence[ChoiceProgress] = ()
-    """What other routers have delivered of the choices that are still wanted; `n` is not used then. Empty: generate all
-    n choices from their beginning."""
+    """The output that other routers have delivered of the choices that are still wanted; `n` is not used then. Empty:
+    generate all n choices from their beginning."""
     is_new: bool = False
-    """Of a request with `partial_choices`: another model has generated them, and no router has lost this request. So it
-    is sent at once, and a rejection is final, as for any other new request."""
+    """True when another model has generated the `partial_choices`, and no router has lost this request. So it is sent
+    at once, and a rejection is final, as for any other new request."""
     client_request_id: str = ""
     """The id that the caller gave the request, for log lines and `Explain`."""
     pooling: generation_pb2.Pooling | None = None
@@ -60,11 +60,11 @@ class LinkRequest:
     num_ended_tokens: int = 0
     """With `partial_choices`: the output tokens of the other choices, which have ended."""
     num_foreign_tokens: int = 0
-    """Of those in `partial_choices` at first: what another request has generated (see Submit)."""
+    """The number of tokens in `partial_choices` that another request has generated (see Submit)."""
     num_ended_reasoning_tokens: int = 0
     """The part of `num_ended_tokens` that is reasoning."""
     no_result_cache: bool = False
-    """See GenerateRequest in router_service.proto, likewise the next one."""
+    """See GenerateRequest in router_service.proto, as for the next one."""
     receipt: bool = False
     seed_is_drawn: bool = False
     priority_class: str = ""

@@ -38,4 +38,4 @@ class ChatMessage(NamedTuple):
     name: str = ""
     """The tool whose result it is."""
     reasoning: str = ""
-    """What the assistant thought before it answered."""
+    """The assistant's thoughts before it answered."""

@@ -43,8 +43,8 @@ def prompt_fields(ids: Iterable[int], *, packed: bool) -> dict[str, Any]:
 
 
 def are_below(ids: array[int], limit: int) -> bool:
-    """Whether all ids are below `limit`, which is at least 1 and at most 2**31. This makes no object per id, and takes
-    a third of the time of `max(ids)`.
+    """Returns True when all ids are below `limit`, which is at least 1 and at most 2**31. This makes no object per id,
+    and takes a third of the time of `max(ids)`.
 
     1,024 ids at a time are read as one large number, whose lanes of 32 bits are tested together. Adding 2**31 - limit
     to each lane sets its highest bit if the id is too large. It carries into no other lane unless an id has that bit

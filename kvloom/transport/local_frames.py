@@ -25,7 +25,7 @@ _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def is_whole(unparsed: bytearray) -> bool:
-    """Whether the first frame is complete, or is larger than allowed."""
+    """True when the first frame is complete, or is larger than allowed."""
     if len(unparsed) < HEAD.size:
         return False
     length, _ = HEAD.unpack_from(unparsed)

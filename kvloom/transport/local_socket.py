@@ -21,7 +21,7 @@ def local_socket_name(address: str) -> str | None:
 
 
 def is_trusted(connection: Any) -> bool:
-    """Whether the peer is a process of this user or of root. `connection`: the socket; None if it is gone."""
+    """True when the peer is a process of this user or of root. `connection`: the socket; None if it is gone."""
     if connection is None:
         return False
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

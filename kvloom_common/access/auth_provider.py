@@ -44,11 +44,11 @@ _REFUSALS: Final = frozenset(
         ErrorReason.ERROR_REASON_RATE_LIMITED,
     }
 )
-"""What a provider may answer instead of naming the caller."""
+"""A provider may answer with one of these instead of naming the caller."""
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """What a caller presents, over HTTP or gRPC."""
+    """The credentials that a caller presents, over HTTP or gRPC."""
 
     headers: Mapping[str, str]
     """By lower-case name: `authorization`, `x-api-key` and those of `AuthProvider.headers`, if they were sent."""
@@ -61,7 +61,7 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 class AuthProvider(Protocol):
-    """What a plugin makes of `[callers.plugin]`."""
+    """A plugin provides this for `[callers.plugin]`."""
 
     # `headers: tuple[str, ...]` may be left out: names of further headers (gRPC: metadata keys), in lower case.
 
@@ -94,7 +94,8 @@ class CallerVerifier:
         self._timeout_seconds = timeout_seconds
         self._max_pending = max_pending
         self._lock = threading.Lock()
-        """Of all that follows: the provider's thread has answers, and scrapes of /metrics have threads of their own."""
+        """Guards all that follows: the provider's thread has answers, and scrapes of /metrics have threads of their
+        own."""
         self._ids = _Kept[str](kept_seconds, now, max_kept)
         self._refusals = _Kept[_Refusal](min(kept_seconds, REFUSAL_SECONDS), now, max_kept)
         self._pending: dict[bytes, concurrent.futures.Future[str]] = {}

@@ -1,4 +1,4 @@
-"""What separates callers in the prefix cache, in every tier of it, and in the caches of texts and guides.
+"""CacheSalts separates callers in the prefix cache, in every tier of it, and in the caches of texts and guides.
 
 A router seeds the hashes of a request's blocks with a salt, and gives it to the shard. Whoever could guess the salt of
 another caller could also compute the hashes of that caller's prompts, so a salt is an HMAC with a key that only the

@@ -1,4 +1,4 @@
-"""What a caller of a fabric with tenants may use."""
+"""Checks what a caller of a fabric with tenants may use."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_scope(principal: Principal, scope: Scope) -> None:
 
 
 def may_use(principal: Principal, name: str, models: Mapping[str, NamedModel]) -> bool:
-    """Whether a model, an adapter or a route may be used that is called `name`. A model may have other names as well:
-    it is enough if the one that is asked for is allowed, or its own. `models`: those that are served, by all names."""
+    """Returns True when the model, adapter or route called `name` may be used. A model may have other names as well: it
+    is enough if the one that is asked for is allowed, or its own. `models`: those that are served, by all names."""
     if principal.may_use_all_models:
         return True
     model = models.get(name)

@@ -25,7 +25,7 @@ class ClientCertificates:
         self._kept: dict[bytes, tuple[CertificateConfig, str, float] | None] = {}
 
     def principal(self, certificate: bytes, tenants: Tenants) -> Principal:
-        """Whose certificate (PEM or DER) this is. Raises KvloomError."""
+        """Returns whose certificate (PEM or DER) this is. Raises KvloomError."""
         if certificate not in self._kept:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()

@@ -18,17 +18,17 @@ def is_loopback(host: str) -> bool:
 
 
 def authenticates(config: KvloomConfig) -> bool:
-    """Whether clients have to show who they are."""
+    """True when clients have to show who they are."""
     return config.control.enabled or authenticates_scrapers(config)
 
 
 def authenticates_scrapers(config: KvloomConfig) -> bool:
-    """Whether scrapers of metrics have to do so; tenants' keys are not for them."""
+    """True when scrapers of metrics have to show who they are; tenants' keys are not for them."""
     return bool(config.callers.api_keys_file or config.callers.provider)
 
 
 def exposure_risk(config: KvloomConfig, *hosts: str, is_for_scrapers: bool = False) -> str:
-    """What anyone who reaches one of these hosts could do; "" if nothing that the configuration does not allow.
+    """Says what anyone who reaches one of these hosts could do; "" if nothing that the configuration does not allow.
     `is_for_scrapers`: only metrics are served there."""
     exposed = sorted({host or "every interface" for host in hosts if not is_loopback(host)})
     if not exposed or config.callers.allow_insecure:

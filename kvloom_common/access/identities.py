@@ -73,7 +73,7 @@ class Identities:
         raise missing_key_error()
 
     async def later(self, credential: str) -> Principal:
-        """As `at_once`, for a token that has not been verified before."""
+        """Verifies as `at_once` does, for a token that has not been verified before."""
         if self._tokens is None:
             raise wrong_key_error()
         return (await self._tokens.verify(credential)).principal(self.tenants)

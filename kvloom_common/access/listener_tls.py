@@ -16,7 +16,7 @@ from kvloom_common.process.watched_files import POLL_SECONDS, WatchedFiles
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """What the files had when they were read."""
+    """The contents of the files when they were read."""
 
     certificate: bytes
     """The server's, with intermediate ones, in PEM."""

@@ -39,7 +39,7 @@ class TenantFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_whole = False
-        """Whether the file has a table, to which changes may be added."""
+        """True when the file has a table, to which changes may be added."""
         self._file: IO[bytes] | None = None
         """At its end, once something was added."""
         self._snapshot_bytes = 0
@@ -89,7 +89,7 @@ class TenantFile:
 
     @property
     def is_bloated(self) -> bool:
-        """Whether a new snapshot would be smaller."""
+        """True when a new snapshot would be smaller."""
         return self._changes_bytes > max(MIN_CHANGES_BYTES, self._snapshot_bytes)
 
     def append(self, part: FollowResponse) -> None:

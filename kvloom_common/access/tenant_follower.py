@@ -51,7 +51,7 @@ REPORT_SECONDS: Final = 30.0
 MAX_PENDING_PARTS: Final = 1024
 """Parts of one set of changes. Beyond that a snapshot is asked for."""
 FREED_ENTRIES: Final = 256
-"""Of each kind, between two turns of the event loop."""
+"""So many entries of each kind are freed between two turns of the event loop."""
 
 
 class _StartAgainError(Exception):
@@ -224,7 +224,8 @@ class TenantFollower:
         self.tenants.changed()
 
     async def _report_uses(self) -> None:
-        """What cannot be reported is forgotten: the keys that are used still are reported the next time."""
+        """Reports the keys that were used. A report that fails is forgotten: keys that are still in use come with the
+        next one."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             uses = self.tenants.take_uses()

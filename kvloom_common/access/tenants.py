@@ -24,7 +24,7 @@ MAX_USES: Final = 10_000
 MAX_KEPT: Final = 16_384
 """Holders of keys that are kept. When there are more, all are forgotten."""
 IDENTITY_PREFIXES: Final = ("oidc:", "cert:")
-"""What the ids of identities that have no key begin with."""
+"""The ids of identities that have no key begin with one of these."""
 
 
 class Tenants:
@@ -39,7 +39,7 @@ class Tenants:
         """`now`: seconds since 1970. `monotonic`: those of a clock that nothing sets."""
         self.table = TenantTable()
         self.connected = False
-        """Whether the table follows that of `control` at this moment."""
+        """True while the table follows that of `control`."""
         self._now = now
         self._monotonic = monotonic
         self._max_stale_seconds = max_stale_seconds
@@ -155,7 +155,8 @@ class Tenants:
         return used
 
     def renewed(self, principal: Principal) -> Principal:
-        """What the principal may do now. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE) if that is nothing."""
+        """Returns the principal with what it may do now. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE) if that
+        is nothing."""
         if principal.key_id.startswith(IDENTITY_PREFIXES):
             identity = principal.key_id.removesuffix(identity_id("", principal.tenant))
             return self.of_identity(identity, principal.tenant, principal.scopes, principal.expires_at, principal.user)
@@ -168,7 +169,7 @@ class Tenants:
         return principal_of_key(key, tenant, self.table.organisation(tenant.organisation))
 
     def have_limits(self, principal: Principal) -> bool:
-        """Whether a key, its tenant or its organisation has limits."""
+        """True when a key, its tenant or its organisation has limits."""
         table = self.table
         key, tenant = table.key(principal.key_id), table.tenant(principal.tenant)
         organisation = None if tenant is None else table.organisation(tenant.organisation)

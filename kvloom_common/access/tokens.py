@@ -29,12 +29,12 @@ _SUBJECT: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_token(credential: str) -> bool:
-    """Whether it has the form of a signed token. No API key has."""
+    """True for the form of a signed token. No API key has it."""
     return "." in credential and _TOKEN.fullmatch(credential) is not None
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a verified token says."""
+    """The claims of a verified token."""
 
     name: str
     """`oidc:NAME:SUBJECT`"""
@@ -61,7 +61,8 @@ class TokenVerifier:
             keys.on_change(self._kept.clear)
 
     def known(self, token: str) -> Identity | None:
-        """What a token says that was verified before; None if it was not. Raises KvloomError if it has expired."""
+        """Returns what a token says that was verified before; None if it was not. Raises KvloomError if it has
+        expired."""
         identity = self._kept.get(_digest(token))
         if identity is not None and identity.expires_at <= self._now():
             raise expired_error()

@@ -13,16 +13,16 @@ TierName = Literal["interactive", "batch"]
 
 
 class BrownoutStepConfig(Section):
-    """What one step of the brownout ladder does, in addition to the steps before it."""
+    """Says what one step of the brownout ladder does, in addition to the steps before it."""
 
     max_tokens: Annotated[int, Meta(ge=0)] = 0
     """The most output tokens of an answer, which then ends with `length`. 0: no cap."""
     no_speculation: bool = False
-    """Whether engines draft no tokens (`shard.torch.speculation`), which costs answers time but no quality."""
+    """True keeps engines from drafting tokens (`shard.torch.speculation`), which costs answers time but no quality."""
     max_choices: Annotated[int, Meta(ge=0)] = 0
     """Requests for more choices (`n`) are refused. 0: no limit."""
     smaller_model: bool = False
-    """Whether requests whose route or `models` names another model are passed on to it."""
+    """True passes requests whose route or `models` names another model on to it."""
     shed: list[TierName] = []
     """The tiers whose requests are refused."""
     max_queue_seconds: Annotated[float, Meta(ge=0)] = 0.0

@@ -30,7 +30,7 @@ class ResumeConfig(Section):
     grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """How long a response waits for its client to return before it is cancelled and dropped. 0: it does not wait."""
     by_default: bool = False
-    """Whether streams are resumable if their clients do not choose (`x-kvloom-resume`, `GenerateRequest.resumable`).
+    """True makes streams resumable if their clients do not choose (`x-kvloom-resume`, `GenerateRequest.resumable`).
     Streams that break off for good then cost up to `grace_seconds` of generation."""
     max_unattended: PositiveInt = 1024
     """Running answers that no client reads. If there are more, those that have waited longest are cancelled."""
@@ -76,7 +76,7 @@ class EdgeConfig(Section):
     colocate: Annotated[
         bool, AT_START, Flag("colocate", "Run a router inside each edge, which saves one hop per token.")
     ] = False
-    """Whether `kvloom up` puts a router into each edge's process, instead of starting `router.num_routers`."""
+    """True makes `kvloom up` put a router into each edge's process, instead of starting `router.num_routers`."""
     max_body_bytes: PositiveInt = 4 * 2**20
     max_header_bytes: PositiveInt = 16 * 2**10
     max_messages: PositiveInt = 4096
@@ -100,12 +100,12 @@ class EdgeConfig(Section):
     """The origins of web pages that may use the API from a browser, e.g. "https://chat.example.com"; "*": all. Empty:
     only pages of the edge itself."""
     api_docs: bool = True
-    """Whether the API is described at /openapi.json and /docs, also to callers without an API key."""
+    """True describes the API at /openapi.json and /docs, also to callers without an API key."""
     strict_fields: bool = False
-    """Whether requests with fields that are not known are refused (docs/http-api.md). The header x-kvloom-strict says
-    it for one request."""
+    """True refuses requests with fields that are not known (docs/http-api.md). The header x-kvloom-strict says it for
+    one request."""
     allow_adapter_changes: bool = False
-    """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served, to all callers of the API."""
+    """True serves POST /v1/load_lora_adapter and /v1/unload_lora_adapter, to all callers of the API."""
     adapters_dir: FilePath = ""
     """The directory below which adapters are that these may load."""
     max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
@@ -125,8 +125,7 @@ class EdgeConfig(Section):
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
     stays_on_cpu: bool = True
-    """Whether the event loop is kept on one CPU while nothing else keeps it busy
-    (kvloom_common/process/cpu_affinity.py)."""
+    """True keeps the event loop on one CPU while nothing else keeps it busy (kvloom_common/process/cpu_affinity.py)."""
     routers: list[Address] = []
     """host:port of each router. Empty: the one of [router], and all that announce themselves in Redis."""
     reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0

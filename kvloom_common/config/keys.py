@@ -17,11 +17,11 @@ from kvloom_common.config.tree import KvloomConfig
 T = TypeVar("T")
 
 
-class Key(NamedTuple):
+class ConfigKey(NamedTuple):
     """A key of the configuration, outside of tables that may be repeated."""
 
     name: str
-    """As in `edge.resume.grace_seconds`."""
+    """The path of the key in the file, such as `edge.resume.grace_seconds`."""
     type: Any
     """Its type, `Annotated` with its bounds."""
     default: Any
@@ -32,15 +32,15 @@ class Key(NamedTuple):
 
 
 @functools.cache
-def all_keys() -> Mapping[str, Key]:
+def all_keys() -> Mapping[str, ConfigKey]:
     """Every key by name. A table whose keys are free, such as a plugin's settings, and a list of tables are one key
     each."""
     return {key.name: key for key in _keys_of(KvloomConfig(), "", AT_START)}
 
 
-def keys_by_flag() -> Mapping[str, list[Key]]:
+def keys_by_flag() -> Mapping[str, list[ConfigKey]]:
     """The keys that flags of `kvloom up` set, by the flag's name."""
-    found: dict[str, list[Key]] = {}
+    found: dict[str, list[ConfigKey]] = {}
     for key in all_keys().values():
         if key.flag is not None:
             found.setdefault(key.flag.name, []).append(key)
@@ -53,7 +53,7 @@ def fields_of_model(readers: ReadBy) -> Sequence[str]:
     return [name for name, kind in types.items() if (_said(kind, ReadBy) or BY_SHARDS) == readers]
 
 
-def is_path(key: Key) -> bool:
+def is_path(key: ConfigKey) -> bool:
     return _said(key.type, RelativeTo) is not None
 
 
@@ -79,13 +79,13 @@ def set_value(config: KvloomConfig, key: str, value: Any) -> None:
     setattr(value_of(config, section) if section else config, name, value)
 
 
-def _keys_of(section: Section, prefix: str, readers: ReadBy) -> Iterator[Key]:
+def _keys_of(section: Section, prefix: str, readers: ReadBy) -> Iterator[ConfigKey]:
     for name, kind in _types_of(type(section)).items():
         value, said = getattr(section, name), _said(kind, ReadBy) or readers
         if isinstance(value, Section):
             yield from _keys_of(value, f"{prefix}{name}.", said)
         else:
-            yield Key(f"{prefix}{name}", kind, value, said.roles, _said(kind, Flag))
+            yield ConfigKey(f"{prefix}{name}", kind, value, said.roles, _said(kind, Flag))
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def _types_of(section: type[Section]) -> Mapping[str, Any]:
 
 
 def said_beside(section: type[Section]) -> Mapping[str, Sequence[Any]]:
-    """What is said beside the type of each field of a section, the most specific last."""
+    """Returns what stands beside the type of each field of a section, the most specific last."""
     return {name: getattr(kind, "__metadata__", ()) for name, kind in _types_of(section).items()}
 
 

@@ -60,7 +60,7 @@ class ModelConfig(Section):
     """How the model writes tool calls: the name of a family (docs/tool-calls.md), "none", or "auto": what its chat
     template shows."""
     reasoning_parser: str = "auto"
-    """How the model writes its reasoning, likewise."""
+    """How the model writes its reasoning: the name of a family, "none", or "auto": what its chat template shows."""
     adapters: Annotated[list[AdapterConfig], FOLLOWED] = []
     """The LoRA adapters that its shards have from the start."""
     max_loaded_adapters: Annotated[int, Meta(ge=0, le=1024)] = 8
@@ -70,6 +70,6 @@ class ModelConfig(Section):
     """Adapters of a larger rank are refused."""
     defaults: GenerationDefaults = msgspec.field(default_factory=GenerationDefaults)
     reads_generation_config: bool = True
-    """Whether what `defaults` does not say is taken from the model's generation_config.json, as vLLM does it."""
+    """True takes what `defaults` does not say from the model's generation_config.json, as vLLM does."""
     shard: dict[str, Any] = {}
     """The settings of [shard] that differ for the shards of this model, e.g. `num_shards` or `engine`."""

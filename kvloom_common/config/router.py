@@ -23,7 +23,6 @@ from kvloom_common.config.section import (
 )
 
 _CLASS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-"""As a browser writes it: a scheme, a host and, unless it is the scheme's usual one, a port, in lower case."""
 
 
 class PlacementConfig(Section):
@@ -32,12 +31,12 @@ class PlacementConfig(Section):
     policy: str = "ect"
     """The name of a policy in router/core/placement ("ect", "round_robin", "least_requests" ...) or of a plugin's."""
     prefill_chunks: bool = True
-    """Whether the default policy splits long prompts into prefill chunks, between which shorter prompts are prefilled
+    """True makes the default policy split long prompts into prefill chunks, between which shorter prompts are prefilled
     (docs/routing.md). The engines must keep prefixes in their cache."""
 
 
 class DecisionLogConfig(Section):
-    """Which placements are kept for `kvloom explain`, and whether they are written to a file."""
+    """Says which placements are kept for `kvloom explain`, and in which file, if any."""
 
     sample_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """The share of the requests that are recorded, chosen by a hash of their ids. 0: none."""
@@ -51,11 +50,11 @@ class DecisionLogConfig(Section):
 
 
 class OverloadConfig(Section):
-    """What happens when the load exceeds the capacity of the shards (docs/reliability.md)."""
+    """Says what happens when the load exceeds the capacity of the shards (docs/reliability.md)."""
 
     sheds_early: bool = True
-    """Whether to reject requests on arrival that would wait longer than they may, judged by the rate at which the queue
-    drains, and to drop queued requests that cannot be answered before their deadline. Otherwise only
+    """True rejects requests on arrival that would wait longer than they may, judged by the rate at which the queue
+    drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
     `max_queued_requests` and the clock decide."""
     outage_patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
     """How long admitted requests wait for a shard when the last one is lost. New requests are rejected at once."""
@@ -68,7 +67,7 @@ class FairnessConfig(Section):
     """How tenants (or callers) share the shards when one of them fills them (docs/reliability.md)."""
 
     enabled: bool = True
-    """Whether running answers of a tenant above its share wait while other tenants are served."""
+    """True makes running answers of a tenant above its share wait while other tenants are served."""
     preempt_after_seconds: PositiveFloat = 0.25
     """How long a request of a tenant below its share waits before it gets the place of a running answer."""
     reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.125
@@ -80,8 +79,8 @@ class FairnessConfig(Section):
     """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
     several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
     prompt_token_weight: PositiveFloat = 1.0
-    """What a prompt token that has to be computed counts as service of its tenant. The tenant with the least service is
-    next in a queue (docs/scheduling.md)."""
+    """A prompt token that has to be computed counts as so much service of its tenant. The tenant with the least service
+    is next in a queue (docs/scheduling.md)."""
     output_token_weight: PositiveFloat = 2.0
 
 
@@ -89,7 +88,7 @@ class PriorityClassConfig(Section):
     """A class of requests (docs/scheduling.md)."""
 
     name: str
-    """What requests name. "interactive" and "batch" are those of requests that name none."""
+    """Requests name the class by it. "interactive" and "batch" are the classes of requests that name none."""
     rank: Annotated[int, Meta(ge=0, le=15)]
     """The lower, the more urgent. The built-in classes have 1 (interactive), 2 (batch) and 3 (shadow traffic)."""
     weight: PositiveFloat = 1.0
@@ -134,13 +133,13 @@ class ResultCacheConfig(Section):
     enabled: Annotated[bool, BY_ROUTERS_AND_EDGES] = False
     ttl_seconds: PositiveFloat = 3600.0
     max_bytes: Annotated[int, Meta(ge=2**16)] = 64 * 2**20
-    """What one router keeps, in memory."""
+    """The size of one router's cache, in bytes of memory."""
     max_entries: PositiveInt = 65_536
     max_answer_tokens: Annotated[int, Meta(ge=1, le=32_768)] = 1024
     """Longer answers (of all choices together) are not kept. A cached answer is sent at once, and a longer one could
     exceed `edge.max_buffered_bytes`."""
     shared: bool = False
-    """Whether routers also use one another's answers, through Redis (encrypted). A request that a router cannot answer
+    """True lets routers use one another's answers too, through Redis (encrypted). A request that a router cannot answer
     itself then waits for Redis, at most `shared_timeout_seconds`."""
     shared_timeout_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.01
 
@@ -149,7 +148,7 @@ class ReceiptsConfig(Section):
     """Signed receipts, with which answers can be computed again (docs/receipts.md)."""
 
     enabled: bool = False
-    """Whether requests may ask for one."""
+    """True lets requests ask for a receipt."""
     key_file: FilePath = ""
     """The private key; made if it is missing. "": receipts.key in `data_dir`."""
 
@@ -191,14 +190,14 @@ class RouterConfig(Section):
     """The size of all requests of clients over gRPC together, from their arrival to their end. Beyond that requests are
     rejected at once."""
     max_memory_bytes: Annotated[int, Meta(ge=0)] = 0
-    """As for the edge."""
+    """The same as `edge.max_memory_bytes`, for a router."""
     max_streams_per_connection: PositiveInt = 4096
     """RPCs open at a time on one HTTP/2 connection. Further ones wait at the client."""
     reflection: bool = True
-    """Whether gRPC reflection describes the services to anyone who can connect."""
+    """True makes gRPC reflection describe the services to anyone who can connect."""
     drain_timeout_seconds: PositiveFloat = 30.0
     stays_on_cpu: bool = True
-    """As for the edge."""
+    """The same as `edge.max_memory_bytes`, for a router."""
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
     disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)

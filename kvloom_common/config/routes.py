@@ -44,12 +44,13 @@ Language = Literal[
 
 
 class RouteRule(Section):
-    """Which models take the requests for which all of the conditions hold. A condition that is not set always holds."""
+    """Names the models that take the requests for which all of the conditions hold. A condition that is not set always
+    holds."""
 
     targets: Annotated[list[str | RouteTarget], Meta(min_length=1, max_length=8)]
-    """As those of the route."""
+    """The models, as in the route's `targets`."""
     features: list[Literal["tools", "schema", "logprobs", "vision"]] = []
-    """What the request asks for, all of it: tools, a form that the answer must have, logprobs, that images are seen."""
+    """The request asks for all of these: tools, a form that the answer must have, logprobs, that images are seen."""
     tiers: list[Literal["interactive", "batch"]] = []
     """One of them is the request's."""
     min_prompt_tokens: NonNegativeInt = 0
@@ -89,8 +90,8 @@ class RouteConfig(Section):
     """The answer of every model but the last must pass these tests before the client gets it. None: answers are not
     judged."""
     on_loss: Literal["fail", "continue"] = "fail"
-    """What becomes of a streamed answer whose model is lost when the client has a part of it: it fails, or the next
-    model of the route continues its text."""
+    """A streamed answer whose model is lost when the client has a part of it fails, or the next model of the route
+    continues its text."""
 
 
 class ShadowConfig(Section):

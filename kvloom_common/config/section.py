@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of: types of values, and what is said of a key beside its type.
+"""The parts of sections of the configuration: types of values, and marks beside the type of a key.
 
     port: Annotated[Port, AT_START, Flag("http-port", "The port of the HTTP API.")] = 8080
 
@@ -64,7 +64,7 @@ class Flag:
     """Without the dashes."""
     help: str = ""
     default: str = ""
-    """What --help says in place of the key's default."""
+    """Text for --help in place of the key's default."""
     metavar: str | None = None
     alias: str = ""
     """Another name of it."""
@@ -82,7 +82,7 @@ def _completed(path: str, base: Path) -> str:
 
 
 def _completed_model(source: str, base: Path) -> str:
-    """What is no path here may be the name of a model."""
+    """Completes the path of a file that exists; other sources may be names of models."""
     found = _completed(source, base)
     return found if source and Path(found).exists() else source
 

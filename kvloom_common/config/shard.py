@@ -23,10 +23,10 @@ class SimConfig(Section):
     """A sequence gets a new token only in every n-th step, counted from its first token. This simulates many slow
     sequences that are not in lockstep."""
     stamp_tokens: bool = False
-    """Whether tokens include the time at which they were made, for `kvloom bench data-plane`. Answers then depend on
-    the clock."""
+    """True puts into tokens the time at which they were made, for `kvloom-lab bench data-plane`. Answers then depend
+    on the clock."""
     opening: Annotated[str, Meta(max_length=1024)] = ""
-    """Text with which every answer begins, for `kvloom bench data-plane --compare tool-calls`."""
+    """Text with which every answer begins, for `kvloom-lab bench data-plane --compare tool-calls`."""
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 100.0
     """How long it takes to load an adapter."""
     answer_seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
@@ -60,7 +60,7 @@ class TorchConfig(Section):
     """The type of the linear layers' weights. int8: with a scale per output channel; docs/engines.md shows the gain in
     speed and the loss of quality. auto: as `dtype` says, but int8 where only that fits into memory."""
     kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"] = "auto"
-    """What computes on a CPU: kernels compiled for an instruction set, or torch's operators. auto: the fastest,
+    """The kernels that compute on a CPU: compiled for an instruction set, or torch's operators. auto: the fastest,
     measured once per machine. avx512, avx2 and generic compute the same bits, so one of them suits shards on different
     kinds of CPU."""
     num_threads: Annotated[int, Meta(ge=0)] = 0
@@ -73,8 +73,8 @@ class TorchConfig(Section):
             "Prefill faster, but let the last bits of the results of the torch engine depend on the batch.",
         ),
     ] = True
-    """Whether results are independent of the batch, bit for bit (docs/engines.md has the cost). Otherwise an answer
-    that fails over continues from the tokens delivered, but not always with the same tokens as without the failure."""
+    """True makes results independent of the batch, bit for bit (docs/engines.md has the cost). Otherwise an answer that
+    fails over continues from the tokens delivered, but not always with the same tokens as without the failure."""
     speculation: SpeculationConfig = msgspec.field(default_factory=SpeculationConfig)
 
 
@@ -100,7 +100,7 @@ class ShardConfig(Section):
     two would share, each with the weights in memory."""
     host: Annotated[str, AT_START] = "127.0.0.1"
     reflection: bool = True
-    """As for the router."""
+    """The same as `router.reflection`, for a shard."""
     block_size: PositiveInt = 16
     num_blocks: Annotated[int, Meta(ge=0)] = 0
     """The number of KV blocks. 0: the engine's default for the model."""
@@ -112,8 +112,8 @@ class ShardConfig(Section):
     uses smaller chunks where one of this size would take more than a second."""
     max_waiting: PositiveInt = 1024
     queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs"
-    """Which waiting sequence is admitted next: the first that arrived, or the one with the least left to prefill. Aging
-    ensures that no sequence is overtaken forever (docs/engines.md)."""
+    """The waiting sequence that is admitted next: the first that arrived, or the one with the least left to prefill.
+    Aging ensures that no sequence is overtaken forever (docs/engines.md)."""
     drain_timeout_seconds: PositiveFloat = 30.0
     role: Literal["", "prefill", "decode", "both"] = ""
     """The part that these shards take where some shards compute long prompts and others the answers

@@ -49,8 +49,8 @@ class CallersConfig(Section):
     allow_insecure: Annotated[
         bool, Flag("insecure", "Listen on other addresses than loopback even without TLS or API keys.")
     ] = False
-    """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys or
-    a provider."""
+    """True allows edges and routers to listen on other addresses than loopback without TLS or without API keys or a
+    provider."""
     anonymous: Literal["address", "shared"] = "address"
     """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
     caller's, so that they share cached prompts and can find out which prompts others have sent."""
@@ -77,7 +77,7 @@ class IssuerConfig(Section):
     """An OIDC provider whose tokens (JWTs) are accepted like keys (docs/tenancy.md)."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """What its subjects' ids begin with: `oidc:NAME:SUBJECT`."""
+    """The ids of the issuer's subjects begin with it: `oidc:NAME:SUBJECT`."""
     issuer: Annotated[str, Meta(min_length=1, max_length=512)]
     """The `iss` of its tokens, exactly."""
     audiences: Annotated[list[str], Meta(min_length=1, max_length=16)]
@@ -140,7 +140,7 @@ class ControlConfig(Section):
             "Serve tenants: holders of the keys that `kvloom keys create` makes, and nobody else (docs/tenancy.md).",
         ),
     ] = False
-    """Whether the fabric has tenants. Then only holders of their keys are served."""
+    """True gives the fabric tenants. Then only holders of their keys are served."""
     host: Annotated[str, AT_START] = "127.0.0.1"
     port: Annotated[Port, AT_START] = 0
     """Where the service listens for the processes of its fabric. 0: the system picks the port."""
@@ -167,8 +167,8 @@ class ControlConfig(Section):
     """How large an organisation's keys and projects may be together, which each edge and router keeps in memory: the
     texts that were given, and 256 bytes each."""
     witness: Annotated[bool, BY_EDGES] = False
-    """Whether edges write down what they have delivered, and routers what they have sent to clients outside the fabric,
-    for `kvloom usage reconcile`."""
+    """True makes edges write down what they have delivered, and routers what they have sent to clients outside the
+    fabric, for `kvloom usage reconcile`."""
     operator_organisation: Annotated[str, FOLLOWED] = ""
     """The organisation whose keys with the scope admin administer the whole fabric over HTTP, as the commands on its
     machines do. Empty: such keys administer their own organisations only."""

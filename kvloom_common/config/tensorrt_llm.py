@@ -21,8 +21,8 @@ class TensorRtKvCacheConfig(Section):
     block_reuse: bool = True
     partial_reuse: bool = True
     retention_by_class: bool = False
-    """Whether blocks of requests whose class can wait are evicted before those of interactive ones, and blocks of more
-    urgent ones after them."""
+    """True evicts blocks of requests whose class can wait before those of interactive ones, and blocks of more urgent
+    ones after them."""
     host_cache_bytes: Annotated[int, Meta(ge=0)] = 0
     """The size of a second tier in host memory. 0: there is none."""
     secondary_offload_min_priority: Annotated[int, Meta(ge=0, le=100)] = 0
@@ -98,7 +98,7 @@ class TensorRtLlmConfig(Section):
     """GPUs of one machine, for an engine on several (`shard.launcher`). 0: those that the library finds."""
     attention_dp: bool = False
     attention_dp_follows_prefix: bool = False
-    """Whether a request is to run on the rank that holds most of its prompt's blocks, unless that rank is full."""
+    """True runs a request on the rank that holds most of its prompt's blocks, unless that rank is full."""
     waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
     """How TensorRT-LLM orders waiting requests: as they have come, or by the rank of their class. The latter needs a
     version newer than 1.2.1."""
@@ -113,7 +113,7 @@ class TensorRtLlmConfig(Section):
     guided_decoding_backend: Literal["off", "xgrammar", "llguidance"] = "off"
     sampler_type: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
     penalties: bool = False
-    """Whether the chosen sampler applies penalties (docs/tensorrt-llm.md). Otherwise requests with penalties are
+    """True says that the chosen sampler applies penalties (docs/tensorrt-llm.md). Otherwise requests with penalties are
     rejected, naming the parameter."""
     extra_llm_options: dict[str, Any] = {}
     """Further arguments of `LLM`, passed unchanged."""

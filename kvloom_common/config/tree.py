@@ -36,16 +36,16 @@ class SafetyConfig(Section):
     host: Annotated[str, AT_START] = "127.0.0.1"
     port: Annotated[Port, AT_START] = 0
     discover: Annotated[bool, AT_START] = False
-    """Whether routers also use the safety services that announce themselves in Redis: one after the other, until one
+    """True makes routers use the safety services that announce themselves in Redis, too: one after the other, until one
     can be reached, and the one at `host` and `port` first. `kvloom up` sets it for a fleet."""
     reflection: bool = True
-    """As for the router."""
+    """The same as `router.reflection`, for a shard."""
     policy_file: FilePath = ""
     """A TOML file with the rules, reloaded when it changes. Empty: the built-in policy."""
     answer_mode: Annotated[Literal["gate", "async", "off"], BY_ROUTERS] = "gate"
     """gate: text is held until it is screened. async: text is sent at once, and the request is halted on a hit."""
     on_unavailable: Annotated[Literal["refuse", "allow"], BY_ROUTERS] = "refuse"
-    """What happens to requests while the safety service cannot be reached."""
+    """Requests are refused or let through while the safety service cannot be reached."""
     patience_seconds: Annotated[float, Meta(ge=0), BY_ROUTERS] = 5.0
     """How long requests wait for a lost safety service before `on_unavailable` applies. Meanwhile no unscreened text is
     shown. 0: they do not wait."""
@@ -54,7 +54,7 @@ class SafetyConfig(Section):
 
 
 class FabricConfig(Section):
-    """What the processes of one fabric have in common, besides the model."""
+    """Settings that the processes of one fabric have in common, besides the model."""
 
     secret_file: Annotated[
         FilePath,
@@ -67,7 +67,7 @@ class FabricConfig(Section):
         list[Literal["edge", "router", "shard", "safety", "control"]],
         Flag("role", "What this machine of a fleet has. May be repeated.", default="all"),
     ] = []
-    """What `kvloom up` starts on this machine. Empty: all."""
+    """The roles that `kvloom up` starts on this machine. Empty: all."""
     host: str = ""
     """Where processes listen for the other processes of their fabric, which all need its secret. Empty: `router.host`,
     `shard.host`, `safety.host` and `edge.host`."""
@@ -91,7 +91,7 @@ class FabricConfig(Section):
             metavar="TEXT",
         ),
     ] = ""
-    """What the names of the processes that `kvloom up` starts begin with. Names are unique in a fleet, so machines that
+    """The names of the processes that `kvloom up` starts begin with this. Names are unique in a fleet, so machines that
     share a Redis need different prefixes."""
 
 
@@ -117,8 +117,8 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["console", "json"] = "console"
     access: Literal["on", "off"] = "on"
-    """Whether a line is logged when a request ends, also for one that was refused: by the edge for every HTTP request,
-    by the router for every RPC, by a shard for every sequence."""
+    """Logs a line when a request ends, also for one that was refused: by the edge for every HTTP request, by the router
+    for every RPC, by a shard for every sequence."""
     access_sample_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """The share of requests that are logged. It is drawn by the caller's request id, so that all processes log the same
     requests."""

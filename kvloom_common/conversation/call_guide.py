@@ -18,7 +18,7 @@ MAX_PARALLEL_CALLS: Final = 16
 MAX_PARTS: Final = 3_000
 """Parts of all schemas together: some 30 ms."""
 _CALL_BYTES: Final = 24
-"""What stands around a tool's name and its schema; more where a schema is followed."""
+"""The text around a tool's name and its schema has about so many bytes; more where a schema is followed."""
 _FOLLOWED_BYTES: Final = 200
 
 
@@ -39,7 +39,7 @@ class ToolPlace(NamedTuple):
 
 
 IN_FUNCTIONS: Final = ToolPlace()
-"""As chat completions have it."""
+"""The place of tools in chat completions."""
 
 
 def call_guide(

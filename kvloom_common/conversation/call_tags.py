@@ -21,7 +21,7 @@ class _Form(NamedTuple):
 
     trigger: str
     begin: Callable[[str], str]
-    """What stands before the arguments of a tool."""
+    """Returns the text that stands before the arguments of a tool."""
     end: str
 
 
@@ -50,7 +50,7 @@ _CALL_MARKERS: Final[Mapping[str, str]] = {
     "phi4": "<|tool_call|>",
     "qwen3_coder": "<tool_call>",
 }
-"""What the calls of a family begin with, where no JSON does."""
+"""The calls of a family begin with this, where no JSON does."""
 _SAME_FORM: Final[Mapping[str, str]] = {"deepseek_r1": "deepseek_v3"}
 
 _ANY_ARGUMENTS: Final = '{"type": "object"}'

@@ -18,7 +18,8 @@ from kvloom.text.chat_message import ChatMessage, ToolCall
 
 MAX_ARGUMENTS_DEPTH: Final = 64
 MAX_COMPLETED_CHARS: Final = 128 * 1024
-"""Of all arguments of a conversation that were cut off: a microsecond each, in the worst case."""
+"""The arguments that were cut off have at most so many characters in one conversation: each takes a microsecond in the
+worst case."""
 WRAPPED: Final = "arguments"
 """The name under which an object holds arguments that are not an object themselves."""
 UNNAMED: Final = "unknown"

@@ -45,7 +45,8 @@ async def conversation_prompt(
 
 
 def screened_text(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
-    """What the safety service screens of a conversation: everything in it that a caller has written."""
+    """Returns the text of a conversation that the safety service screens: everything in it that a caller has
+    written."""
     texts: list[str] = []
     for tool in tools:
         texts.append(json.dumps(tool.as_function(), ensure_ascii=False))  # noqa: PERF401  (there are mostly none)

@@ -1,5 +1,5 @@
-"""What a request with tools means for the model: the tools in its prompt, the guide of its output, and the parser that
-finds the calls in it."""
+"""Plans what a request with tools means for the model: the tools in its prompt, the guide of its output, and the parser
+that finds the calls in it."""
 
 from __future__ import annotations
 

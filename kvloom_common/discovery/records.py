@@ -33,7 +33,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
     @property
     def key_owner(self) -> str:
-        """Whose processes may take over the key."""
+        """The owner whose processes may take over the key."""
         return self.owner
 
 
@@ -45,11 +45,11 @@ class RouterRecord(msgspec.Struct, frozen=True):
     router_id: str
     """A name for people."""
     incarnation_id: str = ""
-    """As for a shard. "": the router, of an earlier version, does not announce one."""
+    """Drawn when the process starts, as for a shard. "": the router, of an earlier version, does not announce one."""
     client_address: str = ""
     """gRPC target for clients; "": the same as for the processes of the fabric."""
     owner: str = ""
-    """As for a shard."""
+    """Who gave the process its name: a supervisor's data directory, or a machine. "": it does not say."""
 
     @property
     def key(self) -> str:
@@ -78,9 +78,9 @@ class MetricsTarget(msgspec.Struct, frozen=True):
     scheme: str = "http"
     """https if scrapers need TLS."""
     incarnation_id: str = ""
-    """As for a router; none, because a successor's record is the same."""
+    """It is empty for a target, because a successor's record is the same."""
     owner: str = ""
-    """As for a router."""
+    """Who started the process: a supervisor's data directory, or a machine. "": it does not say."""
 
     @property
     def key(self) -> str:
@@ -88,7 +88,7 @@ class MetricsTarget(msgspec.Struct, frozen=True):
 
     @property
     def key_owner(self) -> str:
-        """As for a router."""
+        """Any process may take over an address, as with a router."""
         return ""
 
 
@@ -102,9 +102,9 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     address: str
     """Where the process serves the processes of its fabric."""
     incarnation_id: str
-    """As for a shard."""
+    """Drawn when the process starts, as for a shard."""
     owner: str = ""
-    """As for a shard."""
+    """Who gave the process its name: a supervisor's data directory, or a machine. "": it does not say."""
     url: str = ""
     """Where an edge serves clients."""
 
@@ -131,13 +131,13 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     old: ModelName
     new: ModelName
     share: Annotated[float, Meta(ge=0, le=1)]
-    """Of the new version, among all sessions."""
+    """The new version's share of all sessions."""
     address: str
     """The supervisor's name."""
     incarnation_id: str
     """Drawn for each rollout."""
     owner: str = ""
-    """As for a shard."""
+    """Who runs the rollout: a supervisor's data directory, or a machine."""
     scored_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """The share of the old version's answers that the new one scores (docs/shadow-traffic.md)."""
 
@@ -164,11 +164,11 @@ class NameTakenError(Exception):
         )
         self.holder = holder
         self.is_successor = is_successor
-        """Whether the other process was started to replace this one."""
+        """True when the other process was started to replace this one."""
 
 
 def may_replace(holder: AnyRecord, own: AnyRecord, *, was_announced: bool) -> bool:
-    """Whether a process may announce itself in place of `holder`, which has not expired. `was_announced`: `own` has
+    """True when a process may announce itself in place of `holder`, which has not expired. `was_announced`: `own` has
     been, so that `holder` came later."""
     if holder.incarnation_id == own.incarnation_id:
         return True
@@ -176,7 +176,7 @@ def may_replace(holder: AnyRecord, own: AnyRecord, *, was_announced: bool) -> bo
 
 
 def have_one_owner(one: AnyRecord, other: AnyRecord) -> bool:
-    """Whether two processes of one key belong to the same supervisor or machine, as far as they say."""
+    """True when two processes of one key belong to the same supervisor or machine, as far as they say."""
     return not one.key_owner or not other.key_owner or one.key_owner == other.key_owner
 
 

@@ -1,4 +1,4 @@
-"""What a guide cannot follow of a schema, by path and keyword."""
+"""Losses names what a guide cannot follow of a schema, by path and keyword."""
 
 from __future__ import annotations
 

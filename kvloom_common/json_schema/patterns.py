@@ -174,7 +174,7 @@ class _Translation:
         return self._escape(_CLASS_META)
 
     def _escape(self, meta: frozenset[str]) -> str:
-        """What follows a backslash."""
+        """Reads what follows a backslash."""
         text = self._text
         if self._at >= len(text):
             raise PatternError("ends with a backslash")

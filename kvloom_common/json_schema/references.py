@@ -26,7 +26,8 @@ class References:
         return self._bases.get(id(part), "")
 
     def target(self, reference: str, part: Any) -> Any:
-        """What `reference` names, which stands in `part`. Raises LookupError if nothing in the schema has that name."""
+        """Returns what `reference`, which stands in `part`, names. Raises LookupError if nothing in the schema has that
+        name."""
         document, _, fragment = reference.partition("#")
         base = self.base(part)
         name = urljoin(base, document) if document else base

@@ -1,4 +1,4 @@
-"""Whether a JSON value conforms to a JSON Schema, as far as a small part of the standard says.
+"""Decides if a JSON value conforms to a JSON Schema, as far as a small part of the standard says.
 
 Keywords that are not here (`pattern`, `format`, `dependentSchemas`, `unevaluated...`, references to other documents)
 are not checked, so an answer is never found wrong because of them. The work is bounded, which that of no library is:
@@ -90,7 +90,7 @@ class _Check:
         return True
 
     def _list_holds(self, value: list[Any], schema: Mapping[str, Any], levels_left: int) -> bool:
-        """What is said of all items together."""
+        """Checks what is said of all items together."""
         if schema.get("uniqueItems") is True:
             self._num_left -= len(value)
             texts = [json.dumps(item, sort_keys=True) for item in value]
@@ -172,5 +172,5 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """As JSON compares: true is not 1."""
+    """Compares as JSON does: true is not 1."""
     return left == right and isinstance(left, bool) == isinstance(right, bool)

@@ -48,9 +48,9 @@ class Simplified(NamedTuple):
 
     schema: dict[str, Any] | bool
     definitions: dict[str, Any]
-    """What the schema refers to, by the names that stand behind "#/$defs/"."""
+    """The definitions to which the schema refers, by the names that stand behind "#/$defs/"."""
     losses: Sequence[Loss]
-    """What was dropped."""
+    """The parts of the schema that were dropped."""
     num_parts: int = 0
     """How much work it was."""
 
@@ -251,7 +251,8 @@ class _Simplification:
         return self._schema(node, path)
 
     def _kept_apart(self, parts: Sequence[dict[str, Any]], choices: Sequence[tuple[str, list[Any]]], path: str) -> Any:
-        """What cannot be merged is left to the compiler, as it is: each part would exclude the others' properties."""
+        """Leaves to the compiler, as they are, the parts that cannot be merged: each would exclude the others'
+        properties."""
         whole = [self._one(part, path, is_closed=False) for part in parts]
         for keyword, alternatives in choices:
             found = [

@@ -33,11 +33,11 @@ class MemoryLevel(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryVerdict:
-    """What follows from a sample."""
+    """The consequences of a sample."""
 
     level: MemoryLevel
     returns_memory: bool
-    """Whether freed memory should be returned to the system now."""
+    """True when freed memory should be returned to the system now."""
 
 
 class MemoryPolicy:

@@ -25,6 +25,6 @@ def exposition_of(registry: CollectorRegistry, names: Collection[str]) -> str:
 
 
 def samples_in(text: str) -> Iterator[Sample]:
-    """Of a text that another process sent. Raises ValueError if it is malformed."""
+    """Yields the samples of a text that another process sent. Raises ValueError if it is malformed."""
     for family in text_string_to_metric_families(text):
         yield from family.samples

@@ -1,4 +1,5 @@
-"""Which processes of a fleet serve /metrics, for Prometheus' service discovery (`http_sd_configs`, `file_sd_configs`).
+"""Lists the processes of a fleet that serve /metrics, for Prometheus' service discovery (`http_sd_configs`,
+`file_sd_configs`).
 
 Every process that serves /metrics announces itself in the registry as long as it runs, no matter what started it,
 so the list is that of all machines that share a Redis.

@@ -21,14 +21,14 @@ ANY_JSON: Final[Mapping[str, Any]] = {"type": "object"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What a request says about the form of its answers."""
+    """Says what a request demands of the form of its answers."""
 
     schema: Any = None
     """The JSON Schema of its text; None: there is none."""
     choices: Sequence[str] = ()
     """The texts of which it must be one; empty: any."""
     is_guided: bool = False
-    """Whether the request asked for any form, so that an answer that was cut off does not have it."""
+    """True when the request asked for any form, so that an answer that was cut off does not have it."""
     tools: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The schema of the arguments of each tool that may be called."""
 

@@ -103,7 +103,7 @@ class Catalogue:
         return None if model is None else model.card
 
     def has(self, name: str, checksum: str) -> bool:
-        """Whether the model is the one whose card has this checksum."""
+        """True when the model is the one whose card has this checksum."""
         model = self._models.get(name)
         return model is not None and model.card is not None and model.card.checksum == checksum
 

@@ -59,7 +59,7 @@ class GapSums:
         return GapSums(*(a + b for a, b in zip(self.fields, other.fields, strict=True)))
 
     def __sub__(self, other: GapSums) -> GapSums:
-        """What has come since `other`."""
+        """Returns what has come since `other`."""
         return GapSums(*(a - b for a, b in zip(self.fields, other.fields, strict=True)))
 
     @property

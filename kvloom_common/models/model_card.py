@@ -1,5 +1,5 @@
-"""What a process must know of a model to take its requests, as one file that a shard gives to routers and a router to
-edges. They need no other file of the model."""
+"""A model card is what a process must know of a model to take its requests, as one file that a shard gives to routers
+and a router to edges. They need no other file of the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES: Final = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
 )
-"""What ModelTokenizer.load and model_output read, sorted."""
+"""ModelTokenizer.load and model_output read these files; sorted."""
 MAX_CARD_BYTES: Final = 256 * 2**20
 MAX_PACKED_BYTES: Final = 128 * 2**20
 _COMPRESSION_LEVEL: Final = 1
@@ -113,7 +113,7 @@ def unpack_card(packed: bytes, checksum: str, max_bytes: int = MAX_CARD_BYTES) -
 
 
 def config_of_card(card: ModelCard) -> ModelConfig:
-    """What the configuration of the card's maker says of the model."""
+    """Returns what the configuration of the card's maker says of the model."""
     return ModelConfig(
         name=card.name,
         version=card.version,

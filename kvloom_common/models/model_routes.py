@@ -1,4 +1,4 @@
-"""Which model takes a request: by the route that its `model` names, by the fallbacks that it lists, and by the
+"""Finds the model that takes a request: by the route that its `model` names, by the fallbacks that it lists, and by the
 rollouts of new versions. It is pure: shares are drawn by a stable hash, so that a session stays with its model, on
 every edge and router."""
 
@@ -48,7 +48,7 @@ caller."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RouteFacts:
-    """What rules and shares depend on."""
+    """The facts on which rules and shares depend."""
 
     num_prompt_tokens: int
     """An estimate."""
@@ -61,7 +61,7 @@ class RouteFacts:
     user_text: str = ""
     """The last message of the user. It may be left out if no rule reads it."""
     is_answer: bool = True
-    """Whether text is generated. Rollouts share such requests only: the others go to the version that has the model's
+    """True when text is generated. Rollouts share such requests only: the others go to the version that has the model's
     name."""
 
 
@@ -137,7 +137,7 @@ class ModelRoutes:
             _check_targets(route, self._configured)
             _check_next_model(route)
         self.reads_text = any(rule.languages for route in routes for rule in route.rules)
-        """Whether some rule depends on what the user wrote."""
+        """True when some rule depends on what the user wrote."""
 
     def follow_rollouts(self, rollouts: Iterable[RolloutRecord]) -> None:
         """From now on these are all that there are. What was shared by others before is no longer."""
@@ -164,7 +164,7 @@ class ModelRoutes:
     def is_needed(
         self, name: str, more: Sequence[str] | None, served: Container[str], *, is_answer: bool = True
     ) -> bool:
-        """Whether `name` is a route, or there are fallbacks. `is_answer`: see RouteFacts."""
+        """True when `name` is a route, or there are fallbacks. `is_answer`: see RouteFacts."""
         routes = self.by_name if is_answer else self._unshared
         return bool(more) or name in routes or self.is_any(name, served)
 
@@ -190,7 +190,7 @@ class ModelRoutes:
                 )
 
     def is_any(self, name: str, served: Container[str]) -> bool:
-        """Whether `name` stands for all models."""
+        """True when `name` stands for all models."""
         return name == AUTO and name not in self.by_name and name not in served
 
     def choose(self, name: str, more: Sequence[str], facts: RouteFacts, served: Iterable[str]) -> ChosenRoute:

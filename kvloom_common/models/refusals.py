@@ -1,4 +1,4 @@
-"""Whether an answer begins as a refusal. It is conservative: an answer that only speaks of refusals is none.
+"""Decides if an answer begins as a refusal. It is conservative: an answer that only speaks of refusals is none.
 
 A refusal is recognised by its first words, in English, German, French and Spanish: that the speaker cannot or will not
 do something for the reader, after an apology or none. It is no judgement of the rest of the answer.
@@ -52,6 +52,6 @@ _PLAIN: Final = str.maketrans({"’": "'", "‘": "'", "*": None, "_": None, "#"
 
 
 def is_refusal(text: str) -> bool:
-    """Whether the text begins with a refusal. Markup, quotation marks and case do not matter."""
+    """True when the text begins with a refusal. Markup, quotation marks and case do not matter."""
     beginning = " ".join(text[:NUM_READ_CHARS].translate(_PLAIN).lower().split())
     return _REFUSALS.match(beginning) is not None

@@ -62,7 +62,7 @@ class ServedModel:
         return dataclasses.replace(self, name=name, adapter=adapter, base_name=self.name, aliases=(), card=None)
 
     def has_tokens_of(self, other: ServedModel) -> bool:
-        """Whether the same ids are known to stand for the same tokens in both."""
+        """True when the same ids are known to stand for the same tokens in both."""
         if self.tokenizer is other.tokenizer:
             return True
         if self.card is None or other.card is None:

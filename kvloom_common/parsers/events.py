@@ -1,4 +1,4 @@
-"""What an output parser makes of a model's text."""
+"""An output parser turns a model's text into these events."""
 
 from __future__ import annotations
 

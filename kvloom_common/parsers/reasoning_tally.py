@@ -8,7 +8,7 @@ from kvloom_common.parsers.events import Event, ReasoningDelta
 
 
 class ReasoningTally:
-    """Of one choice."""
+    """Counts the reasoning tokens of one choice."""
 
     __slots__ = ("_is_reasoning", "num_tokens")
 
@@ -27,5 +27,5 @@ class ReasoningTally:
             self.num_tokens += num_tokens
 
     def is_mixed(self, events: Sequence[Event]) -> bool:
-        """Whether some of the tokens that brought these events may be reasoning, and others not."""
+        """True when some of the tokens that brought these events may be reasoning, and others not."""
         return any(isinstance(event, ReasoningDelta) is not self._is_reasoning for event in events)

@@ -112,8 +112,8 @@ def markers(spec: ParserSpec) -> tuple[str, ...]:
 
 
 def reasoning_span(name: str) -> tuple[Sequence[str], Sequence[str], bool]:
-    """What begins the reasoning of a family at the beginning of an answer, what ends it, and whether every answer
-    begins inside it. Nothing for families of plugins that do not say it."""
+    """Returns the markers that begin the reasoning of a family at the beginning of an answer, those that end it, and
+    True when every answer begins inside it. They are empty for families of plugins that do not say it."""
     family = reasoning_family(name)
     pairs: Mapping[str, Markers] = getattr(family, "pairs", {})
     return (

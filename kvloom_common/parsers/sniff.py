@@ -1,4 +1,4 @@
-"""Which families a model needs, from its chat template.
+"""Finds the families of parsers that a model needs, from its chat template.
 
 A template shows the model its own earlier calls and reasoning, so it contains their markers. The first rule that fits
 decides; `kvloom.toml` can name the families instead.
@@ -29,7 +29,8 @@ def sniff(chat_template: str, special_tokens: Sequence[str] = (), model_type: st
 
 
 def starts_in_reasoning(spec: ParserSpec, prompt: str) -> bool:
-    """Whether a rendered prompt ends inside the reasoning, which often depends on the request (thinking on or off)."""
+    """True when a rendered prompt ends inside the reasoning, which often depends on the request (thinking on or
+    off)."""
     end = prompt.rstrip()
     return bool(spec.reasoning) and spec.reasoning != "harmony" and end.endswith(_OPENINGS)
 

@@ -1,4 +1,4 @@
-"""What a parser is, and what describes one."""
+"""Defines what a parser is, and what describes one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParserSpec:
-    """Which families parse a model's output. None (or "") means that there is nothing of that kind to find."""
+    """Names the families that parse a model's output. None (or "") means that there is nothing of that kind to find."""
 
     tools: str | None = None
     reasoning: str | None = None

@@ -1,4 +1,4 @@
-"""What every service process needs: start and stop, logs, metrics, timers, and small policies.
+"""Every service process needs these: start and stop, logs, metrics, timers, and small policies.
 
 service.py        uvloop, signals, the ready line, the gRPC server's port, health and reflection
 ready_line.py     the lines by which a process tells its parent how it is

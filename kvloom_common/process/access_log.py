@@ -1,4 +1,4 @@
-"""Whether the end of a request is logged: of every request, of a sample, or of none (`log.access`)."""
+"""Decides if the end of a request is logged: of every request, of a sample, or of none (`log.access`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class AccessLog:
         self._sample_limit = int(config.access_sample_share * _NUM_DRAWS)
 
     def wants(self, request_id: str) -> bool:
-        """Whether to log this request. `request_id` is the id that the caller gave it, or else the fabric's."""
+        """True when this request is to be logged. `request_id` is the id that the caller gave it, or else the
+        fabric's."""
         if self._sample_limit >= _NUM_DRAWS:
             return self.is_on
         return self.is_on and zlib.crc32(request_id.encode()) < self._sample_limit

@@ -13,7 +13,7 @@ SOCKET: Final = "control.sock"
 
 
 def run_folder(data_dir: Path) -> Path:
-    """Of the `kvloom up` that uses the data directory."""
+    """The folder of the `kvloom up` that uses the data directory."""
     return data_dir / "run"
 
 

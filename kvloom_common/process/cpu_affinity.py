@@ -35,7 +35,8 @@ log = structlog.get_logger()
 
 
 class CpuChoice:
-    """Which CPUs a thread may use, by how long it has waited for them. A pure policy: it sets no affinity itself."""
+    """Chooses the CPUs that a thread may use, by how long it has waited for them. A pure policy: it sets no affinity
+    itself."""
 
     def __init__(self, cpus: Sequence[int], first: int) -> None:
         """`first`: the index of the CPU to try first, modulo the number of CPUs."""

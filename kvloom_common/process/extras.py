@@ -48,16 +48,13 @@ class MissingPackageError(Exception):
 
 @contextlib.contextmanager
 def naming_extras() -> Iterator[None]:
-    """Turn the ModuleNotFoundError of a third-party package, or of the benches, into a MissingPackageError. When
+    """Turn the ModuleNotFoundError of a third-party package into a MissingPackageError. When
     another module of kvloom's own is missing, that is a bug, and the ModuleNotFoundError is raised unchanged."""
     try:
         yield
     except ModuleNotFoundError as error:
         module = error.name or ""
         package = module.partition(".")[0]
-        if module == "tools.bench" or module.startswith("tools.bench."):
-            message = "benches are part of kvloom's repository, and not installed"
-            raise MissingPackageError(message) from error
         if not package or package in _OWN:
             raise
         distribution = _BROUGHT_BY.get(package)

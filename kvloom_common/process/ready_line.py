@@ -18,7 +18,7 @@ class ReadyLine(msgspec.Struct):
     address: str
     metrics_address: str = ""
     router_address: str = ""
-    """The address of the router in this process, if there is one; its metrics likewise."""
+    """The address of the router in this process, if there is one."""
     router_metrics_address: str = ""
     internal_address: str = ""
     """Where the router in this process serves the processes of its fabric, if there is one."""
@@ -26,7 +26,7 @@ class ReadyLine(msgspec.Struct):
     """Where the edge in this process serves the processes of its fabric, if there is one and the fabric has a
     secret."""
     engine: str = ""
-    """What computes in this process, and how fast, if it is a shard."""
+    """The engine that computes in this process, and how fast, if it is a shard."""
     variant: str = ""
     """See ShardInfo.variant in shard_service.proto."""
     event: str = "ready"

@@ -1,4 +1,5 @@
-"""What all service processes have in common: uvloop, signals, the ready line, and a gRPC server on its own port."""
+"""Holds what all service processes have in common: uvloop, signals, the ready line, and a gRPC server on its own
+port."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_S
 
 
 class HealthServicer(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]  (the types lack it)
-    """Of grpc.health.v1."""
+    """The health service of grpc.health.v1."""
 
 
 async def set_serving(servicer: HealthServicer, service_names: Sequence[str], serving: bool) -> None:

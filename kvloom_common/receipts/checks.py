@@ -1,4 +1,4 @@
-"""What can be checked of a receipt without computing anything: whether its parts belong together."""
+"""Checks what can be checked of a receipt without computing anything: that its parts belong together."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class PublicKey(msgspec.Struct, frozen=True):
 
 
 class PublicKeys(msgspec.Struct, frozen=True):
-    """What is published: the present key comes first."""
+    """The keys that are published; the present one comes first."""
 
     keys: list[PublicKey]
 
@@ -79,7 +79,7 @@ def read_public_keys(path: Path) -> PublicKeys:
 
 
 def is_signed(bundle: Bundle, keys: PublicKeys) -> bool:
-    """Whether one of the keys has signed the receipt."""
+    """True when one of the keys has signed the receipt."""
     for key in keys.keys:
         if key.key_id == bundle.key_id and key.algorithm == ALGORITHM:
             with contextlib.suppress(InvalidSignature, ValueError):

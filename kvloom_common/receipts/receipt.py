@@ -28,7 +28,7 @@ MAX_BUNDLE_BYTES: Final = 16 * 2**20
 
 
 class SignedPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As `Price` (kvloom_common/tenancy/prices.py), in whole numbers."""
+    """The `Price` (kvloom_common/tenancy/prices.py) in whole numbers."""
 
     id: str
     model: str
@@ -53,7 +53,7 @@ class SignedPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is signed. Checksums and digests are SHA-256 in hexadecimal."""
+    """The part of a bundle that is signed. Checksums and digests are SHA-256 in hexadecimal."""
 
     version: int
     request_id: str
@@ -63,22 +63,22 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model: str
     model_version: str
     weights_checksum: str
-    """Of the model's files (kvloom_common/text/model_checksum.py)."""
+    """The checksum of the model's files (kvloom_common/text/model_checksum.py)."""
     card_checksum: str
-    """Of the model's card: tokenizer, chat template, defaults."""
+    """The checksum of the model's card: tokenizer, chat template, defaults."""
     chat_template_checksum: str
     adapter: str
     adapter_checksum: str
     engine_variant: str
-    """What the bits depend on besides the weights; "": several variants have computed the answer, or one that promises
-    no bits, so that it cannot be computed again."""
+    """Names what the bits depend on besides the weights; "": several variants have computed the answer, or one that
+    promises no bits, so that it cannot be computed again."""
     request_digest: str
-    """Of the bundle's `request`."""
+    """The digest of the bundle's `request`."""
     output_digest: str
-    """Of the bundle's `output`."""
+    """The digest of the bundle's `output`."""
     seed: int
     policy_revision: str
-    """Of the safety policy; "": nothing was screened."""
+    """The revision of the safety policy; "": nothing was screened."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
@@ -89,17 +89,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engine was asked for."""
+    """The request as the engine got it."""
 
     prompt_token_ids: list[int]
     sampling: dict[str, Any]
     """SamplingParams, as JSON; fractional numbers are texts."""
     stop: dict[str, Any]
-    """StopConditions, likewise. `max_tokens` is the limit that applied."""
+    """StopConditions, as JSON. `max_tokens` is the limit that applied."""
     indexes: list[int]
-    """Of the choices."""
+    """The indexes of the choices."""
     pooling: dict[str, Any] | UnsetType = UNSET
-    """Pooling, likewise. There is one only if the prompt's embedding was asked for."""
+    """Pooling, as JSON. There is one only if the prompt's embedding was asked for."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,11 +108,11 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     index: int
     token_ids: list[int]
     finish_reason: str
-    """Of `FinishReason`, without its prefix, in lower case."""
+    """The name in `FinishReason`, without its prefix, in lower case."""
     stop_string: str
     embedding: str | UnsetType = UNSET
-    """Of the prompt, if that was asked for: base64 of the engine's little-endian float32, before a client's
-    `dimensions` shorten it."""
+    """The embedding of the prompt, if that was asked for: base64 of the engine's little-endian float32, before a
+    client's `dimensions` shorten it."""
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ def digest(value: Any) -> str:
 
 
 def signed_bytes(receipt: Receipt) -> bytes:
-    """What the signature is of. The head keeps it from being taken for a signature of anything else."""
+    """Returns the bytes that are signed. Their head keeps the signature from being taken for one of anything else."""
     return b"kvloom receipt\n" + canonical(receipt)
 
 

@@ -82,7 +82,7 @@ class EventLog:
         return events[begin:end]
 
     def read_all(self, after: int) -> Sequence[bytes]:
-        """As `read`, without a limit."""
+        """Reads as `read` does, without a limit."""
         return self._events[self._head + after - self.num_forgotten :]
 
     def forget(self) -> None:

@@ -65,7 +65,7 @@ def _do_nothing() -> None:
 
 
 class Nouns(NamedTuple):
-    """What error messages call the parts of an answer."""
+    """Error messages call the parts of an answer by these words."""
 
     event: str
     answer: str

@@ -1,4 +1,4 @@
-"""Which resumable answers a process keeps, and how much of them. The edge and the router share this policy."""
+"""Decides which resumable answers a process keeps, and how much of them. The edge and the router share this policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs of one answer continue each other, where a client outside the fabric says where each begins. Pure.
+"""Finds which runs of one answer continue each other, where a client outside the fabric says where each begins. Pure.
 
 A run is what one router has computed of the answer: from the token behind which it began to its last one. An honest
 client begins the next run where the one before had ended. A client that begins one earlier has had a part computed

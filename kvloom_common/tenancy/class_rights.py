@@ -1,4 +1,5 @@
-"""Which priority classes (docs/scheduling.md) an organisation, a project or a key may name, and the default one."""
+"""Says which priority classes (docs/scheduling.md) an organisation, a project or a key may name, and the default
+one."""
 
 from __future__ import annotations
 

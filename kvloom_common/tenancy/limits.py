@@ -26,12 +26,12 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing is limited."""
+        """True when nothing is limited."""
         limits = msgspec.structs.replace(self, kv_share_percent=0) if self.kv_share_percent else self
         return limits in (NO_LIMITS, _SHADOW_OF_NOTHING)
 
     def weighted_tokens(self, num_prompt: int, num_cached: int, num_output: int, num_reasoning: int) -> int:
-        """What a request counts as, in tokens; rounded up. `num_cached` are some of the prompt's tokens, and
+        """Returns the tokens that a request counts as; rounded up. `num_cached` are some of the prompt's tokens, and
         `num_reasoning` some of the output's."""
         hundredths = (
             100 * (num_prompt - num_cached + num_output - num_reasoning)

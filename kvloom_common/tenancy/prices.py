@@ -1,4 +1,4 @@
-"""What a request costs: integers of billionths of the currency, so that sums are exact."""
+"""Computes what a request costs: integers of billionths of the currency, so that sums are exact."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Principal(msgspec.Struct, frozen=True, gc=False):
         return not (self.tenant_models or self.key_models)
 
     def may_use(self, names: Iterable[str]) -> bool:
-        """Whether a model may be used that has all of these names: that of the request, and its own."""
+        """True when a model may be used that has all of these names: that of the request, and its own."""
         return self.may_use_all_models or (
             any(allows_model(self.tenant_models, name) for name in names)
             and any(allows_model(self.key_models, name) for name in names)

@@ -1,4 +1,4 @@
-"""What a key may be used for, and which roles may do what.
+"""Says what a key may be used for, and which roles may do what.
 
 A key has scopes; a user has a role in an organisation. Roles are ordered: each may do all that the one before it may.
 """
@@ -24,5 +24,5 @@ SCOPES_OF_ROLE: Final[dict[Role, frozenset[Scope]]] = {
 
 
 def includes(role: Role, needed: Role) -> bool:
-    """Whether someone with this role may do what needs the other one."""
+    """True when someone with this role may do what needs the other one."""
     return ROLES.index(role) >= ROLES.index(needed)

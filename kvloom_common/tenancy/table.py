@@ -20,7 +20,7 @@ from kvloom_common.tenancy.sliced_dict import SlicedDict
 EXPIRED_SECONDS: Final = 3600.0
 """How long after its end a key is in the table that `control` sends. It opens nothing in that time."""
 NEVER: Final = 0.0
-"""Of `Key.expires_at`: one object for all keys."""
+"""The `expires_at` of keys that do not expire: one object for all keys."""
 
 
 class Organisation(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +70,7 @@ def identity_id(identity: str, tenant: str) -> str:
 
 
 def allows_model(patterns: Sequence[str], model: str) -> bool:
-    """Whether these names and prefixes (`Tenant.models`) include the model."""
+    """True when these names and prefixes (`Tenant.models`) include the model."""
     return not patterns or any(
         model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern for pattern in patterns
     )
@@ -119,13 +119,14 @@ class TenantTable:
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def is_active(self, key: Key, seconds_since_1970: float) -> bool:
-        """Whether the key may be used: it has not expired, and neither its tenant nor its organisation is disabled."""
+        """True when the key may be used: it has not expired, and neither its tenant nor its organisation is
+        disabled."""
         tenant = self._tenants.get(key.tenant)
         has_expired = 0.0 < key.expires_at <= seconds_since_1970
         return tenant is not None and not has_expired and self.is_active_tenant(tenant)
 
     def is_active_tenant(self, tenant: Tenant) -> bool:
-        """Whether neither the tenant nor its organisation is disabled."""
+        """True when neither the tenant nor its organisation is disabled."""
         organisation = self._organisations.get(tenant.organisation)
         return not tenant.disabled and organisation is not None and not organisation.disabled
 

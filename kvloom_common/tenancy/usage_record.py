@@ -1,4 +1,4 @@
-"""What is known of a request once it has ended: the unit of metering.
+"""UsageRecord is what is known of a request once it has ended: the unit of metering.
 
 A router writes one record for each request that ends there, numbered without a gap. A request that continues at another
 router has a record of each, and each says how far the whole answer had come. The router where it continued begins
@@ -40,16 +40,16 @@ OUTCOME_VOID: Final = "void"
 
 
 class Charge(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a request has used of an account's hard budget."""
+    """The part of an account's hard budget that a request has used."""
 
     account: str
     unit: int
     """A BudgetUnit of control_service.proto."""
     period: str
     own: int
-    """What the router has taken from its lease for it."""
+    """The amount that the router has taken from its lease for it."""
     total: int
-    """What the whole answer amounts to, with what earlier routers have taken."""
+    """The amount for the whole answer, with what earlier routers have taken."""
 
 
 class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False, gc=False):
@@ -95,9 +95,9 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
     """The number of an earlier record of the same producer, which this one replaces: some of its tokens were lost in
     transit (docs/adr/0011). 0: none."""
     charges: tuple[Charge, ...] = ()
-    """What it has used of hard budgets."""
+    """The amounts of hard budgets that the request has used."""
     num_preemptions: int = 0
-    """How often one of its sequences left its shard so that another tenant was served; the next two likewise."""
+    """The number of times that one of its sequences left its shard so that another tenant was served."""
     num_migrations: int = 0
     """It was taken off a shard that was suspected, drained or handed over its work."""
     num_failovers: int = 0

@@ -29,7 +29,7 @@ class UsageEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What control says of a producer."""
+    """The state of a producer that control announces."""
 
     number: int = 0
     """The database has all its records up to this one."""

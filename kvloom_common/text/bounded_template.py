@@ -22,12 +22,13 @@ import jinja2.sandbox
 
 MAX_ITERATIONS: Final = 20_000_000
 MAX_SECONDS: Final = 5.0
-"""Of rendering. A template that models come with takes milliseconds."""
+"""Rendering may take so long. A template that models come with takes milliseconds."""
 MAX_TEXT_CHARS: Final = 16 * 2**20
 MAX_TOTAL_CHARS: Final = 128 * 2**20
-"""Of all texts that are multiplied, assigned, passed on or put into a list during a rendering."""
+"""All texts that are multiplied, assigned, passed on or put into a list during a rendering have at most so many
+characters."""
 MAX_ITEMS: Final = 1_000_000
-"""Of a list or tuple that an operator makes."""
+"""A list or tuple that an operator makes has at most so many items."""
 MAX_INTEGER_BITS: Final = 4096
 MAX_PADDING: Final = 10_000
 """The width to which a text may be padded or indented."""
@@ -46,7 +47,7 @@ class TemplateLimitError(jinja2.TemplateError):
 
 
 class _Budget(threading.local):
-    """What the rendering in this thread may still do."""
+    """Counts what the rendering in this thread may still do."""
 
     iterations = MAX_ITERATIONS
     chars = MAX_TOTAL_CHARS

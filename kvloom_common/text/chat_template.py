@@ -66,7 +66,7 @@ class ChatTemplate:
             if tool_source is not None:
                 self._tool_template = _compiled(environment, tool_source)
             self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(self.source))
-            """Whether the template shows tools to the model."""
+            """True when the template shows tools to the model."""
         except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
             raise ValueError(f"The chat template does not compile: {str(error)[:_MAX_REASON_CHARS]}") from error
         self._start = environment.start
@@ -100,8 +100,9 @@ class ChatTemplate:
         max_chars: int = MAX_RENDERED_CHARS,
         add_generation_prompt: bool = True,
     ) -> str:
-        """As `render`, for messages and tools in the form in which templates see them. `options`: further variables of
-        the request. `add_generation_prompt`: the prompt ends with the beginning of an assistant's message."""
+        """Renders as `render` does, for messages and tools in the form in which templates see them. `options`:
+        further variables of the request. `add_generation_prompt`: the prompt ends with the beginning of an
+        assistant's message."""
         if not messages:
             raise invalid_argument("messages must hold at least one message.", "messages")
         for i, message in enumerate(messages):

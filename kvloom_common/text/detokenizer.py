@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
         self._texts = tokenizer.token_texts
         self._decoder: codecs.IncrementalDecoder | None = None
         self._has_partial = False
-        """Whether the decoder holds the first bytes of an incomplete character."""
+        """True while the decoder holds the first bytes of an incomplete character."""
         self._stops = [_StopMatcher(stop) for stop in stop_strings]
         self._held = ""
         """Text that may be the beginning of a stop string; not shown yet."""
@@ -204,7 +204,7 @@ class ReasoningText:
         return piece[:end], piece[end:]
 
     def give_up(self) -> str:
-        """What was held back, at the end of the answer."""
+        """Returns what was held back, at the end of the answer."""
         lead, self._lead = self._lead, ""
         return lead
 
@@ -245,7 +245,8 @@ class ShownTokens:
 
 
 class _ShownTexts(Sequence[str | None]):
-    """As ModelTokenizer.token_texts. None for the shown tokens, which are decoded from their bytes."""
+    """The texts as in ModelTokenizer.token_texts, with None for the shown tokens, which are decoded from their
+    bytes."""
 
     def __init__(self, texts: Sequence[str | None], shown: Mapping[int, bytes]) -> None:
         self._texts = texts

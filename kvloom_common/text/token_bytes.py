@@ -48,7 +48,7 @@ class TokenBytes:
 
     @cached_property
     def are_words(self) -> bool:
-        """Whether tokens are words and parts of words, without the spaces of the text: `exact` has one before each
+        """True when tokens are words and parts of words, without the spaces of the text: `exact` has one before each
         word, and only the tokenizer's own decoder knows where there was none."""
         return "WordPiece" in _decoder_kinds(self._decoder)
 

@@ -277,7 +277,7 @@ class TextEncoding:
         self._new: dict[str | bytes, bytes] = {}
         self._found: list[bytes] = []
         self.is_new = False
-        """Whether something of it was not in the cache, and now is."""
+        """True when a part of it was not in the cache, and now is."""
 
     def miss(self, piece: str) -> None:
         """Note that a piece must be encoded."""
@@ -353,7 +353,7 @@ def _size_bytes(block: str, ids: bytes) -> int:
 
 
 def _is_byte_preserving(normalizer: dict[str, Any] | None) -> bool:
-    """Whether it changes no visible ASCII character and no space, and combines no text across one."""
+    """True when the normalizer changes no visible ASCII character and no space, and combines no text across one."""
     if normalizer is None:
         return True
     if normalizer["type"] == "Sequence":

@@ -33,7 +33,7 @@ class TokenizationCaches:
 
     @property
     def num_bytes(self) -> int:
-        """What all callers' caches take. Unit: bytes."""
+        """The bytes that all callers' caches take."""
         return self._total.num_bytes
 
     @property

@@ -35,7 +35,7 @@ _MAX_MESSAGE_CHARS: Final = 500
 ENCODE_THREADS: Final = 2
 MAX_PENDING_ENCODES: Final = 1024
 MAX_PENDING_OF_SCOPE: Final = MAX_PENDING_ENCODES // 4
-"""Of one caller, so that the others find room."""
+"""One caller may have so many pending, so that the others find room."""
 TURN_CHARS: Final = 32 * 1024
 """How much of a long text is encoded in one turn: some milliseconds. Then it is another caller's turn."""
 MAX_INLINE_CHARS: Final = 1024
@@ -235,7 +235,7 @@ class ModelTokenizer:
     async def decode_fairly(
         self, ids: Sequence[int], *, scope: str | None = None, skip_special_tokens: bool = True
     ) -> str:
-        """As `decode`, in a thread, when it is the scope's turn. Raises KvloomError (QUEUE_FULL)."""
+        """Decodes as `decode` does, in a thread, when it is the scope's turn. Raises KvloomError (QUEUE_FULL)."""
         return await self._in_thread(scope, lambda: self.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:

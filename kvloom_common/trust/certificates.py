@@ -34,7 +34,7 @@ class ProcessCertificates:
     """PEM, as TLS libraries want it."""
 
     authorities: bytes
-    """Of all accepted secrets."""
+    """The certificates of the authorities of all accepted secrets, in PEM."""
     certificate: bytes
     key: bytes = dataclasses.field(repr=False)
 

@@ -1,4 +1,4 @@
-"""What one process proves to the others of its fabric, and demands of them.
+"""FabricTrust is what one process proves to the others of its fabric, and demands of them.
 
     trust = load_trust(config, ("shard",), "shard-0")
     service.bind(server, host, port, trust.add_port)            # TLS, with certificates of the fabric on both sides
@@ -47,12 +47,13 @@ class FabricTrust(Protocol):
         ...
 
     def may_call(self, method: str, context: Any) -> bool:
-        """If the peer of a call that came through `add_port` has a role that may call "SERVICE/METHOD"
+        """True when the peer of a call that came through `add_port` has a role that may call "SERVICE/METHOD"
         (kvloom_common/trust/roles.py)."""
         ...
 
     def may_connect(self, to: str, peer_certificate: Mapping[str, Any] | None) -> bool:
-        """Likewise of a connection that came through a listener with `server_tls`."""
+        """True when the peer of a connection that came through a listener with `server_tls` has a role that may call
+        `to`."""
         ...
 
     def open_channel(
@@ -68,7 +69,7 @@ class FabricTrust(Protocol):
     def client_tls(self) -> ssl.SSLContext | None: ...
 
     def server_hostname(self, role: str) -> str | None:
-        """What a client with `client_tls` demands of the server's certificate."""
+        """The name that a client with `client_tls` demands in the server's certificate."""
         ...
 
     async def watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Which processes of a fabric may call what, by the role that their certificates name.
+"""Decides which processes of a fabric may call what, by the role that their certificates name.
 
 Who has stolen the certificate of one process, which ends with the process, can do with it what that process may: a
 shard answers the prompts that routers send to it, and calls no other process.

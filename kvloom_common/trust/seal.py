@@ -29,7 +29,7 @@ class Sealer(Protocol):
 
 
 class NoSealer:
-    """Of a fabric without a secret: everything is stored as it is."""
+    """Stands in for Sealer in a fabric without a secret: everything is stored as it is."""
 
     def sign(self, stored_under: str, content: bytes) -> bytes:  # noqa: ARG002
         return content

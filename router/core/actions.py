@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.lease_messages import LeaseWant, LimitCount, SideCallDecided
+from router.core.load.prediction import JudgedTerm, PlacementPrediction
 from router.core.objectives import ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.priority_classes import INTERACTIVE, PriorityClass
@@ -140,10 +141,20 @@ class RequestEnded(msgspec.Struct, frozen=True):
     priority_class: PriorityClass = INTERACTIVE
     objectives: ObjectivesOutcome | None = None
     """None: it had none."""
+    prediction: PlacementPrediction | None = None
+    """That of its first placement; None: it was never placed."""
 
     @property
     def end(self) -> End:
         return end_of(self.reason, is_admitted=self.is_admitted, was_sent=self.num_attempts > 0)
+
+    @property
+    def judged_prediction(self) -> list[JudgedTerm]:
+        """What was predicted when it was first placed, and what happened; [] if it was never placed."""
+        if self.prediction is None:
+            return []
+        is_whole = self.num_attempts == 1 and self.reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
+        return self.prediction.judge(self.queue_time_seconds, self.e2e_latency_seconds, is_whole=is_whole)
 
 
 class LeasesWanted(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from kvloom.v1.generation_pb2 import (
 from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter
 from router.core.frames import Finish, Step
 from router.core.load.load_view import ReservationKey
+from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import LiveObjectives
 from router.core.priority_classes import CLASS_OF_TIER
 from router.core.request_end import NO_MOVES, Moves
@@ -276,6 +277,7 @@ class LiveRequest:
         "own_seconds",
         "pending",
         "placed_at",
+        "prediction",
         "prefill_chunk",
         "priority_class",
         "prompt_verdict_open",
@@ -306,6 +308,8 @@ class LiveRequest:
         """Prefill time on the shard for which it waits."""
         self.placed_at = 0.0
         """When it entered that shard's queue."""
+        self.prediction: PlacementPrediction | None = None
+        """That of its first placement; None: it has not been placed."""
         self.prefill_chunk: tuple[Attempt, int] | None = None
         """The chunk of its prompt that the shard it waits for is computing, and that chunk's slot there."""
         self.num_prefill_chunks = 0

@@ -21,6 +21,7 @@ from router.decisions.records import (
     AttemptRecord,
     FleetLine,
     FleetShard,
+    JudgedRecord,
     OutcomeRecord,
     RequestLine,
     pack_hashes,
@@ -140,6 +141,10 @@ def _outcome(ended: RequestEnded) -> OutcomeRecord:
         queue_time_seconds=ended.queue_time_seconds,
         ttft_seconds=ended.ttft_seconds,
         e2e_latency_seconds=ended.e2e_latency_seconds,
+        predictions=[
+            JudgedRecord(term=term.value, predicted_seconds=predicted, actual_seconds=actual)
+            for term, predicted, actual in ended.judged_prediction
+        ],
     )
 
 

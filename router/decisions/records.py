@@ -84,6 +84,14 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     shards: list[ScoreRecord]
 
 
+class JudgedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """JudgedTerm of router_service.proto. Numbers that are not finite are null."""
+
+    term: str
+    predicted_seconds: float | None
+    actual_seconds: float | None = None
+
+
 class OutcomeRecord(msgspec.Struct, kw_only=True):
     reason: str
     """"stop", "length", "content_filter", "cancelled", "error"."""
@@ -101,6 +109,8 @@ class OutcomeRecord(msgspec.Struct, kw_only=True):
     ttft_seconds: float | None
     """From arrival to the first token sent to the client, or null if none was sent."""
     e2e_latency_seconds: float
+    predictions: list[JudgedRecord] = []
+    """What was predicted when it was first placed, and what happened. Earlier routers did not write it."""
 
 
 class RequestLine(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):

@@ -9,6 +9,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import (
     ExplainResponse,
+    JudgedTerm,
     PlacementDecision,
     PlacementRegret,
     PlanResponse,
@@ -97,7 +98,6 @@ def _shard_to_proto(shard: ShardPlan) -> ShardScore:
 
 
 def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Sequence[str] = ()) -> ExplainResponse:
-    attempts = remembered.attempts
     response = ExplainResponse(
         request_id=remembered.request_id,
         client_request_id=remembered.client_request_id,
@@ -108,9 +108,11 @@ def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Seque
         tenant=remembered.tenant,
         fairness_id=remembered.fairness_id,
     )
-    response.decisions.extend(_decision_to_proto(attempt, remembered.num_prompt_tokens) for attempt in attempts)
+    response.decisions.extend(
+        _decision_to_proto(attempt, remembered.num_prompt_tokens) for attempt in remembered.attempts
+    )
     if remembered.ended is not None:
-        response.outcome.CopyFrom(_outcome_to_proto(remembered.ended, attempts))
+        response.outcome.CopyFrom(_outcome_to_proto(remembered.ended))
     return response
 
 
@@ -130,7 +132,7 @@ def _decision_to_proto(attempt: AttemptRecord, num_prompt_tokens: int) -> Placem
     )
 
 
-def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> RequestOutcome:
+def _outcome_to_proto(ended: RequestEnded) -> RequestOutcome:
     outcome = RequestOutcome(
         # The stubs want the enums' types, but ints are fine.
         reason=ended.reason,  # pyright: ignore[reportArgumentType]
@@ -154,10 +156,12 @@ def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> Req
     )
     if ended.objectives is not None:
         outcome.objectives.CopyFrom(objectives_outcome_to_proto(ended.objectives))
-    first = attempts[0] if attempts else None
-    if first is not None and first.attempt_id == 1:
-        picked = next(score.to_plan() for score in first.shards if score.shard_id == first.picked_shard_id)
-        outcome.predicted_ttft_seconds = ended.queue_time_seconds + picked.predicted_ttft_seconds
+    if ended.prediction is not None:
+        outcome.predicted_ttft_seconds = ended.prediction.ttft_seconds
         if ended.ttft_seconds is not None:
             outcome.ttft_error_seconds = ended.ttft_seconds - outcome.predicted_ttft_seconds
+    outcome.predictions.extend(
+        JudgedTerm(term=judged.term, predicted_seconds=judged.predicted_seconds, actual_seconds=judged.actual_seconds)
+        for judged in ended.judged_prediction
+    )
     return outcome

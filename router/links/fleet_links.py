@@ -1,5 +1,5 @@
 """Which shards a router keeps links to, and which process may answer at the other end: decisions without I/O, which
-`kvloom dst` runs under faults of the registry."""
+`kvloom-lab dst` runs under faults of the registry."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ KeyOf = Callable[[bytes, str, ModelFingerprint, str, Request], bytes]
 
 
 class ResultCache:
-    """Pure but for what it is given: the same code serves, and runs under `kvloom dst`."""
+    """Pure but for what it is given: the same code serves, and runs under `kvloom-lab dst`."""
 
     def __init__(
         self,

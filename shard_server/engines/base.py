@@ -24,7 +24,8 @@ from kvloom_common.kv_share import KvShare
 
 
 class Capability(enum.StrEnum):
-    """What an engine can do. Routers place requests by these values, and clients read them from ListModels."""
+    """Names a thing that an engine can do. Routers place requests by these values, and clients read them from
+    ListModels."""
 
     GENERATE = "generate"
     """Requests without `EngineRequest.pooling`. Engines without EMBED need not list it."""
@@ -89,7 +90,7 @@ class FinishReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine serves. It does not change after `Engine.start` has returned."""
+    """Describes what the engine serves. It does not change after `Engine.start` has returned."""
 
     engine: str
     """The engine's name, as in the configuration key `shard.engine`."""
@@ -112,17 +113,17 @@ class EngineInfo:
     decode_step_seconds: float = 0.0
     """Both speeds as measured before the first request; 0 = unknown. `decode_step_seconds` is the time of one step."""
     variant: str = ""
-    """What the bits of results depend on: engines of one model compute the same only if their variants are equal. "" =
-    it promises no bits."""
+    """Names what the bits of results depend on: engines of one model compute the same only if their variants are equal.
+    "" = it promises no bits."""
     description: str = ""
-    """What computes, and how fast, in one line for people."""
+    """Says in one line, for people, what computes and how fast."""
     embedding_size: int = 0
     """The dimensions of an embedding; 0 without Capability.EMBED."""
     yield_tokens: int = 0
     """The largest number of prompt tokens in one step, after which prefill gives way to that of sequences with a lower
     `EngineRequest.class_rank` (queue_order.py). 0 = the engine does not look at ranks."""
     reserves_output: bool = False
-    """Whether a sequence waits for KV blocks for all tokens that it may generate, not only for its prompt."""
+    """True when a sequence waits for KV blocks for all tokens that it may generate, not only for its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,8 +141,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Both penalties count output tokens only, as OpenAI's do."""
     num_prompt_logprobs: int | None = None
-    """As num_logprobs, for the tokens of the prompt from `prompt_logprobs_start` on, but never for the first. They are
-    in SequenceStart."""
+    """The same as num_logprobs, for the tokens of the prompt from `prompt_logprobs_start` on, but never for the first.
+    They are in SequenceStart."""
     prompt_logprobs_start: int = 0
     """Less than the number of prompt tokens. KV of the tokens before the one before it may come from the cache."""
     min_p: float = 0.0
@@ -179,8 +180,8 @@ class Guide:
     kind: GuideKind
     text: str
     relaxable: tuple[str, ...] = ()
-    """Of a JSON Schema: the names of definitions in place of which any object may be allowed, if the engine cannot
-    follow them."""
+    """The names of a JSON Schema's definitions in place of which any object may be allowed, if the engine cannot follow
+    them."""
 
 
 class PoolingKind(enum.StrEnum):
@@ -195,12 +196,12 @@ class PoolingKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pooling:
-    """What an embedding is made of: hidden states after the model's last layer and its norm."""
+    """Says how an embedding is made of hidden states after the model's last layer and its norm."""
 
     kind: PoolingKind | None = None
     """None: as the model was trained, or MEAN if nothing says how it was trained."""
     normalize: bool = True
-    """Whether the vector is scaled to the length 1."""
+    """True scales the vector to the length 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,17 +240,16 @@ class EngineRequest:
     """The name of the adapter that computes the sequence. The engine has it, and `root_hash` names it, too. "": the
     model itself. Set only for an engine with Capability.ADAPTERS."""
     discards_blocks: bool = False
-    """Whether the blocks that it computes must not enter the prefix cache. It may use those that are there. Engines
-    without Capability.PROMPT_LOGPROBS need not honour it."""
+    """True keeps the blocks that it computes out of the prefix cache. It may use those that are there. Engines without
+    Capability.PROMPT_LOGPROBS need not honour it."""
     kv_share: KvShare | None = None
     """The guaranteed share of the blocks that the sequence's owner has; None: it has none. Only engines with
     Capability.KV_SHARES honour it."""
     no_speculation: bool = False
-    """Whether no tokens are to be drafted for it. Engines that cannot tell sequences apart in this need not honour
-    it."""
+    """True lets no tokens be drafted for it. Engines that cannot tell sequences apart in this need not honour it."""
     prefill_only: bool = False
-    """Whether it ends with its first token, and its KV waits to be fetched by another engine: see
-    `SequenceEnd.handoff`. Set only for an engine with Capability.KV_HANDOFF, and then max_tokens is 1."""
+    """True ends it with its first token, and its KV waits to be fetched by another engine: see `SequenceEnd.handoff`.
+    Set only for an engine with Capability.KV_HANDOFF, and then max_tokens is 1."""
     handoff: bytes | None = None
     """The hand-off of an engine that has computed this prompt: its KV is fetched, and the first token, which belongs to
     the hand-off, is emitted again. None: the prompt is computed here. Set only for an engine with
@@ -257,8 +257,8 @@ class EngineRequest:
     class_rank: int = INTERACTIVE_RANK
     """How urgent it is: the lower, the more. Engines without EngineInfo.yield_tokens need not honour it."""
     tenant: str = ""
-    """Whose it is; all requests with "" count as those of one tenant. Engines without Capability.FAIR_PREFILL need not
-    honour it."""
+    """The tenant that asked; all requests with "" count as those of one tenant. Engines without Capability.FAIR_PREFILL
+    need not honour it."""
     traceparent: str = ""
     """The request's place in a trace, as in W3C Trace Context. Engines that trace nothing need not honour it."""
     origin: int = 0
@@ -276,7 +276,7 @@ class TokenLogprobs:
     """The logprobs at one output position."""
 
     logprob: float
-    """Of the chosen token."""
+    """The chosen token's logprob."""
     top: Sequence[tuple[int, float]]
     """(token id, logprob) of the `num_logprobs` likeliest tokens, likeliest first."""
 
@@ -349,14 +349,14 @@ class LoadShare:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvShareUsage:
-    """What becomes of all guaranteed shares together, in blocks."""
+    """Counts the blocks of all guaranteed shares together."""
 
     num_kept: int = 0
-    """What the owners hold of their guarantees, in use or cached."""
+    """The guaranteed blocks that the owners hold, in use or cached."""
     num_lent: int = 0
-    """What they do not hold of them: others may."""
+    """The guaranteed blocks that the owners do not hold: others may."""
     num_beyond: int = 0
-    """What they hold beyond them."""
+    """The blocks that the owners hold beyond their guarantees."""
     num_protected: int = 0
     """Cached blocks that `EngineLoad.num_available_blocks` leaves out."""
     num_last_resorts: int = 0
@@ -391,7 +391,7 @@ class EngineLoad:
     num_accepted_tokens: int = 0
     """Speculation, counted from the start: drafted tokens, and those of them that were accepted."""
     lost_reports: tuple[str, ...] = ()
-    """What a foreign engine has stopped to report although it works: "statistics" (then the load is an estimate) or
+    """The reports that a foreign engine has stopped although it works: "statistics" (then the load is an estimate) or
     "kv_events" (then routers see an empty cache)."""
 
     @classmethod
@@ -513,7 +513,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine serves. Valid after `start` has returned; the same object from then on."""
+        """Describes what the engine serves. Valid after `start` has returned; the same object from then on."""
         ...
 
     async def start(self) -> None:

@@ -19,7 +19,7 @@ _METHODS: Final = ("start", "submit", "cancel", "steps", "close")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an engine of another package is made from."""
+    """Holds all that an engine of another package is made from."""
 
     model_dir: Path
     """The directory with the model's files."""

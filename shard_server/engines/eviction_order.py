@@ -1,4 +1,5 @@
-"""Which cached block is evicted next, if some owners have a guaranteed share of a shard's blocks (docs/kv-shares.md).
+"""Chooses the cached block that is evicted next, if some owners have a guaranteed share of a shard's blocks
+(docs/kv-shares.md).
 
 A block that is not free belongs to one owner, and is *used* (a sequence holds it) or *unused* (only the cache does).
 Everything without a share belongs to one common owner, whose guarantee is 0. As long as an owner holds at most its
@@ -50,10 +51,10 @@ class KvOwner:
         self.unused: OrderedDict[int, int] = OrderedDict()
         """Block → when it was last used, counted in uses. The least recently used one is the first."""
         self.num_protected = 0
-        """Of the unused blocks: so many of the most recently used ones."""
+        """The number of unused blocks that are protected: the most recently used ones."""
         self.renewed_at = 0.0
         self.is_queued = False
-        """Whether the heap has an entry for it."""
+        """True while the heap has an entry for it."""
 
     @property
     def num_held(self) -> int:
@@ -61,11 +62,11 @@ class KvOwner:
 
     @property
     def is_within_share(self) -> bool:
-        """Whether its sequences use no blocks beyond its guarantee. False for the common owner."""
+        """True when its sequences use no blocks beyond its guarantee. False for the common owner."""
         return 0 < self.guarantee >= self.num_used
 
     def takes_over(self, other: KvOwner) -> bool:
-        """Whether a block that its sequence uses becomes its own: it has a share, and the block's owner has none."""
+        """True when a block that its sequence uses becomes its own: it has a share, and the block's owner has none."""
         return self.guarantee > 0 == other.guarantee
 
 
@@ -104,7 +105,7 @@ class EvictionOrder:
 
     @property
     def uses_lent_blocks(self) -> bool:
-        """Whether sequences use blocks outside of guarantees, which will come back."""
+        """True while sequences use blocks outside of guarantees, which will come back."""
         return self.common.num_used > 0 or self._num_outside > 0
 
     def owner_of(self, share: KvShare | None, now: float) -> KvOwner:
@@ -283,9 +284,10 @@ _S = TypeVar("_S", bound=_Ranked)
 
 
 def preempted_for(sequence: _S, running: list[_S]) -> _S:
-    """Which running sequence loses its blocks so that `sequence` gets one: the newest one that uses blocks outside of
-    its owner's guarantee, of those that are not older than `sequence`; else the newest of all. `running` is in order of
-    admission. So the oldest sequence is never preempted, and sequences within a share only for want of others."""
+    """Returns the running sequence that loses its blocks so that `sequence` gets one: the newest that uses blocks
+    outside of its owner's guarantee, of those that are not older than `sequence`; else the newest of all. `running` is
+    in order of admission. So the oldest sequence is never preempted, and sequences within a share only for want of
+    others."""
     position = running.index(sequence)
     for other in reversed(running[position + 1 :]):
         if not other.owner.is_within_share:
@@ -296,5 +298,5 @@ def preempted_for(sequence: _S, running: list[_S]) -> _S:
 
 
 def has_others_outside(sequence: _S | None, running: Iterable[_S]) -> bool:
-    """Whether other running sequences use blocks outside of guarantees."""
+    """True when other running sequences use blocks outside of guarantees."""
     return any(other is not sequence and not other.owner.is_within_share for other in running)

@@ -1,5 +1,5 @@
-"""Whose prefill is computed next: that of the most urgent class, and within a class that of the tenant with least
-service. Pure; shared by the engines, and by the shards of `kvloom simulate`.
+"""Chooses the sequence whose prefill is computed next: one of the most urgent class, and within a class one of the
+tenant with least service. Pure; shared by the engines, and by the shards of `kvloom simulate`.
 
 Classes: the order of `submit time + rank x CLASS_PATIENCE_SECONDS` (queue_order.py) decides which places of the queue
 each class has. Prefill that has begun gives way to a waiting sequence of a more urgent class at the next step.
@@ -73,13 +73,13 @@ class PrefillOrder:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there are sequences of several tenants, or of another class than interactive. Otherwise the order is
-        that of arrival."""
+        """True when there are sequences of several tenants, or of another class than interactive. Otherwise the order
+        is that of arrival."""
         return self._num_ranked > 0 or len(self._num_sequences) > 1
 
     @property
     def has_tenants(self) -> bool:
-        """Whether there are sequences of several tenants."""
+        """True when there are sequences of several tenants."""
         return len(self._num_sequences) > 1
 
     def add(self, sequence: OrderedSequence) -> None:
@@ -125,7 +125,7 @@ class PrefillOrder:
         return _by_turn(ordered, [sequence.turn for sequence in ordered]) if self.has_tenants else ordered
 
     def goes_before(self, waiting: OrderedSequence, begun: OrderedSequence) -> bool:
-        """Whether prefill that has begun gives way to a waiting sequence."""
+        """True when prefill that has begun gives way to a waiting sequence."""
         if waiting.class_rank != begun.class_rank:
             return waiting.class_rank < begun.class_rank and _class_order(waiting) < _class_order(begun)
         return waiting.tenant != begun.tenant and self._counters[waiting.tenant] < begun.turn

@@ -1,4 +1,4 @@
-"""What decides the place of an engine's sequence in the order of prefill, as it follows from its request."""
+"""Derives from a request what decides the place of an engine's sequence in the order of prefill."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class SimBlockPool:
                 self.order.add_unused(block_hash, self._owners[block_hash])
 
     def take_events(self) -> list[KvEvent]:
-        """What changed since the last call, in order."""
+        """Returns what changed since the last call, in order."""
         events, self._events = self._events, []
         return events
 

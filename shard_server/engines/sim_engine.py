@@ -70,7 +70,7 @@ _CAPABILITIES: Final = frozenset(
 _SCRIPTED: Final = frozenset(
     {Capability.GENERATE, Capability.PREFIX_CACHING, Capability.KV_SHARES, Capability.FAIR_PREFILL}
 )
-"""Of an engine whose tokens do not follow from the prompt."""
+"""The capabilities of an engine whose tokens do not follow from the prompt."""
 MAX_LAG_SECONDS: Final = 1.0
 """Steps catch up when they are late, so that the pace has no drift; when they are later than this, the clock is
 reset."""
@@ -249,7 +249,7 @@ class SimEngine:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> tuple[list[tuple[SimSequence, int]], float]:
-        """What this step computes, as (sequence, number of tokens), and how many seconds that takes."""
+        """Returns what this step computes, as (sequence, number of tokens), and how many seconds that takes."""
         planned: list[tuple[SimSequence, int]] = []
         budget = self._max_prefill_tokens
         any_decodes = False
@@ -329,7 +329,7 @@ class SimEngine:
         return budget
 
     def _fits_into_share(self, sequence: SimSequence) -> bool:
-        """Whether a waiting sequence would use no blocks beyond its owner's guarantee."""
+        """True when a waiting sequence would use no blocks beyond its owner's guarantee."""
         owner = sequence.owner
         return owner.num_used - (-len(sequence.token_ids) // self._info.block_size) <= owner.guarantee
 

@@ -54,7 +54,7 @@ class SimSequence(QueuedRequest):
             raise EngineError("the hand-off is that of another prompt")
         super().__init__(request, now)
         self.has_foreign_kv = request.handoff is not None
-        """Whether the prompt's KV is fetched from another engine instead of computed."""
+        """True when the prompt's KV is fetched from another engine instead of computed."""
         self.owner = owner
         """To whom the blocks belong that it uses."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -67,7 +67,7 @@ class SimSequence(QueuedRequest):
         self.num_expected_blocks = 0
         """The number of blocks that were cached when the queue was last sorted."""
         self.is_decoding = False
-        """Whether all tokens but the newest are computed."""
+        """True when all tokens but the newest are computed."""
         self.next_decode_step = 0
         self.started = False
         self.scheduled_at: float | None = None

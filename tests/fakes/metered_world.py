@@ -32,13 +32,13 @@ from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.tenancy.prices import Price
 from kvloom_common.tenancy.usage_record import UsageRecord, counting
 from kvloom_common.trust.shared_secret import SharedSecret
+from lab.dst.tenancy.sim_limits import price_to_proto
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, two_organisations
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.router_world import eventually, num_ready_shards
 from tests.fakes.trusted_router import SECRET
 from tests.fakes.two_models_world import FIRST, ROUTE, SECOND, TwoModelsWorld, two_models_world
-from tools.dst.tenancy.sim_limits import price_to_proto
 
 TENANT = "acme/search"
 PRICES = [

@@ -38,6 +38,7 @@ from router.core.actions import (
 )
 from router.core.fleet.shard_health import HealthState
 from router.core.lease_messages import LimitCount
+from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.request_end import Moves
 from router.core.tenancy.limiter import Limiter
@@ -124,8 +125,11 @@ def _router() -> CollectorRegistry:
     model = types.SimpleNamespace(name=MODEL, num_ready_shards=1, brownout_step=0)
     shard = types.SimpleNamespace(description=types.SimpleNamespace(shard_id="shard-0"), health=HealthState.HEALTHY)
     metrics = RouterMetrics(lambda: cast(Any, [model]), lambda: cast(Any, [shard]), registry)
+    prediction = PlacementPrediction(0.0, 0.1, 0.1, 4, 0.01, 0.0, started_after_seconds=0.2)
     metrics.request_ended(
-        RequestEnded("r", "t", MODEL, "s", 1, FinishReason.FINISH_REASON_STOP, 0, 3, 2, 4, 0.1, 0.2, 0.3)
+        RequestEnded(
+            "r", "t", MODEL, "s", 1, FinishReason.FINISH_REASON_STOP, 0, 3, 2, 4, 0.1, 0.2, 0.3, prediction=prediction
+        )
     )
     error = (FinishReason.FINISH_REASON_ERROR, ErrorReason.ERROR_REASON_QUEUE_FULL)
     metrics.request_ended(

@@ -21,10 +21,10 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from lab.chaos.checking.metering import parse_usage_record
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, router_processes
 from tests.fakes.router_world import eventually
-from tools.chaos.checking.metering import parse_usage_record
 
 pytestmark = pytest.mark.timeout(120)
 

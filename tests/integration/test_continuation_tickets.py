@@ -1,5 +1,5 @@
 """An answer of a client outside the fabric that continues with its ticket is one answer; with a ticket, no client gets
-more computed than it is charged. (How answers fail over between processes: tests/e2e/test_fabric_chaos.py.)"""
+more computed than it is charged. (How answers fail over between processes: tests/lab/e2e/test_fabric_chaos.py.)"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: s
 async def test_what_it_has_left_to_others_is_not_denied(redis_url: str, is_at_another: bool) -> None:
     """Between its last write to Redis and its last connection an edge has no answers any more, and other edges still
     forward their clients to it. These get their answers from the journal or are asked to come back, and never get the
-    error that there is no such response. (`kvloom chaos` found it.)"""
+    error that there is no such response. (`kvloom-lab chaos` found it.)"""
     async with edges(redis_url) as ((first, peers), (second, _)):
         first.link.script = answer("Hel", "lo")
         whole, ended = client(first), client(first)

@@ -56,7 +56,7 @@ async def test_a_client_that_has_reconnected_keeps_the_stream(
     redis_url: str, is_at_another: bool, again: Callable[[ResumingClient], bytes], by_reset: bool
 ) -> None:
     """A client has reconnected when the request that it had sent over its broken connection is read. That request must
-    not take the stream from it. (`kvloom chaos` found it.)"""
+    not take the stream from it. (`kvloom-lab chaos` found it.)"""
     async with edges(redis_url) as ((first, peers), (second, _)):
         streamed = ResumingClient(first.url + CHAT, {"Authorization": "Bearer secret", KEY: "k"})
         reading = asyncio.create_task(streamed.begin(chat_body(stream=True)))

@@ -211,7 +211,7 @@ async def test_redis_outage_harms_nothing_but_resuming_elsewhere() -> None:
 async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
     """It is empty, as after a crash. Until the edges have announced themselves again, a client is asked to come back
     later, and never gets the error that its answer is gone. Ended answers are written again, so that they survive their
-    edge. (`kvloom chaos` found it.)"""
+    edge. (`kvloom-lab chaos` found it.)"""
     async with edges(redis_url) as ((first, peers), (second, _)):
         first.link.script = answer("Hel", "lo")
         whole, streamed = client(first), client(first)
@@ -231,7 +231,7 @@ async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
 
 async def test_connections_to_a_redis_that_was_replaced_cost_nothing(redis_url: str) -> None:
     """The pool detects one by one that they are dead. An edge that was killed while its journal waited a second because
-    of one of them left answers that no other edge could find. (`kvloom chaos` found it.)"""
+    of one of them left answers that no other edge could find. (`kvloom-lab chaos` found it.)"""
     async with edges(redis_url, 1) as ((world, peers),):
         journal = peers._publisher._journal
         await asyncio.gather(*(journal.redis.ping() for _ in range(4)))

@@ -1,5 +1,5 @@
 """A Redis that does not answer in the middle of a takeover costs time, not the answer: whatever it has executed by
-then, or executes later, the client that comes back gets the rest. (`kvloom chaos` found it.)"""
+then, or executes later, the client that comes back gets the rest. (`kvloom-lab chaos` found it.)"""
 
 from __future__ import annotations
 

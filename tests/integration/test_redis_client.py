@@ -23,7 +23,7 @@ def test_a_command_that_is_cancelled_at_any_moment_does_not_go_on(
     redis_url: str, new_loop: Callable[[], Any], connected: bool
 ) -> None:
     """Otherwise the request of a client that has left continues, and takes a stream from the connection with which the
-    client has returned (found by `kvloom chaos`)."""
+    client has returned (found by `kvloom-lab chaos`)."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_cancel_at_any_moment(redis_url, connected))
 

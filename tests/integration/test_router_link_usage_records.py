@@ -13,10 +13,10 @@ import pytest
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from lab.chaos.checking.metering import parse_usage_record
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
-from tools.chaos.checking.metering import parse_usage_record
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,9 +15,9 @@ from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import LinkRequest
 from kvloom.transport import local_stream
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
+from lab.chaos.checking.metering import parse_usage_record
 from tests.fakes.router_processes import MODEL, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
-from tools.chaos.checking.metering import parse_usage_record
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Final
 
 import click
 
@@ -46,11 +47,10 @@ from tools.cli.lazy_group import LazyGroup
         },
         "Study and measure": {
             "simulate": "tools.simulate.command:simulate_command",
-            "dst": "tools.dst.command:dst",
-            "chaos": "tools.chaos.command:chaos",
-            "bench": "tools.bench.commands:bench",
+            "bench": "tools.cli.commands:bench",
         },
     },
+    moved_to={"dst": "kvloom-lab dst", "chaos": "kvloom-lab chaos"},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(importlib.metadata.version("kvloom"), prog_name="kvloom")
@@ -59,6 +59,35 @@ def main() -> None:
 
     Every option can be set with an environment variable: --http-port is KVLOOM_HTTP_PORT.
     """
+
+
+BENCHES_IN_THE_LAB: Final = (
+    "brownout",
+    "conversations",
+    "data-plane",
+    "directory",
+    "fair-queue",
+    "fairness",
+    "index",
+    "kv-shares",
+    "memory",
+    "overload",
+    "preemption",
+    "routing",
+    "spot-notice",
+    "tenant-timing",
+    "tenants",
+)
+"""These were commands of `kvloom bench` before 0.3.0."""
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={"engine": "tools.bench.engine.command:bench_engine"},
+    moved_to={name: f"kvloom-lab bench {name}" for name in BENCHES_IN_THE_LAB},
+)
+def bench() -> None:
+    """Measure what this machine reaches."""
 
 
 @click.group(

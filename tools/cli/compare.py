@@ -29,10 +29,20 @@ EXIT_WORSE = 5
     "--requests", scope="models", type=click.IntRange(10, 200), default=60, show_default=True, help="Prompts to ask."
 )
 @option(
-    "--max-tokens", scope="models", type=click.IntRange(1, 4096), default=64, show_default=True, help="Of an answer."
+    "--max-tokens",
+    scope="models",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    help="The longest answer, in tokens.",
 )
 @option(
-    "--temperature", scope="models", type=click.FloatRange(0, 2), default=1.0, show_default=True, help="Of the answers."
+    "--temperature",
+    scope="models",
+    type=click.FloatRange(0, 2),
+    default=1.0,
+    show_default=True,
+    help="The answers' temperature.",
 )
 @option(
     "--threshold",
@@ -122,7 +132,8 @@ async def _fabric(
 
 
 def _cpu_seconds(folder: RunFolder, model: str) -> float | None:
-    """Of the model's shards on this machine; None if there are none, or another process is in their place."""
+    """Returns the CPU seconds of the model's shards on this machine; None if there are none, or another process is in
+    their place."""
     state = folder.read_running()
     pids = [] if state is None else [p.pid for p in state.processes if p.role == "shard" and p.model == model and p.pid]
     try:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from kvloom_common.config import KvloomConfig
-from kvloom_common.config.keys import Key, is_path, keys_by_flag, set_value
+from kvloom_common.config.keys import ConfigKey, is_path, keys_by_flag, set_value
 from tools.failures import CommandError
 from tools.options import option
 
@@ -39,7 +39,7 @@ def apply_config_flags(config: KvloomConfig, flags: Mapping[str, Any]) -> None:
             set_value(config, key.name, _converted(name, key, value))
 
 
-def _converted(flag: str, key: Key, value: Any) -> Any:
+def _converted(flag: str, key: ConfigKey, value: Any) -> Any:
     if isinstance(value, bool):
         return not key.default
     if isinstance(value, Path):  # a daemon opens it from another directory
@@ -52,7 +52,7 @@ def _converted(flag: str, key: Key, value: Any) -> Any:
         raise CommandError(f"--{flag}: {error}") from error
 
 
-def _option_of(key: Key) -> Callable[[F], F]:
+def _option_of(key: ConfigKey) -> Callable[[F], F]:
     flag = key.flag
     assert flag is not None
     settings: dict[str, Any] = {"metavar": flag.metavar}

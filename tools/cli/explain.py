@@ -19,7 +19,14 @@ from kvloom.errors import KvloomError
 from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
-from kvloom.v1.router_service_pb2 import ExplainResponse, ObjectivesOutcome, PlanResponse, RequestOutcome, ShardScore
+from kvloom.v1.router_service_pb2 import (
+    ExplainResponse,
+    JudgedTerm,
+    ObjectivesOutcome,
+    PlanResponse,
+    RequestOutcome,
+    ShardScore,
+)
 from tools.cli.router_client import Routers, choose_routers, client_options, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
@@ -276,6 +283,19 @@ def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
     if predicted:
         actual += f", predicted {predicted} (error {1000 * outcome.ttft_error_seconds:+.1f} ms)"
     _print(console, actual)
+    if outcome.predictions:  # routers of an earlier version do not say it
+        _print(console, f"predicted at the first placement: {', '.join(map(_judged, outcome.predictions))}")
+
+
+def _judged(judged: JudgedTerm) -> str:
+    text = f"{judged.term} {_milliseconds(judged.predicted_seconds)}"
+    if not judged.HasField("actual_seconds"):
+        return f"{text} (not known what it was)"
+    return f"{text} (was {_milliseconds(judged.actual_seconds)})"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
 
 
 def _print(console: Console, text: str) -> None:

@@ -134,7 +134,7 @@ def remove(name: str, key_id: str | None, file: Path | None, data_dir: Path | No
 
 
 def _has_tenants(file: Path | None, data_dir: Path | None, config_file: Path | None) -> bool:
-    """Whether the fabric has tenants, and no file was asked for."""
+    """True when the fabric has tenants, and no file was asked for."""
     if file is not None:
         return False
     given = load_config_file(config_file)

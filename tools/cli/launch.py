@@ -70,7 +70,7 @@ class Launch:
     model_cache_dir: Path
     start_timeout_seconds: float
     config_file: Path | None
-    """What `config` was read from."""
+    """The file from which `config` was read."""
     read: Callable[[Path], KvloomConfig]
     """Reads such a file, and applies the same flags. Blocks. Raises CommandError."""
 

@@ -20,7 +20,8 @@ class LazyGroup(click.Group):
     """A group whose commands are imported only when they are used, so that `kvloom status` does not load gRPC.
 
     `commands_at` maps names to "module:attribute", in the order of --help. `sections` maps headings to such mappings,
-    for a --help with several lists.
+    for a --help with several lists. `moved_to` maps names of former commands to the commands of a checkout that have
+    replaced them, which the error names.
     """
 
     def __init__(
@@ -28,18 +29,25 @@ class LazyGroup(click.Group):
         *args: Any,
         commands_at: Mapping[str, str] | None = None,
         sections: Mapping[str, Mapping[str, str]] | None = None,
+        moved_to: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.sections = sections or {"Commands": commands_at or {}}
+        self._moved_to = moved_to or {}
         self._commands_at = {name: place for section in self.sections.values() for name, place in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(self._commands_at)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         place = self._commands_at.get(cmd_name)
         if place is None:
+            if cmd_name in self._moved_to:
+                raise CommandError(
+                    f"{ctx.command_path} {cmd_name} is now {self._moved_to[cmd_name]}, which a checkout of kvloom's "
+                    "repository has (docs/lab.md)"
+                )
             return None
         module, attribute = place.split(":")
         try:

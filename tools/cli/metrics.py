@@ -20,7 +20,7 @@ from tools.options import choose_data_dir, config_option, data_dir_option, load_
 from tools.supervisor.state import RunFolder
 
 FOLLOW_SECONDS: Final = 5.0
-"""As long as the announcement of a dead process lasts."""
+"""The metrics are followed for so long, as the announcement of a dead process lasts."""
 _FILE_MODE: Final = 0o644
 """Prometheus may be another user."""
 

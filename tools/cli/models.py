@@ -57,7 +57,7 @@ def list_models(as_json: bool, data_dir: Path | None) -> None:
 
 
 def _served(data_dir: Path | None) -> Sequence[ModelInfo] | None:
-    """What a router of the fabric that runs here serves; None if none runs. Raises CommandError if it does not
+    """Returns what a router of the fabric that runs here serves; None if none runs. Raises CommandError if it does not
     answer."""
     if RunFolder(choose_data_dir(data_dir, KvloomConfig())).read_running() is None:
         return None

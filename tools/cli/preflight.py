@@ -1,4 +1,4 @@
-"""What `kvloom up` checks before anything starts or is converted: what is refused should be refused at once."""
+"""Checks before `kvloom up` starts or converts anything: what is refused should be refused at once."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def rotate(
     type=click.Choice(ISSUED_ROLES),
     default=ISSUED_ROLES[0],
     show_default=True,
-    help="What the service is.",
+    help="The role of the service.",
 )
 @option("--name", scope="secret", required=True, help="Its --name, which other processes demand.")
 @option(

@@ -45,7 +45,7 @@ class Result:
     detail: str
     seconds: float
     expected: str = ""
-    """What the check proves, or what the library should have."""
+    """The fact that the check proves, or that the library should have."""
 
 
 async def examine(config: KvloomConfig, report: Report, *, kv_event_seconds: float = KV_EVENT_SECONDS) -> list[Result]:

@@ -1,4 +1,5 @@
-"""What the installed TensorRT-LLM has of what its adapter may use: one row for the release, and one for each class."""
+"""Compares the installed TensorRT-LLM with what its adapter may use: one row for the release, and one for each
+class."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class LibraryRow(NamedTuple):
     expected: str
     seen: str
     is_whole: bool
-    """Whether it has everything. Names that are newer than 1.2.1 are expected to be missing there."""
+    """True when the library has everything. Names that are newer than 1.2.1 are expected to be missing there."""
 
 
 def library_rows() -> Sequence[LibraryRow]:

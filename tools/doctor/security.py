@@ -184,7 +184,7 @@ async def _client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterat
 
 
 def _if_served(config: KvloomConfig, *, needs_key: bool) -> tuple[Outcome, str]:
-    """What it means that a stranger is served. `needs_key`: a key is demanded there."""
+    """Returns what it means that a stranger is served. `needs_key`: a key is demanded there."""
     if needs_key or config.tls.client_ca_file:
         return "failed", "serves strangers who reach it"
     if config.control.enabled:
@@ -197,7 +197,7 @@ def _if_served(config: KvloomConfig, *, needs_key: bool) -> tuple[Outcome, str]:
 def _met(
     attempt: Attempt, name: str, address: str, served: tuple[Outcome, str] = ("failed", "serves strangers")
 ) -> Finding:
-    """What an attempt shows. `served`: what it means that it was served."""
+    """Returns what an attempt shows. `served`: what it means that it was served."""
     if attempt.outcome == "served":
         return Finding(name, served[0], f"{address} {served[1]}")
     if attempt.outcome == "refused":
@@ -206,7 +206,7 @@ def _met(
 
 
 async def _answers(trust: FabricTrust, address: str, role: str) -> bool:
-    """Whether any answer comes, even an error of the method."""
+    """True when any answer comes, even an error of the method."""
     async with trust.open_channel(address, role) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:

@@ -24,7 +24,7 @@ class Attempt(NamedTuple):
 
     outcome: Literal["served", "refused", "unknown"]
     detail: str
-    """What the stranger met."""
+    """Says what the stranger met."""
 
 
 _CLOSED: Final = Attempt("unknown", "the connection was closed without an answer")

@@ -56,7 +56,8 @@ class FleetLogs:
     on_problem: Callable[[str], None]
 
     async def last(self, query: LogQuery) -> list[LogEntry]:
-        """What exists. A request that one machine knows by another id is found by both on all of them."""
+        """Returns the lines that exist. A request that one machine knows by another id is found by both on all of
+        them."""
         found = await self._all(query)
         if query.request_ids and len(self.sources) > 1:
             related = RequestFilter(*query.request_ids)

@@ -38,7 +38,7 @@ class Fleet:
 
     folder: RunFolder
     config: KvloomConfig
-    """Of the fabric that runs there, or else of the `--config` file."""
+    """The configuration of the fabric that runs there, or else of the `--config` file."""
     trust: FabricTrust
     local_only: bool
 
@@ -150,5 +150,5 @@ class Fleet:
 
 
 def _is_embedded(config: KvloomConfig) -> bool:
-    """Whether the Redis lives and dies with one `kvloom up`."""
+    """True when the Redis lives and dies with one `kvloom up`."""
     return config.redis.url.startswith("unix:") and not config.safety.discover

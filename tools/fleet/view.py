@@ -1,4 +1,4 @@
-"""What is known of a fleet, merged from its supervisors' answers and the registry. Pure."""
+"""FleetView is what is known of a fleet, merged from its supervisors' answers and the registry. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FleetView:
     bare: Sequence[ProcessStatus] = ()
     """Processes that no `kvloom up` started, without pid."""
     problems: Sequence[str] = ()
-    """What could not be asked, besides machines, and what does not fit together."""
+    """Names what could not be asked, besides machines, and what does not fit together."""
 
     @property
     def local(self) -> Machine | None:
@@ -62,7 +62,7 @@ class FleetView:
 
     @property
     def processes(self) -> list[ProcessStatus]:
-        """Of all machines that can be reached, and the bare ones."""
+        """The processes of all machines that can be reached, and the bare ones."""
         supervised = [process for machine in self.machines if machine.state for process in machine.state.processes]
         return [*supervised, *self.bare]
 
@@ -181,9 +181,9 @@ def _tokenizer_problems(infos: Mapping[str, GetInfoResponse | None]) -> Iterator
 
 
 def plan_fleet_restart(view: FleetView, wanted: Sequence[str]) -> list[tuple[Machine, list[str]]]:
-    """Which names to restart on which machine, machine by machine. `wanted` has names and roles; if it is empty, all
-    but Redis are restarted. Raises CommandError for names that no reachable machine has, and for processes that no
-    `kvloom up` started: only who started them can start them again."""
+    """Returns which names to restart on which machine, machine by machine. `wanted` has names and roles; if it is
+    empty, all but Redis are restarted. Raises CommandError for names that no reachable machine has, and for processes
+    that no `kvloom up` started: only who started them can start them again."""
     known = {word for process in view.processes for word in (process.name, process.role)}
     unknown = [word for word in wanted if word not in known]
     if unknown:
@@ -208,7 +208,7 @@ def plan_fleet_restart(view: FleetView, wanted: Sequence[str]) -> list[tuple[Mac
 
 
 def skipped_by_restart(view: FleetView, wanted: Sequence[str]) -> list[ProcessStatus]:
-    """What a restart of a role, or of everything, leaves alone because no `kvloom up` started it."""
+    """Returns what a restart of a role, or of everything, leaves alone because no `kvloom up` started it."""
     return sorted(
         (process for process in view.bare if not wanted or process.role in wanted),
         key=lambda process: RESTART_ORDER.index(process.role),

@@ -54,7 +54,7 @@ TIMEOUT_SECONDS: Final = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComparisonPlan:
-    """What is measured."""
+    """Says what is measured."""
 
     model: str
     candidate: str
@@ -78,27 +78,27 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """What the candidate finds of an answer."""
+    """The candidate's judgement of an answer."""
 
     surprisal: float
     num_cached_tokens: int
-    """Of the prompt."""
+    """The number of the prompt's tokens that were cached."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuSeconds:
-    """Of the candidate's shards, for all answers. None: they cannot be seen from here."""
+    """The CPU seconds of the candidate's shards, for all answers. None: they cannot be seen from here."""
 
     scoring: float | None
     """Prompts included, but for the blocks that they have in common."""
     scoring_cached: float | None
     """With the prompts' KV in the prefix cache."""
     decoding_cached: float | None
-    """For answering the same prompts itself, likewise."""
+    """With the prompts' KV in the prefix cache, for answering the same prompts itself."""
 
     @property
     def decoding(self) -> float | None:
-        """As `scoring`: a prompt's KV costs the same there."""
+        """The CPU seconds for decoding alone, computed like `scoring`: a prompt's KV costs the same there."""
         if self.scoring is None or self.scoring_cached is None or self.decoding_cached is None:
             return None
         return self.decoding_cached + self.scoring - self.scoring_cached
@@ -110,7 +110,7 @@ class Comparison:
     sums: GapSums
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Of these, when they were in the prefix cache."""
+    """The number of these tokens that were in the prefix cache."""
     num_until_detection: int | None
     """How many answers it took until the bound at any time exceeded the threshold. None: it never did."""
     cpu: CpuSeconds

@@ -72,8 +72,8 @@ def resolve_model(
     *,
     with_weights: bool = True,
 ) -> ResolvedModel:
-    """As `find_model`, with a .gguf file converted once into `cache_dir`; its checksum is checked here. Without
-    `with_weights`, the engine reads none, and a conversion leaves them out.
+    """Resolves as `find_model` does, with a .gguf file converted once into `cache_dir`; its checksum is checked here.
+    Without `with_weights`, the engine reads none, and a conversion leaves them out.
 
     Raises CommandError if there is no such model, its checksum differs, or it cannot be converted.
     """

@@ -77,7 +77,7 @@ class Decoder:
         return F.embedding(token_ids, self._weights["model.embed_tokens.weight"])
 
     def layer(self, index: int, x: torch.Tensor, lora: Lora) -> torch.Tensor:
-        """What layer `index` makes of one sequence [tokens, hidden_size]."""
+        """Returns what layer `index` makes of one sequence [tokens, hidden_size]."""
         config, prefix = self.config, f"model.layers.{index}"
 
         def product(parent: str, module: str, rows: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def _until(decoder: Decoder, end: int, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(decoder: Decoder, first: int, x: torch.Tensor, example: Example, lora: Lora) -> torch.Tensor:
-    """Of the answer's tokens."""
+    """Returns the loss over the answer's tokens."""
     for index in range(first, decoder.config.num_layers):
         x = decoder.layer(index, x, lora)
     start = example.num_prompt_tokens

@@ -92,7 +92,7 @@ def save(response: TextIO, out: Path) -> None:
     help="The published keys, from /.well-known/kvloom-receipts.json.  [default: those in DATA_DIR]",
 )  # fmt: skip
 @option("--sample", scope="receipts", type=click.IntRange(min=1), help="Compute so many of them again, not all.")
-@option("--seed", scope="receipts", type=int, default=0, show_default=True, help="Which ones --sample takes.")
+@option("--seed", scope="receipts", type=int, default=0, show_default=True, help="The seed by which --sample chooses.")
 @option("--json", "as_json", scope="receipts", is_flag=True, help="Print one JSON object a line.")
 @data_dir_option
 @config_option

@@ -23,13 +23,13 @@ _FLOAT_BYTES: Final = 4
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What became of one receipt."""
+    """The verdict on one receipt."""
 
     request_id: str
     model: str
     faults: list[Fault]
     is_rerun: bool = False
-    """Whether the answer was computed again; with no faults, it was the same, token for token."""
+    """True when the answer was computed again; with no faults, it was the same, token for token."""
     not_rerun_because: str = ""
 
 

@@ -1,18 +1,18 @@
 """`kvloom simulate`: traces replayed through the real router core against modelled shards, in virtual time.
 
-command.py     the command
-workload.py    the input and the output of a simulation: calls and outcomes
-world.py       one simulation
-fleet/         the model of a fleet of shards
-traces/        recorded calls, and their file formats
-decisions.py   a router's decision file as a trace and a fleet
-bound.py       a bound that no router can beat by much
-runs.py        simulations as values that can be sent to another process
-rows.py        the figures of the printed table
-capacity.py    finds the highest load that a fleet sustains
-parallel.py    runs jobs in parallel processes
-statistics.py  the figures of a simulation
-table.py       the printed table
-plot.py        plots
-study/         the tables of docs/routing.md
+command.py      the command
+workload.py     the input and the output of a simulation: calls and outcomes
+world.py        one simulation
+fleet/          the model of a fleet of shards
+traces/         recorded calls, and their file formats
+decisions.py    a router's decision file as a trace and a fleet
+bound.py        a bound that no router can beat by much
+runs.py         simulations as values that can be sent to another process
+rows.py         the figures of the printed table
+capacity.py     finds the highest load that a fleet sustains
+parallel.py     runs jobs in parallel processes
+statistics.py   the figures of a simulation
+calibration.py  how well predictions came true
+table.py        the printed table
+plot.py         plots
 """

@@ -22,15 +22,15 @@ from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.models_option import parse_models, parse_shares
 from tools.simulate.fleet.profile import Profile, load_profile
 from tools.simulate.plot import check_plot_file, draw
-from tools.simulate.rows import measure_capacities, measure_runs
+from tools.simulate.rows import measure_capacities, measure_runs, recorded_row
 from tools.simulate.runs import (
     BOUND,
     EngineOrder,
     RunSpec,
     TraceSource,
 )
-from tools.simulate.statistics import BATCH_SLO, Slo, recorded_row
-from tools.simulate.table import print_table
+from tools.simulate.statistics import BATCH_SLO, Slo
+from tools.simulate.table import print_calibration, print_table
 from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, OPEN_LOOP_FORMATS, TraceFormat, guess_format
 
 DEFAULT_USERS: Final = 80
@@ -334,7 +334,8 @@ def simulate_command(
     measure = measure_capacities if with_capacity else measure_runs
     rows, first_runs = measure(run, policies, chosen_seeds, num_processes)
     if replay is not None:
-        recorded = recorded_row(RECORDED, replay.recorded(run.slo, max_requests), with_capacity=with_capacity)
+        figures, calibration = replay.recorded(run.slo, max_requests)
+        recorded = recorded_row(RECORDED, figures, calibration, with_capacity=with_capacity)
         rows = [recorded, *({**row, "in_force": row["policy"] == in_force} for row in rows)]
     shown = [f"{model.name}: {model.num_shards} × {model.profile.name}" for model in models]
     fleet = f"{Path(source.path).name}, {', '.join(shown) or f'{num_shards} × {run.profile.name}'}"
@@ -345,7 +346,9 @@ def simulate_command(
         title = fleet if with_capacity else f"{fleet}, {shown_load}"
         if batch_share:
             title += f", {batch_share:.0%} batch" + (", classes ignored" if ignore_classes else "")
-        print_table(rows, title, Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False))
+        console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
+        print_table(rows, title, console)
+        print_calibration(rows, console)
     if plot_file is not None:
         curves = {policy: report.curves for policy, report in first_runs.items() if report.curves is not None}
         draw(plot_file, curves, f"{fleet}, seed {seed}")

@@ -20,8 +20,9 @@ import msgspec
 
 from router.decisions.records import FORMAT_VERSION, FleetLine, FleetShard, RequestLine, read_decisions
 from tools.failures import CommandError
+from tools.simulate.calibration import Calibration, calibrate
 from tools.simulate.fleet.recorded_fleet import RecordedFleet, UsualRequest, recorded_fleet, serving_shards
-from tools.simulate.statistics import Slo, Statistics, summarise
+from tools.simulate.statistics import Slo, Statistics, summarise, without_warm_up
 from tools.simulate.traces.open_loop import OpenTrace
 from tools.simulate.traces.reading import MAX_CALLS, MAX_TOKENS, ReadFraction, line_error, read_lines
 from tools.simulate.workload import Call, Outcome, SimulationResult
@@ -51,6 +52,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     ttft_seconds: float | None
     """None if it failed."""
+    predictions: tuple[tuple[str, float, float | None], ...]
     call: Call
     """Its id is set to the order of arrival after all lines are read."""
 
@@ -68,7 +70,7 @@ class Replay:
     notes: Sequence[str]
     """Remarks for the reader of the figures."""
 
-    def recorded(self, slo: Slo, max_requests: int | None = None) -> Statistics:
+    def recorded(self, slo: Slo, max_requests: int | None = None) -> tuple[Statistics, dict[str, Calibration]]:
         """The figures of the recorded run, computed in the same way as for a simulation."""
         requests = self.requests[:max_requests]
         shard_ids = [*dict.fromkeys([*self.fleet.shard_ids, *(request.shard_id for request in requests)])]
@@ -82,11 +84,13 @@ class Replay:
                 request.ttft_seconds or 0.0,
                 request.ended_at,
                 failed=request.ttft_seconds is None,
+                predictions=request.predictions,
             )
             for request in requests
         ]
         result = SimulationResult(outcomes, (), 0.0, 0)
-        return summarise(result, num_shards=len(shard_ids), num_measured_calls=len(outcomes), slo=slo)
+        summary = summarise(result, num_shards=len(shard_ids), num_measured_calls=len(outcomes), slo=slo)
+        return summary, calibrate(without_warm_up(outcomes))
 
 
 def predecessor_of(path: Path) -> Path | None:
@@ -208,6 +212,11 @@ def _recorded_request(path: Path, line_number: int, line: RequestLine) -> Record
         shard_id=outcome.shard_id,
         num_cached_tokens=min(outcome.num_cached_tokens, line.num_prompt_tokens),
         ttft_seconds=outcome.ttft_seconds if is_served else None,
+        predictions=tuple(
+            (judged.term, judged.predicted_seconds, judged.actual_seconds)
+            for judged in outcome.predictions
+            if judged.predicted_seconds is not None
+        ),
         call=Call(
             call_id=0,
             num_prompt_tokens=line.num_prompt_tokens,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from tools.simulate.calibration import Calibration, combine_calibrations
 from tools.simulate.parallel import perform_all
 from tools.simulate.runs import CapacitySpec, RunReport, RunSpec, perform_capacity, perform_run
-from tools.simulate.statistics import combine
+from tools.simulate.statistics import Statistics, combine
 
 
 def measure_runs(
@@ -37,8 +38,10 @@ def measure_capacities(
 
 
 def _combine_reports(policy: str, reports: Sequence[RunReport]) -> dict[str, Any]:
-    """A row, in its `models` one for each model if there are several, and in its `classes` one for each class."""
+    """A row, in its `models` one for each model if there are several, in its `classes` one for each class, and in its
+    `calibration` how well predictions came true."""
     row = combine(policy, [report.statistics for report in reports])
+    row["calibration"] = combine_calibrations([report.calibration for report in reports])
     names = reports[0].models
     by_model = {name: combine(policy, [report.models[name] for report in reports]) for name in names}
     if by_model:
@@ -48,3 +51,12 @@ def _combine_reports(policy: str, reports: Sequence[RunReport]) -> dict[str, Any
             name: combine(policy, [report.classes[name] for report in reports]) for name in reports[0].classes
         }
     return row
+
+
+def recorded_row(
+    name: str, recorded: Statistics, calibration: Mapping[str, Calibration], *, with_capacity: bool
+) -> dict[str, Any]:
+    """A row for the recorded run, to be shown with the simulated ones. Figures that were not recorded are None."""
+    row = {**combine(name, [recorded]), "router_microseconds": None, "in_force": False}
+    row["calibration"] = combine_calibrations([calibration])
+    return {**row, "capacity": None, "load_unit": "rate"} if with_capacity else row

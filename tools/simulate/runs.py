@@ -10,6 +10,7 @@ from typing import Final, Literal
 import msgspec
 
 from tools.simulate.bound import simulate_bound
+from tools.simulate.calibration import Calibration, calibrate
 from tools.simulate.capacity import find_capacity
 from tools.simulate.decisions import read_decision_log
 from tools.simulate.fleet.fleet import ModelFleet
@@ -107,6 +108,8 @@ class RunReport(msgspec.Struct, frozen=True):
     """Of each model, if there are several."""
     classes: dict[str, Statistics] = {}
     """Of each class of requests, if batch calls were added."""
+    calibration: dict[str, Calibration] = {}
+    """How well predictions came true, by term."""
     curves: Curves | None = None
 
 
@@ -139,8 +142,9 @@ def perform_run(spec: RunSpec, report_progress: ProgressCallback) -> RunReport:
     summary = summarise(result, num_shards=spec.num_shards, num_measured_calls=num_measured_calls, slo=spec.slo)
     by_class = summarise_classes(result, slos, num_shards=spec.num_shards, num_measured_calls=num_measured_calls)
     by_model = summarise_models(result, spec.models, num_measured_calls=num_measured_calls, slo=spec.slo)
+    calibration = calibrate(without_warm_up(measured_outcomes(result.outcomes, num_measured_calls)))
     curves = _curves(result, num_measured_calls) if spec.with_curves else None
-    return RunReport(summary, by_model, by_class, curves)
+    return RunReport(summary, by_model, by_class, calibration, curves)
 
 
 def perform_capacity(spec: CapacitySpec, report_progress: ProgressCallback) -> CapacityReport:

@@ -206,12 +206,6 @@ def combine(policy: str, seeds: Sequence[Statistics]) -> dict[str, Any]:
     return row
 
 
-def recorded_row(name: str, recorded: Statistics, *, with_capacity: bool) -> dict[str, Any]:
-    """A row for the recorded run, to be shown with the simulated ones. Figures that were not recorded are None."""
-    row = {**combine(name, [recorded]), "router_microseconds": None, "in_force": False}
-    return {**row, "capacity": None, "load_unit": "rate"} if with_capacity else row
-
-
 def _mean_of_figures(values: Sequence[float]) -> float | None:
     if not values:
         return None

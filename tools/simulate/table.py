@@ -97,3 +97,30 @@ def _cell(value: float | None, spread: float | None, form: _Format) -> str:
     if value is None:
         return "-"
     return form(value) if not spread else f"{form(value)} ±{form(spread)}"
+
+
+def print_calibration(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print how well predictions came true: of a single policy all terms, of several the TTFT. Nothing where nothing
+    was predicted."""
+    of_policies = [(row["policy"], row["calibration"]) for row in rows if row.get("calibration")]
+    if not of_policies:
+        return
+    table = Table(title="predictions against what happened", title_justify="left", box=None, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for name in ("term", "mean error s", "|error| p50", "p90", "within 25%", "predictions"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for policy, terms in of_policies:
+        for term, one in terms.items():
+            if term != "ttft" and len(of_policies) > 1:
+                continue
+            table.add_row(
+                policy,
+                term,
+                f"{one['mean_error']:+.3f}",
+                _seconds(one["p50_absolute_error"]),
+                _seconds(one["p90_absolute_error"]),
+                _percent(one["share_within_25_percent"]),
+                str(one["num_predictions"]),
+            )
+    console.print()
+    console.print(table)

@@ -56,6 +56,8 @@ class Outcome:
     ttft_seconds: float
     finished_at: float
     failed: bool = False
+    predictions: Sequence[tuple[str, float, float | None]] = ()
+    """(term, predicted seconds, actual seconds): see router/core/load/prediction.py."""
 
     @property
     def tpot_seconds(self) -> float:

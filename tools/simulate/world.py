@@ -155,6 +155,7 @@ class _World:
                 now - arrived_at if ended.ttft_seconds is None else ended.ttft_seconds,
                 now,
                 failed,
+                ended.judged_prediction,
             )
         )
         if self._on_progress is not None and len(self._outcomes) % 64 == 0:

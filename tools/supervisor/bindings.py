@@ -1,4 +1,4 @@
-"""What a machine's processes listen on, and who gets in: the lines that `kvloom up` shows."""
+"""Describes what a machine's processes listen on, and who gets in: the lines that `kvloom up` shows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _keys(config: KvloomConfig) -> str:
 
 
 def _scrapers(config: KvloomConfig) -> str:
-    """What those show who scrape other processes than edges, which know no tenants."""
+    """Says what those must show who scrape other processes than edges, which know no tenants."""
     if config.callers.provider:
         return f"the auth provider {config.callers.provider}"
     return "API keys" if config.callers.api_keys_file else "no API keys"

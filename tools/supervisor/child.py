@@ -34,7 +34,7 @@ class ChildFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run, and how to find out that it is ready."""
+    """Says what to run, and how to find out that it is ready."""
 
     role: str
     """"edge", "router", "shard", "safety", "control" or "redis"."""
@@ -51,12 +51,12 @@ class ChildSpec:
     listens_on: SharedPort | None = None
     """The process gets a socket that is bound to this port, with `--listen-fd`."""
     has_launcher: bool = False
-    """Whether `argv` runs the process by another one. SIGTERM then goes to the whole group, because not every launcher
-    passes it on: a shell waits for its command first."""
+    """True when `argv` runs the process by another one. SIGTERM then goes to the whole group, because not every
+    launcher passes it on: a shell waits for its command first."""
     model: str = ""
     """The model that it serves, if it is a shard."""
     starts_first: bool = False
-    """Whether a successor may start while its predecessor still runs. Otherwise it would find its address in use."""
+    """True when a successor may start while its predecessor still runs. Otherwise it would find its address in use."""
 
 
 def bound_command(argv: Sequence[str]) -> list[str]:
@@ -86,7 +86,7 @@ class Child:
         that it no longer accepts connections from it. Raises OSError if the process cannot be launched."""
         self.spec = spec
         self.ends_for_good = False
-        """Whether the process has reported that no other one is to take its place."""
+        """True when the process has reported that no other one is to take its place."""
         self._on_leaving = on_leaving
         self._log = log
         self._tail: collections.deque[bytes] = collections.deque()

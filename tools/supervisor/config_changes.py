@@ -1,4 +1,4 @@
-"""Which keys two configurations differ in, and which processes must be restarted for a changed key. Pure."""
+"""Finds the keys in which two configurations differ, and the processes that must be restarted for them. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvloom_common.config.keys import all_keys, fields_of_model, value_of
 from kvloom_common.config.section import AT_START, BY_SHARDS
 
 _LOADED_WITH: Final = [field for field in fields_of_model(AT_START) if field != "name"]
-"""What of a model only another load applies."""
+"""Fields of a model that only another load applies."""
 _STARTED_WITH: Final = [field for field in fields_of_model(BY_SHARDS) if field != "shard"]
-"""What a model's shards read when they start, besides the settings of `shard`."""
+"""Fields that a model's shards read when they start, besides the settings of `shard`."""
 
 
 class Change(NamedTuple):
     """One key that differs."""
 
     key: str
-    """As in the file. Of a model: models.NAME.FIELD."""
+    """The path of the key in the file; models.NAME.FIELD for one of a model."""
     readers: tuple[str, ...]
     """The roles whose processes apply it when they start. Empty: only a new `kvloom up` does, or, for a model's files
     and its number of shards, another load."""
@@ -48,7 +48,7 @@ def models_by_key(config: KvloomConfig) -> dict[str, ModelConfig]:
 
 
 def model_key(model: ModelConfig) -> str:
-    """What tells a model of the configuration from the others: its name, or its path if nothing else is said of it."""
+    """Returns what tells a model from the others: its name, or its path if nothing else is said of it."""
     has_only_a_path = model.path and model == ModelConfig(path=model.path, sha256=model.sha256)
     return model.path if has_only_a_path else model.name
 

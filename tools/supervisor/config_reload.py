@@ -38,13 +38,13 @@ class ConfigSource:
     """Where the settings of a running `kvloom up` come from."""
 
     given: KvloomConfig
-    """What the file and the flags said, before it was completed."""
+    """The configuration that the file and the flags gave, before it was completed."""
     file: Path | None
     read: Callable[[Path], KvloomConfig]
     """The settings of a file with the flags of `kvloom up` on top, checked as at a start. Blocks. Raises
     CommandError."""
     has_model_flags: bool
-    """Whether the models are those of the flags, whatever the file says."""
+    """True when the models are those of the flags, whatever the file says."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,7 +62,7 @@ class ConfigReload:
     wait_served: Callable[[str], Awaitable[None]]
     """Returns when requests for a model are served. Raises CommandError."""
     _started: KvloomConfig = dataclasses.field(init=False)
-    """As given to `kvloom up`, on which ports, names and numbers of processes depend."""
+    """The configuration given to `kvloom up`, on which ports, names and numbers of processes depend."""
     _names: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
     """The names of the file's models by `model_key`, as they were loaded."""
     _loaded: dict[str, ModelConfig] = dataclasses.field(default_factory=dict, init=False)
@@ -70,8 +70,8 @@ class ConfigReload:
     _adapters: dict[str, dict[str, AdapterConfig]] = dataclasses.field(default_factory=dict, init=False)
     """The adapters of those models by name, as they were applied: others were loaded by command, and stay."""
     _read_by: dict[tuple[str, int], KvloomConfig] = dataclasses.field(default_factory=dict, init=False)
-    """What the processes have read, by name and pid, as given. Those that started after the last change have read
-    `source.given`."""
+    """The configuration that each process has read, by name and pid, as given. Those that started after the last change
+    have read `source.given`."""
 
     def __post_init__(self) -> None:
         self._started = self.source.given
@@ -83,7 +83,7 @@ class ConfigReload:
 
     @property
     def _takes_models(self) -> bool:
-        """Whether the models are those of the file. A machine without shards has none of its own."""
+        """True when the models are those of the file. A machine without shards has none of its own."""
         return "shard" in started_roles(self.config) and not self.source.has_model_flags
 
     async def apply(self, file: Path | None, on_step: OnStep) -> dict[str, list[str]]:

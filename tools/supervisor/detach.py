@@ -39,7 +39,7 @@ def run_detached(work: Callable[[Reporter], None], output_path: Path) -> None:
 
 
 def has_terminal() -> bool:
-    """Whether this process belongs to a terminal, which sends it SIGHUP when it closes."""
+    """True when this process belongs to a terminal, which sends it SIGHUP when it closes."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

@@ -267,7 +267,7 @@ class Fabric:
                 self._num_spares = 0
 
     async def _has_stand_in(self, status: ProcessStatus) -> bool:
-        """Whether another shard has the model, here or on another machine of the fleet."""
+        """True when another shard has the model, here or on another machine of the fleet."""
         if has_stand_in(status, self._supervisor.statuses):
             return True
         records = await self._records()
@@ -387,8 +387,8 @@ class Fabric:
     # -- readiness ----------------------------------------------------------------------------------------------------
 
     async def _what_is_missing(self) -> list[str]:
-        """What keeps this machine from being ready. Roles that other machines of the fleet are to have, and that none
-        has yet, do not: then it is ready as soon as its own processes are, and registered."""
+        """Returns the reasons why this machine is not ready. Roles that other machines of the fleet are to have, and
+        that none has yet, are none: then it is ready as soon as its own processes are, and registered."""
         statuses = self._supervisor.statuses
         if not self._supervisor.all_ready:
             away = [f"{status.name} is {status.state}" for status in statuses if status.state != "ready"]

@@ -1,4 +1,4 @@
-"""What the flag --model says."""
+"""Makes a model's configuration of the flag --model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the registry says about a whole fleet: every process that announces itself."""
+"""FleetRecords is what the registry says about a whole fleet: every process that announces itself."""
 
 from __future__ import annotations
 

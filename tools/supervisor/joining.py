@@ -1,4 +1,5 @@
-"""What a machine checks and completes before it joins a fleet, that is, other machines that share a Redis."""
+"""Checks and completes a machine's configuration before it joins a fleet, that is, other machines that share a
+Redis."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def listening_host(advertised: str) -> str:
 
 
 def prefix_of(host: str) -> str:
-    """What names begin with on the machine that is reached by `host`: the first part of a name, or a whole address."""
+    """Returns the beginning of names on the machine that is reached by `host`: the first part of a name, or a whole
+    address."""
     label = host if re.fullmatch(r"[\d.]+|.*:.*", host) else host.partition(".")[0]
     return f"{re.sub(r'[^a-z0-9]+', '-', label.lower()).strip('-')[: _MAX_PREFIX_CHARS - 1].rstrip('-')}-"
 

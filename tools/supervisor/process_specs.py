@@ -18,7 +18,7 @@ STOP_ORDER: Final = ("edge", "router", "shard", "safety", "control", "redis")
 """From the edges inwards, so that running requests are completed before the processes that serve them stop."""
 
 ROLES: Final = ("edge", "router", "shard", "safety", "control")
-"""What a machine of a fleet can have."""
+"""The roles that a machine of a fleet can have."""
 
 _CONTROL_DRAIN_SECONDS: Final = 2.0
 _STOP_MARGIN_SECONDS: Final = 5.0

@@ -50,13 +50,13 @@ def reachable_address(address: str) -> str:
 
 
 async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int, trust: FabricTrust) -> bool:
-    """Whether every running router knows all shards, and every edge accepts requests."""
+    """True when every running router knows all shards, and every edge accepts requests."""
     return not await not_ready_reasons(list(statuses), num_shards, trust)
 
 
 async def not_ready_reasons(statuses: Sequence[ProcessStatus], num_shards: int, trust: FabricTrust) -> list[str]:
-    """What keeps the running processes from serving: the answers of each edge's /ready, and of each router, which must
-    know at least `num_shards` ready shards."""
+    """Returns what keeps the running processes from serving: the answers of each edge's /ready, and of each router,
+    which must know at least `num_shards` ready shards."""
     running = [status for status in statuses if status.state == ProcessState.READY]
     reasons = await asyncio.gather(
         *(_router_reason(status, num_shards, trust) for status in running if status.router_address),
@@ -124,7 +124,7 @@ async def edges_without(statuses: Sequence[ProcessStatus], model: str, trust: Fa
 
 
 async def fleet_is_complete(address: str, num_shards: int, trust: FabricTrust) -> bool:
-    """Whether the router that serves its fabric at this address sees at least `num_shards` ready shards."""
+    """True when the router that serves its fabric at this address sees at least `num_shards` ready shards."""
     num_ready = await num_ready_shards(address, trust)
     return num_ready is not None and num_ready >= num_shards
 
@@ -195,7 +195,7 @@ async def shards_without_router(statuses: Iterable[ProcessStatus], trust: Fabric
 async def shard_info(
     address: str, trust: FabricTrust, name: str = ""
 ) -> shard_service_pb2.GetInfoResponse | grpc.aio.AioRpcError:
-    """What the shard says about itself, or why it does not answer."""
+    """Returns what the shard says about itself, or why it does not answer."""
     async with trust.open_channel(reachable_address(address), "shard", name) as channel:
         stub = shard_service_pb2_grpc.ShardServiceStub(channel)
         try:

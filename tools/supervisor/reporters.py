@@ -18,8 +18,8 @@ from tools.supervisor.logs.bounded_log import open_log
 
 
 def log_to_stderr() -> None:
-    """What parts that services share log in a command, for example about a malformed record in the registry, must not
-    get into the command's output."""
+    """Sends to stderr what parts that services share log in a command, for example about a malformed record in the
+    registry: it must not get into the command's output."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 

@@ -46,7 +46,7 @@ class SharedPort:
         return listener
 
     def is_served(self, *, besides: socket.socket | None = None) -> bool:
-        """Whether any socket other than `besides` listens on the port."""
+        """True when any socket other than `besides` listens on the port."""
         self._listeners = [one for one in self._listeners if one.fileno() >= 0]
         return any(
             one is not besides and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for one in self._listeners

@@ -26,7 +26,7 @@ _MARGIN: Final = 1.2
 
 
 def has_stand_in(status: ProcessStatus, statuses: Sequence[ProcessStatus]) -> bool:
-    """Whether another running shard of this machine takes the requests of a shard's model."""
+    """True when another running shard of this machine takes the requests of a shard's model."""
     return any(
         other.role == "shard"
         and other.name != status.name

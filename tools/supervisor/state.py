@@ -35,23 +35,23 @@ class FabricState(msgspec.Struct, kw_only=True):
     model: str
     processes: list[ProcessStatus] = []
     name: str = "kvloom"
-    """Of the supervisor, in the registry."""
+    """The supervisor's name in the registry."""
     owner: str = ""
-    """As in the records of its processes."""
+    """The owner in the records of its processes."""
     not_ready: list[str] = []
     """Why requests that reach this machine are not served; not known from the file."""
     rollouts: list[RolloutState] = []
     """Those that have not ended; not known from the file either."""
     brownouts: list[str] = []
-    """The models whose answers are degraded (docs/brownout.md), likewise."""
+    """The models whose answers are degraded (docs/brownout.md); not known from the file either."""
     alarms: list[str] = []
-    """The processes that do not follow the table of tenants, likewise."""
+    """The processes that do not follow the table of tenants; not known from the file either."""
     warnings: list[str] = []
-    """What was configured and has no effect now, likewise."""
+    """Configured things that have no effect now, in words for people."""
 
     @property
     def place(self) -> str:
-        """What people call this fabric, or this machine of a fleet."""
+        """Returns the name that people have for this fabric, or this machine of a fleet."""
         return self.http_url or f"{self.name} ({', '.join(dict.fromkeys(p.role for p in self.processes))})"
 
 

@@ -53,12 +53,12 @@ class ProcessStatus:
     peer_address: str = ""
     """Where the edge in this process serves them."""
     engine: str = ""
-    """What computes in it, if it is a shard."""
+    """The engine that computes in it, if it is a shard."""
     variant: str = ""
     shard_role: str = ""
     """The part that it takes in disaggregated prefill, if it is a shard with one."""
     model: str = ""
-    """The model that it serves, likewise."""
+    """The model that it serves, if it is a shard."""
 
 
 class SupervisedProcess:

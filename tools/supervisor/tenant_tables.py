@@ -1,4 +1,4 @@
-"""Which edges and routers of a machine do not follow the table of tenants."""
+"""Finds the edges and routers of a machine that do not follow the table of tenants."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Reconciliation:
     num_metered: int = 0
     num_witnessed: int = 0
     num_metered_tokens: int = 0
-    """Of the answers that have a witness."""
+    """The tokens metered for the answers that have a witness."""
     num_witnessed_tokens: int = 0
     num_exact: int = 0
     num_in_flight_tokens: int = 0
@@ -37,7 +37,7 @@ class Reconciliation:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the difference is 0."""
+        """True when the difference is 0."""
         return not (self.num_over or self.num_under)
 
 
@@ -69,7 +69,7 @@ def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessLine]
 
 
 def _whole(lines: Sequence[WitnessLine]) -> WitnessLine:
-    """Of one answer."""
+    """Returns the one line that stands for all lines of an answer."""
     settled = {line.num_resumed_tokens for line in lines if line.is_settled}
     lines = [line for line in lines if line.is_settled or line.num_resumed_tokens not in settled]
     last = max(lines, key=lambda line: (line.is_complete, line.num_output_tokens))

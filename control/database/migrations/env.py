@@ -1,4 +1,4 @@
-"""What Alembic runs the steps with: the connection and the transaction of `control.database.migrate`."""
+"""Gives Alembic the connection and the transaction of `control.database.migrate` to run the steps with."""
 
 from __future__ import annotations
 

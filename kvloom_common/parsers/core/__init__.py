@@ -1,4 +1,4 @@
-"""What the families of parsers share.
+"""The families of parsers share these modules.
 
 text_input.py      text that has arrived and is not consumed, and generators that wait for more of it
 markers.py         finds markers in text, and holds back only what may become one

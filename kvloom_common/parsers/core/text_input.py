@@ -55,7 +55,7 @@ class TextInput:
         self.held.clear()
 
     def drop(self) -> None:
-        """What was held is syntax that has been understood."""
+        """Drops what was held: it is syntax that has been understood."""
         self.holding = False
         self.held.clear()
 

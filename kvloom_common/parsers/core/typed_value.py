@@ -52,7 +52,7 @@ class TypedValueParser(GrammarParser):
         return marker
 
     def _types(self, key: str) -> frozenset[str]:
-        """What the schema allows. A parameter of which the schema says nothing is a string."""
+        """Returns the types that the schema allows. A parameter of which the schema says nothing is a string."""
         properties = self._schema.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return allowed_types(schema) or _STRING_ONLY

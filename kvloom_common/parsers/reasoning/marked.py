@@ -17,10 +17,11 @@ class MarkedReasoningParser(GrammarParser):
     """The base of the families of reasoning."""
 
     pairs: ClassVar[Mapping[str, Markers]] = {}
-    """What begins the reasoning, and what ends it. The first pair is that of prompts that end inside the reasoning."""
+    """The markers that begin the reasoning, and those that end it. The first pair is that of prompts that end inside
+    the reasoning."""
 
     begins_inside: ClassVar[bool] = False
-    """Whether every output begins inside the reasoning, whatever the prompt."""
+    """True when every output begins inside the reasoning, whatever the prompt."""
 
     def __init__(self, starts_in_reasoning: bool = False) -> None:
         self._starts_in_reasoning = starts_in_reasoning
@@ -40,5 +41,5 @@ class MarkedReasoningParser(GrammarParser):
         yield from self.answer()
 
     def answer(self) -> Steps[None]:
-        """What follows the reasoning."""
+        """Parses what follows the reasoning."""
         yield from self.pass_text()

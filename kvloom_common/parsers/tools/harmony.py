@@ -81,7 +81,7 @@ class HarmonyParser(JsonCallParser):
             raise Malformed
 
     def _header(self, header: str) -> Steps[str]:
-        """What stands before `<|message|>`, which is consumed."""
+        """Reads the header up to `<|message|>`, which is consumed."""
         while True:
             header += yield from self.run_of(_HEADER_TEXT, MAX_HEADER_CHARS)
             marker = yield from self.expect("<|message|>", _CHANNEL, "<|constrain|>", max_space=0)

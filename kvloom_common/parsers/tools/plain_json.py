@@ -27,8 +27,8 @@ class PlainJsonParser(JsonCallParser):
 
 
 class DemandedCallParser(PlainJsonParser):
-    """Of an answer that has room for calls only. A call that is cut off before it has begun is no text: the caller has
-    asked for none, and would take the beginning of the JSON for the answer."""
+    """Parses an answer that has room for calls only. A call that is cut off before it has begun is no text: the caller
+    has asked for none, and would take the beginning of the JSON for the answer."""
 
     _reads_calls = True
 

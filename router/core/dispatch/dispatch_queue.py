@@ -23,6 +23,7 @@ from router.core.load.load_ledger import LoadLedger
 from router.core.load.load_view import HeldRequest, LoadView
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
+from router.core.placement.predict import predict
 
 REPLACE_SECONDS: Final = 1.0
 """How often waiting requests are placed again: shards may be faster or slower than they seemed, or hang."""
@@ -102,6 +103,8 @@ class DispatchQueue:
             self.wait_for_any(live, now)
             return
         shard, candidate = self._placer.pick(open_shards, live, now)
+        if live.prediction is None:
+            live.prediction = predict(self._ledger.view(shard.shard_id), candidate, now - live.arrived_at)
         if self._fleet.has_prefill_shards and self._sender.begin_prefill_leg(live, candidate, now):
             return
         self._settle(live, shard, candidate, now)

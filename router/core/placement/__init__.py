@@ -2,6 +2,7 @@
 
 placer.py        Placer: filters the shards, prices them with a policy, picks the cheapest
 plan.py          the explanation of a placement
+predict.py       the prediction that a placement makes
 policy.py        what a policy sees of a shard and of a request, and what it returns
 ect.py           the default policy: estimated completion cost
 reuse_curve.py   how likely idle blocks are to be used again, which prices an eviction

@@ -112,6 +112,11 @@ class Lifecycle:
         choice.num_cached_tokens = num_cached_tokens = min(num_cached_tokens, len(request.prompt_token_ids))
         if choice is live.choices[0]:
             live.num_cached_tokens = num_cached_tokens
+            prediction = live.prediction
+            if prediction is not None and live.num_attempts == 1:
+                prediction.started_after_seconds = now - live.arrived_at
+                if not live.num_prefill_chunks:
+                    prediction.engine_queue_seconds = start.queue_time_seconds
         client_start = Start(choice.client_slot, num_cached_tokens, start.queue_time_seconds, choice.shard_id)
         client_start.prompt_logprobs = start.prompt_logprobs
         client_start.result_cache = live.result_cache
@@ -433,6 +438,7 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         moves=live.moves,
         priority_class=live.priority_class,
         objectives=None if live.objectives is None else _objectives_outcome(live, live.objectives, now),
+        prediction=live.prediction,
     )
 
 

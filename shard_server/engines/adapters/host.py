@@ -123,7 +123,7 @@ class AdapterHost(Generic[Weights]):
             raise
 
     def _register(self, adapter: AdapterInfo) -> bool:
-        """Whether it is new."""
+        """Registers an adapter; returns True when it is new. Raises AdapterError."""
         name = adapter.name
         known = self._adapters.get(name)
         if known is None:

@@ -28,12 +28,12 @@ class _Slot:
     last_used: int = 0
     """Larger for a later use."""
     retires: bool = False
-    """Whether it goes when no sequence needs it any more."""
+    """True when the adapter goes as soon as no sequence needs it any more."""
 
 
 @dataclasses.dataclass(slots=True)
 class SlotChanges:
-    """What the caller does now."""
+    """Lists what the caller does now."""
 
     evictions: list[str] = dataclasses.field(default_factory=list)
     """Adapters whose weights are dropped. They come first: they make room."""
@@ -59,7 +59,7 @@ class AdapterSlots:
         self._num_uses = 0
 
     def __contains__(self, name: str) -> bool:
-        """Whether sequences may ask for the adapter."""
+        """True when sequences may ask for the adapter."""
         slot = self._slots.get(name)
         return slot is not None and not slot.retires
 
@@ -126,7 +126,7 @@ class AdapterSlots:
         return failed
 
     def advance(self, now: float) -> SlotChanges:
-        """What follows from the calls since the last one. May be called at any time."""
+        """Returns what follows from the calls since the last one. May be called at any time."""
         changes = SlotChanges()
         self._take_retired(changes)
         is_held_up = False
@@ -156,7 +156,7 @@ class AdapterSlots:
                 changes.retired.append(name)
 
     def _make_room(self, changes: SlotChanges) -> bool:
-        """Whether another adapter may be loaded, if need be in place of one that nobody uses."""
+        """Returns True when another adapter may be loaded, if need be in place of one that nobody uses."""
         held = [slot for slot in self._slots.values() if slot.state is not _State.UNLOADED]
         if len(held) < self.max_loaded:
             return True

@@ -62,11 +62,11 @@ class TensorRtLlm:
 
     @property
     def release(self) -> Release:
-        """What cannot be found out by looking at the installed version: see versions.py."""
+        """The release, which tells what cannot be found out by looking at the installed version: see versions.py."""
         return release_of(self.version)
 
     def knows(self, path: str, argument: str) -> bool:
-        """Whether the class or method at `path` has the argument and uses it, as far as the installed one shows;
+        """True when the class or method at `path` has the argument and uses it, as far as the installed one shows;
         otherwise, as the nearest known release does."""
         found = self.find(path)
         if found is None:
@@ -138,7 +138,8 @@ def argument_names(function: Any) -> frozenset[str] | None:
 
 
 def _is_ignored(model: Any, name: str) -> bool:
-    """Whether a field of a pydantic model is deprecated, in the library's own marking, or set by the library itself."""
+    """True when a field of a pydantic model is deprecated, in the library's own marking, or set by the library
+    itself."""
     fields = getattr(model, "model_fields", {})
     field = fields.get(name) if isinstance(fields, Mapping) else None
     extra = getattr(field, "json_schema_extra", None)

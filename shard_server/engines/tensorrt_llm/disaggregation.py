@@ -63,7 +63,7 @@ class Handoff:
 
 
 def hands_over_logprobs(library: TensorRtLlm) -> bool:
-    """Whether this version's hand-offs have the log-probabilities of the first token."""
+    """True when this version's hand-offs have the log-probabilities of the first token."""
     return library.knows(_PATH, "first_gen_log_probs")
 
 

@@ -90,7 +90,7 @@ _OF_THE_SAMPLER: Final = frozenset(
         Capability.LOGIT_BIAS,
     }
 )
-"""What the C++ sampler applies. Others ignore some of it without a word, so the operator has to vouch for them."""
+"""The C++ sampler applies these. Others ignore some of it without a word, so the operator has to vouch for them."""
 
 
 def capabilities_of(library: TensorRtLlm, shard: ShardConfig) -> frozenset[Capability]:
@@ -116,7 +116,7 @@ def capabilities_of(library: TensorRtLlm, shard: ShardConfig) -> frozenset[Capab
 
 
 def check_isolation(library: TensorRtLlm, shard: ShardConfig) -> bool:
-    """Whether requests can carry a cache salt. Raises EngineError if tenants would share their KV."""
+    """Returns True when requests can carry a cache salt. Raises EngineError if tenants would share their KV."""
     has_salt = library.knows("LLM.generate_async", "cache_salt")
     if not has_salt and shard.tensorrt_llm.kv_cache.block_reuse:
         raise EngineError(

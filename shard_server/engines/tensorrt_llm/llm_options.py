@@ -26,7 +26,7 @@ class _Option:
     value: Any
     key: str
     is_set: bool
-    """Whether the operator set it: then a version without it is an error."""
+    """True when the operator set it: then a version without it is an error."""
 
 
 def llm_options(library: TensorRtLlm, model_dir: Path, shard: ShardConfig, max_model_len: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class OutputBuffer:
             self._open().kv_events += events
 
     def is_full(self, request_id: str) -> bool:
-        """Whether the request must not be read until `until_taken` returns."""
+        """True when the request must not be read until `until_taken` returns."""
         position = self._position.get(request_id)
         if position is None or self._pending is None:
             return False

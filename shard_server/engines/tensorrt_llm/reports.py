@@ -1,4 +1,4 @@
-"""Whether TensorRT-LLM still reports its statistics and KV events while it works.
+"""Notices when TensorRT-LLM stops to report its statistics or KV events while it works.
 
 Fetching statistics raises when the library's connection to its executor fails; the getter of KV events swallows every
 exception in 1.2.1 and returns nothing. What is missing can therefore only be seen by what must have been reported.
@@ -42,7 +42,7 @@ class Reports:
         return not was_lost
 
     def check(self, now: float) -> bool:
-        """Whether they have become lost, because of silence, since the last call."""
+        """Returns True when they have become lost, because of silence, since the last call."""
         if self.is_lost or self._num_due < self._min_due or now - self._due_since < self._timeout_seconds:
             return False
         self.is_lost = True

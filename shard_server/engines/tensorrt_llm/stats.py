@@ -50,7 +50,7 @@ class IterationStats:
         self._num_free_blocks.clear()
 
     def absorb_capacity(self, capacity: Mapping[str, Any], num_ranks: int) -> None:
-        """What get_kv_cache_capacity says, of each rank. Does nothing if it is empty."""
+        """Takes what get_kv_cache_capacity says of each rank. Does nothing if it is empty."""
         self.tokens_per_block = capacity.get("tokensPerBlock") or self.tokens_per_block
         num_blocks: int = capacity.get("maxNumBlocks") or 0
         if num_blocks:

@@ -1,4 +1,4 @@
-"""What each release of TensorRT-LLM has and how it behaves, as plain data.
+"""Says what each release of TensorRT-LLM has and how it behaves, as plain data.
 
 known_names.py lists the names of all releases together; a `Release` says which of them it lacks, and how it behaves
 where that cannot be seen in the library. The adapter first asks the installed library itself (`TensorRtLlm.knows`) and
@@ -26,7 +26,8 @@ class Release:
     lacks: Mapping[str, frozenset[str]]
     """By class or function, as in known_names.ARGUMENTS: the arguments that it lacks."""
     ignores: Mapping[str, frozenset[str]]
-    """Likewise: what it accepts without using it, because it is deprecated or was meant for the library itself."""
+    """The arguments, by class, that it accepts without using them, because they are deprecated or were meant for the
+    library itself."""
     lacks_attributes: Mapping[str, frozenset[str]]
     """By object, as in known_names.OBJECTS."""
     lacks_symbols: frozenset[str]
@@ -34,11 +35,11 @@ class Release:
     defaults: Mapping[str, Mapping[str, object]]
     """By class: the defaults that differ between releases."""
     tells_salts: bool
-    """Whether KV events name the salts of blocks."""
+    """True when KV events name the salts of blocks."""
     block_identities: Literal["integers", "hexadecimal"]
-    """What KV events call a block. Hexadecimal identities repeat for each group of layers."""
+    """The form in which KV events name a block. Hexadecimal identities repeat for each group of layers."""
     stats_per_rank: bool
-    """Whether each rank of attention data parallelism gives a row of statistics; otherwise only the first does."""
+    """True when each rank of attention data parallelism gives a row of statistics; otherwise only the first does."""
     context_only_finish: Literal["not_finished", "length"]
     """How a request ends that another engine continues."""
     transceivers: frozenset[str]
@@ -46,7 +47,7 @@ class Release:
     overlapped_speculation: frozenset[str]
     """The methods of speculation that work with the overlap scheduler; the library turns it off for others."""
     has_error_budget: bool
-    """Whether the library's health check fails once too many requests have failed."""
+    """True when the library's health check fails once too many requests have failed."""
 
     def arguments(self, name: str) -> frozenset[str]:
         """Those of a class or function in known_names that it has, used or not."""
@@ -60,7 +61,7 @@ class Release:
         return OBJECTS[name] - self.lacks_attributes.get(name, frozenset())
 
     def has_symbol(self, path: str) -> bool:
-        """Whether it has e.g. "llmapi.KvCacheConfig"."""
+        """True when it has e.g. "llmapi.KvCacheConfig"."""
         return f"tensorrt_llm.{path}" in SYMBOLS and path not in self.lacks_symbols
 
 
@@ -124,7 +125,7 @@ NEWEST: Final = Release(
     overlapped_speculation=frozenset({"eagle3", "mtp", "draft_target"}),
     has_error_budget=True,
 )
-"""As of the release candidates 1.3.0rc2x and 1.4.0rc1."""
+"""The newest release known here, from the release candidates 1.3.0rc2x and 1.4.0rc1."""
 
 RELEASES: Final = (RELEASE_1_2, NEWEST)
 """Oldest first."""

@@ -1,4 +1,4 @@
-"""What an engine on a CPU computes with: the types of numbers and weights, and the kernels.
+"""Chooses what an engine on a CPU computes with: the types of numbers and weights, and the kernels.
 
 "auto" means the fastest that keeps the model as it is: compiled kernels with bf16 weights; where these cannot run,
 torch's operators, in float32 unless the CPU multiplies bf16. Only where memory does not suffice are the weights int8.
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the configuration asks for; see kvloom_common.config.TorchConfig."""
+    """Holds what the configuration asks for; see kvloom_common.config.TorchConfig."""
 
     dtype: str = "auto"
     weights: str = "auto"
@@ -39,10 +39,10 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What an engine computes with."""
+    """Holds what an engine computes with."""
 
     dtype: torch.dtype
-    """Of numbers between products, and of the KV cache"""
+    """The type of numbers between products, and of the KV cache."""
     int8_weights: bool
     kernels: Kernels
 
@@ -145,5 +145,5 @@ def _affordable(
 
 
 def _multiplies_bf16() -> bool:
-    """Whether torch's operators are faster in bf16 than in float32. Elsewhere oneDNN emulates bf16."""
+    """True when torch's operators are faster in bf16 than in float32. Elsewhere oneDNN emulates bf16."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -92,7 +92,7 @@ class BlockPool:
         return set(self._cached)
 
     def is_cached(self, block_hash: int) -> bool:
-        """Whether a block of that hash is in the prefix cache: good for an estimate, not for reuse."""
+        """True when a block of that hash is in the prefix cache: good for an estimate, not for reuse."""
         return block_hash in self._cached
 
     def match_prefix(self, keys: Sequence[BlockKey], root_hash: int) -> list[int]:
@@ -196,7 +196,7 @@ class BlockPool:
         return num_cached
 
     def take_events(self) -> list[KvEvent]:
-        """What changed in the prefix cache since the last call, in order."""
+        """Returns what changed in the prefix cache since the last call, in order."""
         self._flush_removed()
         events, self._events = self._events, []
         return events

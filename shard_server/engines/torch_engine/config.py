@@ -43,7 +43,7 @@ class LlamaConfig:
     all."""
     qkv_bias: bool
     output_bias: bool
-    """Whether the attention's output projection has a bias."""
+    """True when the attention's output projection has a bias."""
     mlp_bias: bool
     eos_token_ids: frozenset[int]
 

@@ -10,7 +10,7 @@ from shard_server.engines.base import EngineError
 
 _MAX_SIZE: Final = 2**27
 _MAX_SIZES: Final = {"num_hidden_layers": 4096, "hidden_size": 2**20, "vocab_size": 2**24}
-"""What is larger is a mistake, and would take the memory of the machine before a weight is read."""
+"""A larger value is a mistake, and would take the memory of the machine before a weight is read."""
 MAX_MESSAGE_CHARS: Final = 500
 
 

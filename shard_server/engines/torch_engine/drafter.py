@@ -60,7 +60,7 @@ class Drafter:
             sequence.lookup.on_verified(len(draft), num_accepted)
 
     def take_predictions(self) -> dict[str, tuple[int, int]]:
-        """What the last step has verified of predictions; see StepOutput."""
+        """Returns what the last step has verified of predictions; see StepOutput."""
         taken, self.predictions = self.predictions, {}
         return taken
 

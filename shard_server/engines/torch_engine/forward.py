@@ -23,7 +23,7 @@ class Forward(Protocol):
     """Forward passes of one model over one KV cache."""
 
     multiplies_single_rows: bool
-    """Whether several rows of one sequence are cheaper when they are computed as rows of different sequences."""
+    """True when several rows of one sequence are cheaper when they are computed as rows of different sequences."""
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
         """The plan of attention for a step. `decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of
@@ -51,7 +51,8 @@ class Forward(Protocol):
         ...
 
     def is_invariant(self) -> bool:
-        """Whether this machine computes a row bit for bit the same in every batch. Measured; called before `logits`."""
+        """Returns True when this machine computes a row bit for bit the same in every batch. Measured; called before
+        `logits`."""
         ...
 
 
@@ -64,7 +65,7 @@ class Kernels(Protocol):
     label: str
     """For people: what computes"""
     shares_cores: bool
-    """Whether the number of threads follows what other engines leave; see core_share.py."""
+    """True when the number of threads follows what other engines leave; see core_share.py."""
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> Forward:
         """Forward passes of `model`, which was built with `linears`."""
@@ -92,7 +93,7 @@ class TorchForward:
         self._attention = PagedAttention(config, cache, GRAINS[cache.dtype][0])
         self._row_granularity = 1
         self._x: torch.Tensor | None = None
-        """What the last layer gave, for all rows of the latest step."""
+        """The last layer's output, for all rows of the latest step."""
         self.multiplies_single_rows = self._attention.multiplies_single_rows
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:

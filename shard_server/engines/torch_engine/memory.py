@@ -43,7 +43,7 @@ def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> 
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory did not suffice for what was computed."""
+    """True when memory did not suffice for what was computed."""
     # torch raises a plain RuntimeError when the CPU's allocator fails.
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 

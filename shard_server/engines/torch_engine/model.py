@@ -108,7 +108,7 @@ class LlamaModel:
         cache: KvCache,
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
-        """What the last layer gives, before the last norm: [rows, hidden_size]. `adapted`: the rows that adapters
+        """Returns the last layer's output, before the last norm: [rows, hidden_size]. `adapted`: the rows that adapters
         change. The rest is as in `forward`."""
         config = self._config
         x = self._look_up(token_ids)

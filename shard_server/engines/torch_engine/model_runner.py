@@ -41,9 +41,9 @@ class ScheduledSequence:
     num_prompt_logits: int = 0
     """The number of tokens, at the end of token_ids, after which logits are computed for the logprobs of a prompt."""
     wants_hidden_states: bool = False
-    """Whether the hidden states of token_ids are wanted, for an embedding."""
+    """True when the hidden states of token_ids are wanted, for an embedding."""
     adapter: Any = None
-    """What ModelRunner.adapter gave; None: the model itself."""
+    """The adapter that ModelRunner.adapter gave; None: the model itself."""
 
     @property
     def num_logits(self) -> int:
@@ -108,7 +108,7 @@ class ModelRunner:
             num_running = torch.get_num_threads()
             threads = f"up to {num_running} threads" if arithmetic.kernels.shares_cores else f"{num_running} threads"
             self.description = f"{arithmetic.description}, {threads}"
-            """What computes, for people"""
+            """Says what computes, for people."""
             model = LlamaModel(
                 config,
                 load_weights(model_dir, config, on_progress),
@@ -126,7 +126,7 @@ class ModelRunner:
             cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
             self._forward = arithmetic.kernels.forward(model, config, cache)
             self.batch_invariant = wants_batch_invariance and self._forward.is_invariant()
-            """Whether logits do not depend on the batch, bit for bit: measured on this machine at the start."""
+            """True when logits do not depend on the batch, bit for bit: measured on this machine at the start."""
         return_freed_memory()
 
     @torch.inference_mode()
@@ -188,13 +188,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self) -> list[torch.Tensor]:
-        """Of the sequences of the latest batch that want them, in order: float32 [len(token_ids), hidden_size], after
-        the model's last norm."""
+        """Returns those of the sequences of the latest batch that want them, in order: float32 [len(token_ids),
+        hidden_size], after the model's last norm."""
         return [self._forward.hidden_states(*rows) for rows in self._hidden_rows]
 
 
 def _attends_row_by_row(sequence: ScheduledSequence) -> bool:
-    """Whether a decoding sequence's drafts are computed as if each were the next token of another sequence. They then
+    """True when a decoding sequence's drafts are computed as if each were the next token of another sequence. They then
     share kernels with the whole batch, but the context is gathered once for each."""
     num_rows = len(sequence.token_ids)
     return num_rows == 1 + sequence.num_drafts and num_rows * sequence.num_computed_tokens <= _MAX_GATHERED_TOKENS

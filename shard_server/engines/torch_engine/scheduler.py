@@ -41,8 +41,8 @@ MAX_PROMPT_LOGITS_PER_STEP: Final = 256
 in the vocabulary."""
 _MIN_PROMPT_LOGITS_PER_STEP: Final = 16
 _PROMPT_LOGITS_BYTES: Final = 24 * 2**20
-"""Of those logits in the memory of a CPU. The C library takes arrays of 32 MiB and more from the system each time, and
-returns them: the page faults make logits cost a third more."""
+"""The logits of prompts take at most so many bytes of a CPU's memory. The C library takes arrays of 32 MiB and more
+from the system each time, and returns them: the page faults make logits cost a third more."""
 
 Chunk = tuple[Sequence, int]
 """A sequence and the number of its uncomputed tokens that a step computes."""
@@ -281,9 +281,9 @@ class Scheduler:
         return True
 
     def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running prefill is about to compute the prefix that this sequence needs next. Waiting for it avoids
-        computing the prefix twice and costs no time, since that prefill comes first in the budget anyway, unless it
-        gives way to this sequence."""
+        """True when a running prefill is about to compute the prefix that this sequence needs next. Waiting for it
+        avoids computing the prefix twice and costs no time, since that prefill comes first in the budget anyway, unless
+        it gives way to this sequence."""
         if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
             sequence.shares_with = self._find_shared_prefill(sequence)
         return sequence.shares_with is not None
@@ -301,7 +301,7 @@ class Scheduler:
         return len(self.pool.match_prefix(sequence.block_keys, sequence.request.root_hash)) * self.pool.block_size
 
     def _fits_into_share(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence would use no blocks beyond its owner's guarantee."""
+        """True when a waiting sequence would use no blocks beyond its owner's guarantee."""
         owner = sequence.owner
         return owner.num_used + self._num_blocks(sequence.num_tokens) <= owner.guarantee
 
@@ -337,5 +337,5 @@ class Scheduler:
 
 
 def _is_computing(sequence: Sequence, num_tokens: int) -> bool:
-    """Whether a running sequence will put its first `num_tokens` tokens (whole blocks) into the cache."""
+    """True when a running sequence will put its first `num_tokens` tokens (whole blocks) into the cache."""
     return sequence.is_running and not sequence.uncacheable and sequence.num_computed_tokens < num_tokens

@@ -61,7 +61,7 @@ class Sequence(QueuedRequest):
         self.adapter = adapter
         """The weights of its adapter, as the runner has made them; None: the model itself."""
         self.pooled = pooled
-        """What becomes of the prompt's hidden states; None: tokens are wanted, and no embedding."""
+        """Pools the prompt's hidden states; None: tokens are wanted, and no embedding."""
         self.owner = owner
         """To whom the blocks belong that it uses."""
         self.guide = guide
@@ -85,13 +85,13 @@ class Sequence(QueuedRequest):
         self.num_expected_blocks = 0
         """The number of blocks that were in the cache when the queue was last sorted."""
         self.uncacheable = False
-        """Whether its further blocks are not cached: they are not wanted there, or a block hash has collided."""
+        """True when its further blocks are not cached: they are not wanted there, or a block hash has collided."""
         self.shares_with: tuple[Sequence, int] | None = None
         """The running sequence that is computing this one's prefix, and how many tokens they have in common."""
         self.started = False
-        """Whether its first new token has been reported."""
+        """True once its first new token has been reported."""
         self.adjustments = LogitAdjustments.of(request)
-        """What is changed in the logits that its tokens are drawn from; None: nothing."""
+        """The changes of the logits that its tokens are drawn from; None: nothing is changed."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         """Those of the prompt tokens that were asked for, as far as they are known; None: none were."""
         if request.sampling.num_prompt_logprobs is not None:

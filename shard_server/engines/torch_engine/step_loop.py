@@ -131,7 +131,7 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to report."""
+        """True while `step` has something to compute or to report."""
         prepared = any(preparing.is_done for preparing in self._preparing.values())
         return self.scheduler.has_work or bool(self._output.ends) or prepared
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-PACKAGES = ("kvloom", "kvloom_common", "edge_http", "router", "shard_server", "safety_svc", "control", "tools")
+PACKAGES = ("kvloom", "kvloom_common", "edge_http", "router", "shard_server", "safety_svc", "control", "tools", "lab")
 PATH = re.compile(
-    r"`((?:kvloom|kvloom_common|edge_http|router|shard_server|safety_svc|control|tools|fabric|tests|docs)/[\w./-]*)`"
+    r"`((?:kvloom|kvloom_common|edge_http|router|shard_server|safety_svc|control|tools|lab|fabric|tests|docs)/[\w./-]*)`"
 )
 
 

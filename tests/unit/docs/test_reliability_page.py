@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from lab.study.page import check_page
 from tests.conftest import REPOSITORY
-from tools.simulate.study.page import check_page
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
 NOTES = REPOSITORY / "docs" / "notes" / "reliability"
@@ -32,7 +32,7 @@ def test_every_row_of_failures_has_a_test():
 
 
 def test_reports_have_their_place():
-    """`kvloom chaos --page` writes them there."""
+    """`kvloom-lab chaos --page` writes them there."""
     check_page(NOTES / "chaos.md", ["chaos", "soak"])
 
 
@@ -41,6 +41,6 @@ def test_every_planted_bug_on_the_page_exists(page):
     """The pages show how to plant a bug by its name."""
     text = page.read_text()
     named = set(re.findall(r"test_planted_bugs\.py -k (\w+)", text)) | set(re.findall(r"\| `([a-z_]{9,})`:", text))
-    sources = "".join(path.read_text() for path in (REPOSITORY / "tests/simulation/planted_bugs").glob("*.py"))
+    sources = "".join(path.read_text() for path in (REPOSITORY / "tests/lab/dst/planted_bugs").glob("*.py"))
     assert len(named - {"NAME"}) > 4
     assert not {name for name in named - {"NAME"} if f"def {name}(" not in sources}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from edge_http.wire.keep_alive import TICKS, KeepAlive
-from tools.dst.timeline import Timeline
-from tools.dst.virtual_loop import VirtualLoop
+from lab.dst.timeline import Timeline
+from lab.dst.virtual_loop import VirtualLoop
 
 SECONDS = 10.0
 

@@ -15,6 +15,7 @@ from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.fleet.fleet import ShardState
 from router.core.fleet.shard_health import HealthState
+from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
@@ -94,6 +95,7 @@ def ended(request_id: str, **fields) -> RequestEnded:
         queue_time_seconds=0.5,
         ttft_seconds=1.0,
         e2e_latency_seconds=2.0,
+        prediction=PlacementPrediction(0.25, 0.25, 0.25, 7, 0.0, 0.0),
     )
     return msgspec.structs.replace(record, **fields)
 
@@ -207,7 +209,7 @@ def test_what_is_forgotten_before_its_end_counts_as_dropped() -> None:
     found = world.log.find("r1")
     assert found is not None, "its second placement can still be explained"
     assert [attempt.attempt_id for attempt in found.attempts] == [2]
-    assert not explanation_to_proto(found).outcome.HasField("predicted_ttft_seconds")
+    assert explanation_to_proto(found).outcome.predicted_ttft_seconds == 0.75, "it is kept with the request"
 
 
 def test_a_rejected_duplicate_does_not_end_the_running_request() -> None:

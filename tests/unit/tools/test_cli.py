@@ -10,6 +10,7 @@ import click
 import pytest
 
 from kvloom_common.config import KvloomConfig
+from lab.commands import main as lab_command
 from tests.conftest import REPOSITORY
 from tests.fakes.plugin_site import PluginSite
 from tools.cli.commands import main
@@ -23,7 +24,10 @@ from tools.supervisor.free_ports import pick_free_ports
 from tools.supervisor.process_specs import plan_stages
 from tools.supervisor.shared_port import SharedPort
 
-PAGE = (REPOSITORY / "docs" / "cli.md").read_text()
+PAGES = {
+    "kvloom": (REPOSITORY / "docs" / "cli.md").read_text(),
+    "kvloom-lab": (REPOSITORY / "docs" / "lab.md").read_text(),
+}
 EXPLAINED_ONCE = {"--data-dir", "--config", "--help", "--json"}
 
 
@@ -35,18 +39,22 @@ def leaf_commands(command: click.Command, path: str) -> list[tuple[str, click.Co
     return [leaf for name, child in found if child for leaf in leaf_commands(child, f"{path} {name}")]
 
 
-@pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
+LEAF_COMMANDS = leaf_commands(main, "kvloom") + leaf_commands(lab_command, "kvloom-lab")
+
+
+@pytest.mark.parametrize(("path", "command"), LEAF_COMMANDS)
 def test_every_flag_is_in_the_documentation(path: str, command: click.Command):
     """Users do not find flags or environment variables that the page does not list."""
-    section = next((part for part in PAGE.split("\n## ") if part.startswith(" ".join(path.split()[:2]))), "")
-    assert section, f"docs/cli.md has no section on {path}"
+    page = PAGES[path.split()[0]]
+    section = next((part for part in page.split("\n## ") if part.startswith(" ".join(path.split()[:2]))), "")
+    assert section, f"the page has no section on {path}"
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.opts[0] not in EXPLAINED_ONCE:
             assert parameter.opts[0] in section
             assert parameter.envvar is None or f"`{parameter.envvar}`" in section
 
 
-@pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
+@pytest.mark.parametrize(("path", "command"), LEAF_COMMANDS)
 def test_flags_are_kebab_case_and_explained(path: str, command: click.Command):
     """All flags have one style, and --help explains them."""
     for parameter in command.params:
@@ -150,6 +158,18 @@ def test_without_a_command_the_help_is_shown(args: list[str], heading: str, caps
     assert shown.startswith("Usage: kvloom")
     assert heading in shown
     assert "error" not in shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize("former", ["dst", "chaos", "bench fairness", "bench data-plane"])
+def test_a_command_that_went_to_the_laboratory_says_so(former: str, capsys: pytest.CaptureFixture[str]):
+    """Scripts and habits have the former names, and "no such command" would not help."""
+    with pytest.raises(SystemExit) as exit_info:
+        main.main([*former.split(), "--seeds", "3"], prog_name="kvloom")
+    assert exit_info.value.code == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: kvloom {former} is now kvloom-lab {former}, which a checkout")
+    assert shown.endswith("(docs/lab.md)\n")
+    assert f"kvloom-lab {former}" in {" ".join(path.split()[:3]) for path, _ in LEAF_COMMANDS}
 
 
 def test_a_missing_package_is_named_with_the_extra_that_installs_it(

@@ -8,6 +8,5 @@ roofline_kernels.py   compiled loops that reach those limits
 model_costs.py        bytes and operations of a decoding step and a prompt, from a model's config
 quality.py            `--quantisation`: what each weight format changes in the answers
 techniques.py         speculation and guided decoding
-versus.py             `--vs`: other engines on the same prompts
 device.py             `--shape`: large shapes on one device
 """

@@ -18,7 +18,6 @@ from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN
 from tools.bench.engine.device import SHAPES, device_table, run_device_bench
 from tools.bench.engine.report import Measurements, report_text, run_bench
 from tools.bench.engine.throughput import DEFAULT_MAX_SECONDS
-from tools.bench.engine.versus import CHOICES, compare, comparison_table, plan_entrants
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
@@ -64,9 +63,6 @@ def _setting_options(function: F) -> F:
 @option("--speculation", "with_speculation", is_flag=True, help="Also what drafts by prompt lookup bring.")
 @option("--quantisation", "with_quality", is_flag=True, help="Also what each weight format changes in the answers.")
 @option("--guided", "with_guided", is_flag=True, help="Also what a JSON schema costs per token.")
-@option("--vs", default="", help=f"Compare with others in turn and do nothing else: {', '.join(CHOICES)}, by commas.")
-@click.option("--rounds", "num_rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Of --vs.")
-@option("--minutes", type=click.FloatRange(1), default=9.0, show_default=True, help="Of --vs: the time for everything.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_engine(
@@ -81,9 +77,6 @@ def bench_engine(
     with_speculation: bool,
     with_quality: bool,
     with_guided: bool,
-    vs: str,
-    num_rounds: int,
-    minutes: float,
     data_dir: Path | None,
     as_json: bool,
     **settings: str,
@@ -91,18 +84,9 @@ def bench_engine(
     """Measure the embedded engine: prefill, decoding at batch 1, 8 and 32, memory, load time."""
     num_threads = num_threads or os.cpu_count() or 1
     if shape is not None:
-        _run(as_json, device_table, lambda: run_device_bench(shape, settings["device"], _on_progress))
+        measure_and_print(as_json, device_table, lambda: run_device_bench(shape, settings["device"], show_progress))
         return
-    folder = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
-    registry = ModelRegistry(folder / "models.json")
-    model_dir = resolve_model(model, folder / "models", _on_progress, registry).path
-    if vs:
-        names = [name.strip() for name in vs.split(",")]
-        if unknown := set(names) - set(CHOICES):
-            raise CommandError(f"--vs knows {', '.join(CHOICES)}, not {', '.join(sorted(unknown))}")
-        entrants = plan_entrants(names, model, model_dir, num_threads, folder / "engines")
-        _run(as_json, comparison_table, lambda: compare(entrants, num_rounds, _on_progress, max_seconds=60 * minutes))
-        return
+    _, model_dir = resolve(model, data_dir)
     own = {**settings, "num_threads": num_threads, "deterministic": not no_deterministic}
     also = Measurements(
         roofline=with_roofline or (as_json and settings["device"] == "cpu"),
@@ -111,7 +95,7 @@ def bench_engine(
         quality=with_quality,
         guided=with_guided,
     )
-    _run(
+    measure_and_print(
         as_json,
         report_text,
         lambda: run_bench(
@@ -120,12 +104,21 @@ def bench_engine(
             temperature=temperature,
             max_seconds=max_seconds,
             also=also,
-            on_progress=_on_progress,
+            on_progress=show_progress,
         ),
     )
 
 
-def _run(as_json: bool, render: Callable[[dict[str, Any]], str], measure: Callable[[], dict[str, Any]]) -> None:
+def resolve(model: str, data_dir: Path | None) -> tuple[Path, Path]:
+    """The data directory and the directory of the model. Raises CommandError."""
+    folder = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
+    return folder, resolve_model(model, folder / "models", show_progress, ModelRegistry(folder / "models.json")).path
+
+
+def measure_and_print(
+    as_json: bool, render: Callable[[dict[str, Any]], str], measure: Callable[[], dict[str, Any]]
+) -> None:
+    """Print the report of a measurement, as JSON or rendered. Raises CommandError if there is none."""
     try:
         report = measure()
     except (EngineError, MemoryError, RuntimeError) as error:
@@ -135,5 +128,5 @@ def _run(as_json: bool, render: Callable[[dict[str, Any]], str], measure: Callab
     click.echo(json.dumps(report) if as_json else render(report))
 
 
-def _on_progress(message: str) -> None:
+def show_progress(message: str) -> None:
     click.echo(message, err=True)

@@ -43,7 +43,7 @@ class Directory:
             raise CommandError(f"{error.field}: {error.message}" if error.field else error.message) from error
 
     def list_all(self, method: str, field: str, *, at_most: int = 0, **fields: Any) -> Iterator[Any]:
-        """What a method lists in pages, in this field. Raises CommandError."""
+        """Yields what a method lists in pages, in this field. Raises CommandError."""
         token, found = "", 0
         while True:
             size = min(_PAGE_SIZE, at_most - found) if at_most else _PAGE_SIZE

@@ -47,7 +47,7 @@ _RIGHTS: Final = {
     "usage": "read its project's usage",
     "admin": "administer its organisation",
 }
-"""What each scope is for."""
+"""Says what each scope is for."""
 
 class_option, all_classes_option, default_class_option = class_options(
     "keys", "all of the project", "the project's, or else by the tier"
@@ -55,7 +55,7 @@ class_option, all_classes_option, default_class_option = class_options(
 
 
 def rights_options(function: F) -> F:
-    """What a key may be used for."""
+    """Adds the options that say what a key may be used for."""
     for add_option in (
         option(
             "--expires",
@@ -79,7 +79,7 @@ def rights_options(function: F) -> F:
             scope="keys",
             multiple=True,
             type=click.Choice(SCOPES),
-            help="What it may be used for. May be repeated.  [default: inference, usage]",
+            help="A use that it is allowed. May be repeated.  [default: inference, usage]",
         ),
         option("--tier", scope="keys", help="Its tier of limits (`kvloom limits`)."),
     ):
@@ -92,7 +92,7 @@ def rights_options(function: F) -> F:
 @option(
     "--create", "create_project", scope="keys", is_flag=True, help="Add project and organisation, if there are none."
 )
-@option("--name", scope="keys", default="", help="What it is for.")
+@option("--name", scope="keys", default="", help="A note for people: the use of the key.")
 @option("--user", scope="keys", default="", help="The user whose key it is: it may do no more than their role.")
 @option(
     "--identity",
@@ -144,14 +144,14 @@ def create(
 
 
 def may_do(scopes: Sequence[str]) -> str:
-    """What a key with these scopes is for, and for what it is not, in words."""
+    """Says what a key with these scopes is for, and for what it is not, in words."""
     may = [words for scope, words in _RIGHTS.items() if scope in scopes]
     not_ = [words for scope, words in _RIGHTS.items() if scope not in scopes]
     return ", ".join(may) + (f"; it may not: {', '.join(not_)}" if not_ else "")
 
 
 def show_keys(directory: Directory, project: str, org: str, *, show_revoked: bool, as_json: bool) -> None:
-    """What `kvloom keys list` shows."""
+    """Shows the list of `kvloom keys list`."""
     found = directory.list_all("ListKeys", "keys", project=project, organisation=org, show_revoked=show_revoked)
     empty = "there are no keys (kvloom keys create --project ORG/PROJECT --create)"
     show_list(found, COLUMNS, as_json=as_json, empty=empty)
@@ -159,7 +159,7 @@ def show_keys(directory: Directory, project: str, org: str, *, show_revoked: boo
 
 @click.command("update")
 @click.argument("key_id", metavar="ID")
-@option("--name", scope="keys", help="What it is for.")
+@option("--name", scope="keys", help="A note for people: the use of the key.")
 @rights_options
 @all_classes_option
 @limit_options("keys")

@@ -78,7 +78,7 @@ def set_(account: str, tier: str | None, as_json: bool, directory: Directory, **
         raise CommandError("no limit was given, e.g. --requests-per-minute 60")
     if kind == _TIER:
         if tier is not None:
-            raise CommandError("a tier has no tier")
+            raise CommandError("--tier can be set for an organisation, a project or a key, not for a tier")
         known = {one.name: one for one in directory.list_all("ListLimitTiers", "tiers")}
         changed = known.get(name, pb.LimitTier(name=name))
         for field, value in given.items():

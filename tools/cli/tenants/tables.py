@@ -1,4 +1,4 @@
-"""What is shown: as tables for people, or as JSON for programs."""
+"""Shows results: as tables for people, or as JSON for programs."""
 
 from __future__ import annotations
 

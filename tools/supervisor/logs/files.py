@@ -20,7 +20,7 @@ Filter = Callable[[LogEntry], bool]
 
 @dataclasses.dataclass(frozen=True)
 class LogQuery:
-    """Which lines are wanted."""
+    """Says which lines are wanted."""
 
     processes: frozenset[str] = frozenset()
     """Empty: all."""
@@ -59,7 +59,7 @@ class LogReader:
             self._closing = stack.pop_all()
 
     def first(self) -> list[LogEntry]:
-        """What the files hold now, in the order of time."""
+        """Returns the lines that the files hold now, in the order of time."""
         ends = dict(zip(self._paths, (tail.start for tail in self._tails), strict=False))
         if self._related is not None:
             for entry in self._everything(ends):
@@ -121,7 +121,7 @@ class LogTail:
         self._parser = EntryParser(process or path.stem)
         self._file = path.open("rb")
         self.start = _end_of_last_line(self._file)
-        """What `new_entries` returns begins at this position of the file."""
+        """The position of the file at which the lines of `new_entries` begin."""
         self._file.seek(self.start)
         self._unfinished = b""
 

@@ -221,7 +221,7 @@ class ModelChanges:
         on_step(f"all answers of {name} have ended")
 
     async def is_served_elsewhere(self, name: str) -> bool:
-        """Whether other machines have shards of the model, which then takes requests as before."""
+        """True when other machines have shards of the model, which then takes requests as before."""
         addresses = [status.internal_address or status.router_address for status in self.supervisor.statuses]
         listed = await asyncio.gather(*(models_of(address, self.trust) for address in addresses if address))
         infos = [info for models in listed for info in models or () if info.name == name]

@@ -1,4 +1,5 @@
-"""What has happened to the models of a data directory: loaded, unloaded, rolled out, rolled back, asleep, awake."""
+"""Keeps what has happened to the models of a data directory: loaded, unloaded, rolled out, rolled back, asleep,
+awake."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class ModelHistory:
         self._max_events = max_events
 
     def add(self, event: str, model: str, outcome: str, reason: str = "", **more: str | int) -> None:
-        """Of what has just happened. A file that cannot be written is reported."""
+        """Adds an event that has just happened. A file that cannot be written is reported."""
         added = msgspec.convert(
             {"at": time.time(), "event": event, "model": model, "outcome": outcome, "reason": reason[:1000], **more},
             ModelEvent,

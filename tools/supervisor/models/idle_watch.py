@@ -24,8 +24,8 @@ class IdleWatch:
         self._num_idle = 0
 
     def take(self, works: Sequence[ShardWork | None]) -> None:
-        """What the shards have answered. None: one has not, since it hangs or is being restarted, so that it may have
-        work, or does not know yet that the model is to end."""
+        """Takes the answers of the shards. None: one has not answered, since it hangs or is being restarted, so that it
+        may have work, or does not know yet that the model is to end."""
         known = [work for work in works if work is not None]
         submitted = [work.num_submitted for work in known]
         is_idle = len(known) == len(works) and not any(work.num_sequences for work in known)

@@ -23,7 +23,7 @@ class Shares(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody follows the announcement any more, because it could not be renewed."""
+        """True when nobody follows the announcement any more, because it could not be renewed."""
         ...
 
     async def end(self, *, at_once: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether a new version of a model serves worse than the old one, as far as is known. It is pure.
+"""Judges if a new version of a model serves worse than the old one, as far as is known. It is pure.
 
 Both have served a share of the same traffic. The new version is taken back when one of these is certain enough:
 
@@ -40,7 +40,7 @@ _BISECTIONS: Final = 50
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What is still acceptable."""
+    """Says what is still acceptable."""
 
     max_error_rate_increase: float = 0.02
     """From 0 to 1: 0.02 are two more errors in a hundred requests."""
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """What a version has served. Requests that failed by the caller's fault, or were cancelled, do not count."""
+    """Counts what a version has served. Requests that failed by the caller's fault, or were cancelled, do not count."""
 
     num_requests: int = 0
     num_errors: int = 0
@@ -149,8 +149,8 @@ class Looks:
         self._last = 0
 
     def take(self, num_requests: int, *, is_end: bool) -> bool:
-        """Whether to look now that the new version has so many requests; it is counted. At the end of the step, every
-        further request is a reason."""
+        """Returns True when to look now that the new version has so many requests; the look is counted. At the end of
+        the step, every further request is a reason."""
         if self.count:
             is_due = num_requests > self._last and (is_end or num_requests >= self._last * _GROWTH_PER_LOOK)
         else:
@@ -167,7 +167,7 @@ def rate_at_least(count: int, total: int, alpha: float) -> float:
 
 
 def rate_at_most(count: int, total: int, alpha: float) -> float:
-    """An upper bound, likewise."""
+    """Returns an upper bound of the rate, as `rate_at_least` returns a lower one."""
     if not total:
         return 1.0
     share, allowed = count / total, math.log(1 / alpha) / total

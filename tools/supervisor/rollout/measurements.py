@@ -1,4 +1,4 @@
-"""What the routers of the fleet have counted for the two versions of a model, since some moment."""
+"""Collects what the routers of the fleet have counted for the two versions of a model, since some moment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Reading = Mapping[Series, float]
 
 
 def _is_fault(reason: str) -> bool:
-    """Whether an error is the fabric's fault. "" is none; one that is not known here is."""
+    """True when an error is the fabric's fault. "" is none; one that is not known here is."""
     try:
         kind = CATALOGUE[ErrorReason.Value(f"ERROR_REASON_{reason.upper()}")]
     except (KeyError, ValueError):
@@ -55,7 +55,7 @@ def reading_of(samples: Iterable[Sample], models: Iterable[str]) -> Reading:
 
 
 def counts_of(reading: Reading, model: str) -> Counts:
-    """What counts of a model. Requests that failed by the caller's fault, or were cancelled, are left out."""
+    """Returns the counts of a model. Requests that failed by the caller's fault, or were cancelled, are left out."""
     num_requests = num_errors = 0
     cumulative: dict[float, float] = {}
     for (name, labels), value in reading.items():

@@ -1,4 +1,4 @@
-"""What an operator asks for: the new version, the steps, and what is acceptable."""
+"""RolloutPlan is what an operator asks for: the new version, the steps, and what is acceptable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RolloutPlan:
     version: str
     """The new version, as NAME@VERSION."""
     path: str = ""
-    """As for `kvloom models load`. "": the registered model of this name and version."""
+    """The path, as for `kvloom models load`. "": the registered model of this name and version."""
     num_shards: int | None = None
     """None: as many as the old version."""
     shard: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -90,7 +90,7 @@ class RolloutPlan:
 
 
 def shard_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """Of `sim.step_ms=5` and the like: values are JSON, or else strings. Raises CommandError."""
+    """Parses assignments like `sim.step_ms=5`: values are JSON, or else strings. Raises CommandError."""
     found: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")

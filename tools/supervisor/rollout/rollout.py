@@ -181,8 +181,8 @@ class Rollout:
             raise _RolledBackError(lost)
 
     def _counts(self, earlier: Mapping[Series, float]) -> tuple[Counts, Counts]:
-        """Of the old and the new version in this step. If the old one has hardly any requests left, what it has had
-        since the rollout began is compared."""
+        """Returns the counts of the old and the new version in this step. If the old one has hardly any requests left,
+        what it has had since the rollout began is compared."""
         increments = self._metering.increments
         step = increments.since(earlier)
         old, new = counts_of(step, self.state.old), counts_of(step, self.state.new)

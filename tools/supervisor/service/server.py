@@ -76,7 +76,7 @@ _STOP_GRACE_SECONDS: Final = 0.5
 
 OnStep = Callable[[str], None]
 Restart = Callable[[Sequence[str], OnStep], Awaitable[None]]
-"""Called with names and a callback for each step. Raises CommandError; the following likewise."""
+"""Called with names and a callback for each step. Raises CommandError."""
 Reload = Callable[[Path | None, bool, OnStep], Awaitable[None]]
 """Called with the file, if it is another one, and whether to restart processes."""
 LoadModel = Callable[[ModelConfig, int | None, OnStep], Awaitable[None]]
@@ -100,10 +100,9 @@ class RolloutCommands(Protocol):
 
 
 class AdapterCommands(Protocol):
-    """What can be done with the adapters of the machine's models."""
+    """The commands for the adapters of the machine's models. All raise CommandError."""
 
-    async def load_adapter(self, model: str, adapter: AdapterConfig, on_step: OnStep) -> None:
-        """Raises CommandError; the following likewise."""
+    async def load_adapter(self, model: str, adapter: AdapterConfig, on_step: OnStep) -> None: ...
 
     async def unload_adapter(self, model: str, name: str, timeout_seconds: float, on_step: OnStep) -> None: ...
 
@@ -266,7 +265,7 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
 
 
 async def _steps(start: Callable[[OnStep], Awaitable[None]], context: Any) -> AsyncIterator[str]:
-    """What the work reports. Its failure fails the call."""
+    """Yields what the work reports. Its failure fails the call."""
     steps: asyncio.Queue[str] = asyncio.Queue()  # about as many as processes
     work = asyncio.ensure_future(start(steps.put_nowait))
     work.add_done_callback(lambda _: steps.put_nowait(""))

@@ -1,5 +1,5 @@
-"""Which keys continue the limits of a key that they have replaced. Rotations of before are not known: a key that was
-made by one has an account of its own."""
+"""Records which keys continue the limits of a key that they have replaced. Earlier rotations are not known: a key that
+was made by one has an account of its own."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class StoredBlock:
     identity: BlockIdentity
     num_tokens: int
     token_bytes: bytes | None
-    """As kvloom_common.text.block_hash takes them; None if the tokens alone do not identify the content (images, prompt
-    tuning)."""
+    """The bytes of the tokens that kvloom_common.text.block_hash takes; None if the tokens alone do not identify the
+    content (images, prompt tuning)."""
     cache_salt: str | None = None
     """Only newer versions report it."""
 

@@ -59,7 +59,7 @@ class AdapterTable:
         self._on_change = on_change
 
     async def add(self, name: str, path: str, *, load_now: bool = False) -> AdapterState:
-        """As `Adapters.add`; but the library loads weights at their first use only."""
+        """Adds as `Adapters.add` does; but the library loads weights at their first use only."""
         if load_now:
             raise AdapterError("TensorRT-LLM loads adapters at their first use, and not before")
         info = await asyncio.to_thread(_read, name, path, self._max_rank)

@@ -51,9 +51,9 @@ class RequestStream:
         self.cut_off_at = 0.0
         """The time at which it ends even if TensorRT-LLM has not ended it; set together with pending_end."""
         self.aborts_later = False
-        """Whether it has been aborted here, and TensorRT-LLM is to abort it as soon as its KV has been fetched."""
+        """True when it has been aborted here, and TensorRT-LLM is to abort it as soon as its KV has been fetched."""
         self.has_root = False
-        """Whether its first block is in the RootLedger."""
+        """True when its first block is in the RootLedger."""
         self.num_tokens = 0
         """The number of tokens that this attempt has delivered."""
         self._max_tokens = request.max_tokens - len(request.output_token_ids)

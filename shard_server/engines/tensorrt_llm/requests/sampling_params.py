@@ -25,7 +25,7 @@ class SamplingMapper:
     library: TensorRtLlm
     make: Any
     takes_prompt_length: bool
-    """Whether this version can be told which tokens of the prompt penalties must not count."""
+    """True when this version can be told which tokens of the prompt penalties must not count."""
     guided_decoding_backend: str
 
     @classmethod
@@ -95,7 +95,7 @@ def _stop_arguments(stops: frozenset[int], eos_token_ids: frozenset[int]) -> dic
 
 
 def _embedding_bias(request: EngineRequest, vocab_size: int) -> Any:
-    """What is added to each logit: a tensor over the vocabulary."""
+    """Returns what is added to each logit: a tensor over the vocabulary."""
     import torch  # the library has loaded it
 
     bias = torch.zeros(vocab_size)

@@ -23,7 +23,7 @@ _GENERATE: Final = "LLM.generate_async"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestScheduling:
-    """Which of the arguments of generate_async requests get. `of` has checked that the version takes them."""
+    """Chooses the arguments of generate_async that requests get. `of` has checked that the version takes them."""
 
     library: TensorRtLlm
     by_class: bool
@@ -65,7 +65,7 @@ class RequestScheduling:
         return found
 
     def _retention(self, priority: int) -> Any:
-        """Of all tokens of its prompt and its output, for as long as they are cached."""
+        """Retains all tokens of its prompt and its output at this priority, for as long as they are cached."""
         make = self.library.symbol("llmapi.KvCacheRetentionConfig")
         whole_prompt = make.TokenRangeRetentionConfig(0, None, priority, None)
         return make([whole_prompt], priority)

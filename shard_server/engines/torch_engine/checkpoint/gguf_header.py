@@ -19,9 +19,9 @@ _STRING: Final = 8
 _ARRAY: Final = 9
 _MAX_DIMENSIONS: Final = 4
 _MAX_ENTRIES: Final = 100_000
-"""Of metadata, and of tensors; models have hundreds."""
+"""A file has at most so many entries of metadata, and so many tensors; models have hundreds."""
 _MAX_ELEMENTS: Final = 4_000_000
-"""Of an array; the longest ones are vocabularies and their merges."""
+"""An array has at most so many elements; the longest ones are vocabularies and their merges."""
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 

@@ -20,13 +20,13 @@ _POOLING_KINDS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """What was found; a model that was not trained for embeddings has none of it."""
+    """Holds what was found; a model that was not trained for embeddings has none of it."""
 
     pooling: PoolingKind | None = None
     max_tokens: int | None = None
     """The longest text that the model was trained for, in tokens."""
     is_sentence_model: bool = False
-    """Whether there is a modules.json."""
+    """True when there is a modules.json."""
 
 
 def load_sentence_config(model_dir: Path) -> SentenceConfig:

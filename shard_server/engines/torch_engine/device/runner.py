@@ -76,7 +76,7 @@ class DeviceRunner:
         self._block_size = options.block_size
         self._multiple = _INVARIANT_ROWS if options.wants_batch_invariance else 1
         self._rows_alone = options.wants_batch_invariance
-        """Whether all rows, also those of prompts, attend with the decoding kernel."""
+        """True when all rows, also those of prompts, attend with the decoding kernel."""
         with torch.inference_mode():
             self._model = LlamaModel(
                 config,
@@ -113,11 +113,11 @@ class DeviceRunner:
             if device.type == "cuda":
                 self._decode_steps.record(on_progress)
         self.batch_invariant = options.wants_batch_invariance and self._is_invariant()
-        """Whether logits do not depend on the batch, bit for bit: measured at the start."""
+        """True when logits do not depend on the batch, bit for bit: measured at the start."""
 
     @torch.inference_mode()
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """As ModelRunner.run; the logits lie on the device and are valid until the next step."""
+        """Runs as ModelRunner.run does; the logits lie on the device and are valid until the next step."""
         decodes: list[DecodeRow] = []
         prompts: list[ScheduledSequence] = []
         places: list[tuple[bool, int, int]] = []  # (of a prompt, first row of logits, rows)
@@ -143,7 +143,7 @@ class DeviceRunner:
         return torch.cat(parts)
 
     def hidden_states(self) -> list[torch.Tensor]:
-        """As ModelRunner.hidden_states, in the memory of the CPU."""
+        """Returns what ModelRunner.hidden_states does, in the memory of the CPU."""
         return self._hidden_states
 
     def _run_decodes(self, rows: Sequence[DecodeRow]) -> torch.Tensor:

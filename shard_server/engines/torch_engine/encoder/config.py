@@ -37,7 +37,7 @@ class EncoderConfig:
 
 
 def is_encoder(model_dir: Path) -> bool:
-    """Whether the model is of one of ENCODER_TYPES. A file that cannot be read is no answer, and others report it."""
+    """True when the model is of one of ENCODER_TYPES. A file that cannot be read is no answer, and others report it."""
     try:
         content = json.loads((model_dir / "config.json").read_bytes())
         return content["model_type"] in ENCODER_TYPES

@@ -66,7 +66,8 @@ class EncoderRunner:
             granularity = common_row_granularity(self._model.distinct_products, dtype) if is_invariant else None
         self._row_granularity = granularity or 1
         self.batch_invariant = granularity is not None and self._is_invariant()
-        """Whether a text's vector does not depend on the batch, bit for bit: measured on this machine at the start."""
+        """True when a text's vector does not depend on the batch, bit for bit: measured on this machine at the
+        start."""
         where = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
         name = str(dtype).removeprefix("torch.")
         self.variant = f"{name}/torch-{where}"

@@ -95,7 +95,7 @@ class EncoderLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to report."""
+        """True while `step` has something to compute or to report."""
         return bool(self._waiting or self._output.ends)
 
     def step(self) -> StepOutput | None:

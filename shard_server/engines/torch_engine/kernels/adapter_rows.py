@@ -18,8 +18,8 @@ from shard_server.engines.torch_engine.kernels.codegen.vector_ops import add_sca
 from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE
 
 ENTRY_SIZE: Final = 3
-"""Of an adapter's table: the addresses of A (bf16 [rank, columns]) and B (bf16 [rank, columns of the output]), and the
-rank, which is 0 where the adapter changes nothing."""
+"""An entry of an adapter's table has so many numbers: the addresses of A (bf16 [rank, columns]) and B (bf16 [rank,
+columns of the output]), and the rank, which is 0 where the adapter changes nothing."""
 _rounded_sum: Final = rounding_ops(native=False).rounded_sum
 
 

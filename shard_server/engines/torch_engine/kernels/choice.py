@@ -1,4 +1,5 @@
-"""Which kernel family a shard computes with: measured once per machine, and kept, so that all shards choose alike."""
+"""Chooses the kernel family that a shard computes with: measured once per machine, and kept, so that all shards choose
+alike."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _PROMPT_ROWS, _ANSWER_ROWS = 512, 128
 """The request that the families are compared by: rows that are multiplied together, and rows one by one."""
 
 Probe = Callable[[Family], dict[str, float]]
-"""What `probe.measure` returns. Raises ProbeError."""
+"""Returns what `probe.measure` does. Raises ProbeError."""
 
 
 class ProbeError(Exception):
@@ -105,7 +106,7 @@ def probe_in_process(family: Family) -> dict[str, float]:
 
 
 def _kept_choice(path: Path, on_progress: OnProgress) -> Family | None:
-    """Of several shards that start together, one measures and the others wait for its choice."""
+    """Returns the kept choice. When several shards start together, one measures and the others wait for its choice."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # nowhere to keep it: every start measures
             path.parent.mkdir(parents=True, exist_ok=True)

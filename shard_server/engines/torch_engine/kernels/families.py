@@ -24,7 +24,7 @@ class Products(enum.Enum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
     name: str
-    """As in the configuration key `shard.torch.kernels`"""
+    """The name, as in the configuration key `shard.torch.kernels`."""
     label: str
     """For people"""
     arithmetic: str
@@ -64,7 +64,7 @@ FAMILIES: Final = {family.name: family for family in (AMX, AVX512_BF16, AVX512, 
 
 
 def why_missing(family: Family) -> str | None:
-    """What this CPU lacks for the family; None if nothing."""
+    """Says what this CPU lacks for the family; None if nothing."""
     if family is AMX:
         return None if has_amx() else "this CPU has no AMX"
     missing = _NEEDED.get(family.name, frozenset()) - features()

@@ -32,7 +32,7 @@ DEPTH = 32
 """The sums of bf16 products are padded to a multiple of this."""
 _INT8_DEPTH = 64
 PREPARED_BYTES = 4
-"""Of the memory for prepared rows, for each number of a row"""
+"""Prepared rows take so many bytes of memory for each number of a row."""
 _NOTHING = torch.empty(0)
 
 
@@ -124,7 +124,8 @@ class PackedInt8:
         self._scales = _floats(scales.flatten(), self.num_columns)
         self._bias = _floats(bias, self.num_columns)
         self._corrections: torch.Tensor | None = None
-        """What the offset of unsigned digits adds to a column's sums, negated; None where digits are signed."""
+        """The part that the offset of unsigned digits adds to a column's sums, negated; None where digits are
+        signed."""
         if threads.family.products is Products.DOTS:
             self._corrections = values.sum(1, dtype=torch.int32).mul_(-DIGIT_OFFSET)
 

@@ -56,8 +56,8 @@ from shard_server.engines.torch_engine.kernels.row_kernels import (
 
 CALL_SIZE = 8
 TASKS, NUM_TASKS, BARRIER, FOUND, THREAD_NUMBER, NUM_THREADS, SYSTEM_CALL = range(7)
-"""Of a call: addresses of the program, of a barrier (see barrier.py), of 64 bytes for each thread, and of C's
-omp_get_thread_num, omp_get_num_threads (both 0: there is one thread) and syscall."""
+"""The places of a call's arguments: addresses of the program, of a barrier (see barrier.py), of 64 bytes for each
+thread, and of C's omp_get_thread_num, omp_get_num_threads (both 0: there is one thread) and syscall."""
 
 
 class _FamilyTasks(NamedTuple):

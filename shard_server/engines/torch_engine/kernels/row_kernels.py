@@ -110,7 +110,7 @@ def _scale(x: Any, weight: Any, factor: Any, out: Any) -> None:
 
 @jit()
 def _rotate(lower: Any, upper: Any, cos: Any, sin: Any) -> None:
-    """As in rope.rotate_, product and sum are rounded separately."""
+    """Rotates in place. Product and sum are rounded separately, as in rope.rotate_."""
     for index in range(lower.size):
         low, high = float_of_bf16(lower[index]), float_of_bf16(upper[index])
         lower[index] = bf16_of_float(low * cos[index] + high * sin[index])

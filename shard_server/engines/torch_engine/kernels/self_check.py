@@ -26,8 +26,8 @@ _NUM_TOKENS, _BLOCK_SIZE = 200, 16
 
 
 def why_wrong(threads: ThreadPool, config: LlamaConfig) -> str | None:
-    """Which of the family's results differ from float64 by more than they may; None if none. Attention is that of the
-    model's heads."""
+    """Says which of the family's results differ from float64 by more than they may; None if none. Attention is that of
+    the model's heads."""
     generator = torch.Generator().manual_seed(0)
     for name, pack in (("bf16", PackedBf16), ("int8", PackedInt8)):
         if not _multiplies(threads, pack, generator):
@@ -36,8 +36,8 @@ def why_wrong(threads: ThreadPool, config: LlamaConfig) -> str | None:
 
 
 def rows_are_independent(threads: ThreadPool, depths: Iterable[int]) -> bool:
-    """Whether a row of a product has the same bits in whatever batch it is computed: measured, for sums of these
-    lengths. Columns are computed alike, so a few of them suffice."""
+    """Returns True when a row of a product has the same bits in whatever batch it is computed: measured, for sums of
+    these lengths. Columns are computed alike, so a few of them suffice."""
     generator = torch.Generator().manual_seed(0)
     for pack in (PackedBf16, PackedInt8):
         linears = PackedLinears(pack, threads)

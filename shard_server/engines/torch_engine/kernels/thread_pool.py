@@ -29,7 +29,7 @@ from shard_server.engines.torch_engine.kernels.program import (
 
 
 class ThreadPool:
-    """As many threads as torch has, including the caller's. Used from one thread at a time."""
+    """Runs as many threads as torch has, including the caller's. Used from one thread at a time."""
 
     def __init__(self, family: Family) -> None:
         self.family = family

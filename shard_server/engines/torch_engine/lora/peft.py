@@ -56,13 +56,13 @@ Part = tuple[int, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What adapter_config.json says."""
+    """Holds what adapter_config.json says."""
 
     rank: int
     scale: float
     """The factor of B A x."""
     targets: frozenset[str] | None
-    """Of MODULES; None: whichever have tensors."""
+    """Some of MODULES; None: whichever have tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Gated(Protocol):
 
 
 class AdaptedRows:
-    """Which rows of a step belong to which adapter. Called by the model's forward pass after each product."""
+    """Groups the rows of a step by their adapters. Called by the model's forward pass after each product."""
 
     def __init__(self, adapters: Sequence[TorchAdapter | None]) -> None:
         """`adapters`: by row."""

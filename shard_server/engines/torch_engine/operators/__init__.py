@@ -1,4 +1,4 @@
-"""What torch's operators compute, where compiled kernels cannot: on a GPU, in float32, or without numba.
+"""Computes with torch's operators where compiled kernels cannot: on a GPU, in float32, or without numba.
 
 linear.py         linear layers whose rows do not depend on the batch
 int8_linear.py    linear layers with int8 weights

@@ -117,7 +117,7 @@ class Attention(Protocol):
     """Attention of one model over one KV cache."""
 
     multiplies_single_rows: bool
-    """Whether several rows of one sequence are cheaper when they are computed as rows of different sequences."""
+    """True when several rows of one sequence are cheaper when they are computed as rows of different sequences."""
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
         """The plan of every layer in a step, with its `token_rows` and `num_rows` (see AttentionPlan)."""

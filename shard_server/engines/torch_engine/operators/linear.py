@@ -40,7 +40,7 @@ class Product(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether any number of rows is computed in one product and a row's bits still depend on that row only."""
+        """True when any number of rows is computed in one product and a row's bits still depend on that row only."""
         ...
 
     def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...

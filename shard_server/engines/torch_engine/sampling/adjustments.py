@@ -1,5 +1,5 @@
-"""What a request changes in the logits before a token is drawn from them: bias, stop tokens that come too early, and
-penalties for tokens that have occurred.
+"""LogitAdjustments changes for a request the logits from which a token is drawn: bias, stop tokens that come too early,
+and penalties for tokens that have occurred.
 
 Every operation works on single logits, so the result depends neither on the batch nor on the number of threads. It
 depends only on the request and on the tokens so far, so a sequence that is preempted or resumed elsewhere continues
@@ -57,7 +57,7 @@ class LogitAdjustments:
             self._seen[token_id] = None
 
     def forbids_stops(self, position: int) -> bool:
-        """Whether the output token with this index must not be a stop token."""
+        """True when the output token with this index must not be a stop token."""
         return position < self._min_tokens
 
     def apply(self, logits: torch.Tensor, position: int, *, may_stop: bool = False) -> torch.Tensor:

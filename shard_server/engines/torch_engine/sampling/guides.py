@@ -23,7 +23,7 @@ class GuideState(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer ends here: nothing may follow, and the request has no end-of-sequence token to draw."""
+        """True when the answer ends here: nothing may follow, and the request has no end-of-sequence token to draw."""
         ...
 
     def mask(self) -> np.ndarray:

@@ -28,7 +28,7 @@ class SampleRow:
     position: int
     """The number of output tokens of the sequence, which is the index of the one to draw."""
     adjustments: LogitAdjustments | None = None
-    """What is changed in the logits before; None: nothing."""
+    """The changes of the logits before a token is drawn; None: nothing is changed."""
     mask: np.ndarray | None = None
     """uint8 [at least vocab / 8], a bit per token, lowest first: only tokens whose bit is 1 are drawn. None: all."""
 
@@ -50,7 +50,7 @@ class Draws:
 
     @property
     def wants_rows_together(self) -> bool:
-        """Whether waiting for every single row would be expensive, because the logits are not in the CPU's memory."""
+        """True when waiting for every single row would be expensive, because the logits are not in the CPU's memory."""
         return self._logits.device.type != "cpu"
 
     def draw_together(self, rows: Sequence[PlainRow]) -> None:

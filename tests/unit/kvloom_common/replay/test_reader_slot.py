@@ -12,8 +12,8 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.replay.event_log import LOG_OVERHEAD_BYTES, ByteBudget, EventLog
 from kvloom_common.replay.reader_slot import Nouns, ReaderSlot
-from tools.dst.timeline import Timeline
-from tools.dst.virtual_loop import VirtualLoop
+from lab.dst.timeline import Timeline
+from lab.dst.virtual_loop import VirtualLoop
 
 NOUNS = Nouns("event", "response", "connection")
 

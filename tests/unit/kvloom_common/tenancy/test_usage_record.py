@@ -15,7 +15,7 @@ def test_the_requests_of_clients_outside_the_fabric_are_answers_of_their_own() -
 
 
 def test_a_continuation_for_which_nothing_is_computed_adds_nothing() -> None:
-    """A client without budget claimed output, and was charged for it beyond its hard budget. (`kvloom chaos` found
+    """A client without budget claimed output, and was charged for it beyond its hard budget. (`kvloom-lab chaos` found
     it.) After the death of a router it is the only one that knows what had been delivered."""
     begun = usage_record(1, "a", "r0/1", answer_id="x", num_attempts=1, num_output_tokens=20)
     ended = usage_record(1, "a", "r1/1", answer_id="x", num_resumed_tokens=500, num_output_tokens=500)

@@ -71,7 +71,7 @@ def test_a_continuation_for_which_nothing_is_computed_has_nothing(
     tmp_path: Path, reason: FinishReason.ValueType
 ) -> None:
     """It is refused, or ends at once because no budget is left; no usage record may say that it was continued.
-    (`kvloom chaos` found it.)"""
+    (`kvloom-lab chaos` found it.)"""
     world = World(tmp_path)
     world.ask("a", ChoiceSpec(1, 0, [7, 7]))
     world.tap.stepped("c", Step(finishes=[Finish(1, reason)]))

@@ -8,8 +8,8 @@ import redis.exceptions
 
 from kvloom_common.discovery.records import RolloutRecord
 from kvloom_common.discovery.registry import TTL_SECONDS
-from tools.dst.timeline import Timeline
-from tools.dst.virtual_loop import VirtualLoop
+from lab.dst.timeline import Timeline
+from lab.dst.virtual_loop import VirtualLoop
 from tools.supervisor.rollout.announcement import RolloutAnnouncement
 
 RECORD = RolloutRecord("m", ("m",), old="m", new="m@2", share=0.0, address="a", incarnation_id="i")

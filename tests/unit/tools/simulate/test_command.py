@@ -1,4 +1,4 @@
-"""`kvloom simulate` and `kvloom bench routing` end to end on tiny traces."""
+"""`kvloom simulate` end to end on tiny traces."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from router.core.placement import POLICIES
+from tests.unit.tools.simulate.small_traces import small_mooncake_trace, small_weka_trace
 from tests.unit.tools.simulate.test_traces import session, turn, write_lines
 from tools.failures import CommandError
 from tools.simulate.command import simulate_command
 from tools.simulate.fleet.profile import PROFILES, load_profile
 from tools.simulate.plot import draw, shown_places
-from tools.simulate.runs import Curves, RunReport
+from tools.simulate.runs import Curves
 from tools.simulate.statistics import Slo, combine, summarise
-from tools.simulate.study.command import study_command
-from tools.simulate.study.page import render, write_table
-from tools.simulate.study.plan import StudyPlan
-from tools.simulate.study.results import StudyResults
 from tools.simulate.table import print_table
 from tools.simulate.workload import SimulationResult
 
@@ -36,23 +33,12 @@ FIELDS = {
 
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Path:
-    """Forty conversations of three calls."""
-    lines = [
-        {
-            "timestamp": 3000 * (index // 20),
-            "input_length": 2048 * (1 + index // 40),
-            "output_length": 20,
-            "hash_ids": [1000 * (index % 40) + block for block in range(4 * (1 + index // 40))],
-        }
-        for index in range(120)
-    ]
-    return write_lines(tmp_path / "mooncake.jsonl", lines)
+    return small_mooncake_trace(tmp_path)
 
 
 @pytest.fixture
 def weka(tmp_path: Path) -> Path:
-    requests = [turn(0, list(range(1, 40))), turn(9, list(range(1, 60)), think=8.0)]
-    return write_lines(tmp_path / "weka.jsonl.gz", [session(requests) for _ in range(10)])
+    return small_weka_trace(tmp_path)
 
 
 def invoke(*arguments: str | Path) -> Result:
@@ -75,6 +61,22 @@ def test_all_policies_and_the_bound_in_json(mooncake: Path):
         assert row["requests"] == 108
         assert row["failed"] == 0
         assert 0 < row["ttft_p50"] <= row["ttft_p90"] <= row["ttft_p99"]
+
+
+def test_the_calibration_of_predictions_is_reported(mooncake: Path):
+    """Each policy's row says how well the router foresaw what happened; on a fleet that obeys its own model it foresees
+    most. The bound predicts nothing."""
+    ect, bound = rows("--trace", mooncake, "--shards", "3")
+    assert bound["calibration"] == {}
+    assert ect["calibration"].keys() == {"waiting", "prefill", "ttft", "decoding", "end"}
+    ttft = ect["calibration"]["ttft"]
+    assert 0 < ttft["num_predictions"] <= 108
+    assert ttft["share_within_25_percent"] > 0.5
+    assert len(ttft["deciles"]) == 10
+    assert ttft["deciles"][0]["actual_seconds"] < ttft["deciles"][-1]["actual_seconds"]
+    table = invoke("--trace", mooncake, "--shards", "3").stdout
+    assert "predictions against what happened" in table
+    assert "decoding" in table
 
 
 def test_the_same_seed_gives_the_same_figures(mooncake: Path):
@@ -267,60 +269,3 @@ def test_a_profile_comes_from_a_file(tmp_path: Path):
     path.write_text("name = 'x'\nspeed = 3\n")
     with pytest.raises(CommandError, match=r"p\.toml: .*speed"):
         load_profile(str(path))
-
-
-def test_a_study_is_resumed_where_it_stopped(mooncake: Path, weka: Path, tmp_path: Path):
-    """It runs for hours: what is finished is not done again, half a line from a crash is dropped, and the page keeps
-    its prose."""
-    plan = StudyPlan(str(mooncake), str(weka))
-    page = tmp_path / "page.md"
-    page.write_text("Before\n<!-- table: engine -->\nold\n<!-- end table -->\nAfter\n")
-    arguments = ["--mooncake", str(mooncake), "--weka", str(weka), "--results", str(tmp_path / "r")]
-    arguments += ["--page", str(page), "--only", "engine", "--jobs", "1"]
-    first = CliRunner().invoke(study_command, arguments)
-    assert first.exit_code == 0, first.output
-    written = page.read_text()
-    assert re.fullmatch(
-        r"Before\n<!-- table: engine -->\n\|.*\|\n\| Mooncake, FCFS \| .*\n<!-- end table -->\nAfter\n",
-        written,
-        re.DOTALL,
-    )
-    results_file = tmp_path / "r" / "results.jsonl"
-    kept = results_file.read_bytes()
-    results_file.write_bytes(kept + b'{"key": "half')
-    assert CliRunner().invoke(study_command, arguments).exit_code == 0
-    assert (page.read_text(), results_file.read_bytes()) == (written, kept)
-    table = plan.table("engine", None)
-    assert len(kept.splitlines()) == len(table.jobs())
-    assert render(table, StudyResults(tmp_path / "r")) in written
-
-
-def test_results_of_another_trace_are_not_used(mooncake: Path, weka: Path, tmp_path: Path):
-    """A table must be of the trace that it names."""
-    plan = StudyPlan(str(mooncake), str(weka))
-    table = plan.table("mooncake", None)
-    results = StudyResults(tmp_path)
-    job = table.jobs()[0]
-    nothing = SimulationResult((), (), 0, 0)
-    report = RunReport(summarise(nothing, num_shards=1, num_measured_calls=0, slo=Slo()))
-    results.keep(job, report)
-    assert StudyResults(tmp_path).find_run(job) == report
-    mooncake.write_text(mooncake.read_text() + "\n")
-    assert StudyResults(tmp_path).find_run(job) is None
-
-
-def test_every_table_of_the_study_can_be_planned():
-    """A name that --only offers must lead to simulations."""
-    plan = StudyPlan("m", "w")
-    for name in plan.names:
-        assert plan.table(name, 3.0).jobs(), name
-
-
-def test_a_page_without_the_markers_is_rejected(tmp_path: Path):
-    """The page is checked before the simulations, and another table is never overwritten."""
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table: a -->\n<!-- table: b -->\n<!-- end table -->\n")
-    write_table(page, "b", "| x |")
-    assert page.read_text() == "<!-- table: a -->\n<!-- table: b -->\n| x |\n<!-- end table -->\n"
-    with pytest.raises(CommandError, match="table: a"):
-        write_table(page, "a", "| x |")

@@ -16,6 +16,7 @@ from router.decisions.records import (
     AttemptRecord,
     FleetLine,
     FleetShard,
+    JudgedRecord,
     OutcomeRecord,
     RequestLine,
     ScoreRecord,
@@ -118,10 +119,23 @@ def test_requests_are_read_as_recorded(tmp_path: Path):
 def test_the_recorded_row_has_the_recorded_outcomes(tmp_path: Path):
     """The first row must be no estimate: hit rate and TTFT are those of the lines."""
     lines = [request(index, outcome={"ttft_seconds": 0.01 * (index + 1)}) for index in range(5)]
-    recorded = read(tmp_path, fleet(), *lines).recorded(Slo(ttft_seconds=0.035, tpot_seconds=1.0))
+    recorded, _ = read(tmp_path, fleet(), *lines).recorded(Slo(ttft_seconds=0.035, tpot_seconds=1.0))
     assert recorded.hit_rate == pytest.approx(16 / sum(line.num_prompt_tokens for line in lines))
     assert (recorded.ttft_mean, recorded.ttft_p50) == (pytest.approx(0.03), pytest.approx(0.03))
     assert (recorded.goodput, recorded.requests, recorded.failed) == (0.6, 5, 0)
+
+
+def test_the_recorded_row_says_how_well_the_router_predicted(tmp_path: Path):
+    """Predictions are judged by what really happened, of which the file has both sides. Files of earlier routers have
+    none."""
+    judged = [JudgedRecord(term="ttft", predicted_seconds=0.02, actual_seconds=0.03)]
+    judged.append(JudgedRecord(term="end", predicted_seconds=None, actual_seconds=0.1))
+    lines = [request(index, outcome={"predictions": judged}) for index in range(5)]
+    _, calibration = read(tmp_path, fleet(), *lines).recorded(Slo())
+    assert calibration.keys() == {"ttft"}
+    assert calibration["ttft"].mean_error == pytest.approx(0.01)
+    (tmp_path / "log").unlink()
+    assert read(tmp_path, fleet(), request(0)).recorded(Slo())[1] == {}
 
 
 def test_cancelled_requests_count_with_the_tokens_that_they_got(tmp_path: Path):
@@ -132,7 +146,7 @@ def test_cancelled_requests_count_with_the_tokens_that_they_got(tmp_path: Path):
     lost = request(2, outcome={"reason": "error", "num_output_tokens": 0, "ttft_seconds": None})
     replay = read(tmp_path, fleet(), left, left_at_once, lost)
     assert [call.num_output_tokens for call in replay.trace.calls] == [2]
-    recorded = replay.recorded(Slo())
+    recorded, _ = replay.recorded(Slo())
     assert (recorded.requests, recorded.failed) == (3, 2)
 
 

@@ -35,7 +35,7 @@ from shard_server.engines.torch_engine.kernels.codegen.vector_blocks import (
 DIM_STEP = 32
 """The number of a head's numbers must be a multiple of this."""
 _KEY_TILE_BYTES = 1024
-"""Of 16 keys' 32 numbers"""
+"""A tile has so many bytes: 32 numbers of each of 16 keys."""
 _FLOAT = ir.FloatType()
 
 

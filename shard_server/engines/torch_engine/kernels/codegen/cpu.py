@@ -1,4 +1,4 @@
-"""What the CPU that numba compiles for can do.
+"""Tells what the CPU that numba compiles for can do.
 
 numba compiles for the CPU that it runs on, unless NUMBA_CPU_NAME (and NUMBA_CPU_FEATURES) name another one: this is how
 the kernels of lesser CPUs are tried out on a better one.
@@ -45,13 +45,13 @@ def is_arm64() -> bool:
 
 
 def has_fma() -> bool:
-    """Whether a product and a sum are one instruction with one rounding."""
+    """True when a product and a sum are one instruction with one rounding."""
     return is_arm64() or "fma" in features()
 
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether this CPU has AMX, for bf16 and int8, and Linux lets this process use it."""
+    """True when this CPU has AMX, for bf16 and int8, and Linux lets this process use it."""
     if sys.platform != "linux" or not features().issuperset(_AMX):
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0

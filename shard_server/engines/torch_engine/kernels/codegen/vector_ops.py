@@ -283,7 +283,7 @@ def _each(builder: ir.IRBuilder, width: Any, step: int = _LANES) -> Iterator[Any
 
 
 def _is_between(builder: ir.IRBuilder, index: Any, first: Any, end: Any) -> _Lanes:
-    """Whether index + lane is in [first, end)."""
+    """True for each lane whose index + lane is in [first, end)."""
     lanes = ir.Constant(_I32, list(range(_LANES)))
     places = builder.add(_spread(builder, builder.trunc(index, _I32.element)), lanes)
     first, end = (_spread(builder, builder.trunc(bound, _I32.element)) for bound in (first, end))

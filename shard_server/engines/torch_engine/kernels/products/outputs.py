@@ -1,4 +1,4 @@
-"""What becomes of a product's sums: they are rounded, added, gated or kept, as the task's kind says."""
+"""Says what becomes of a product's sums: they are rounded, added, gated or kept, as the task's kind says."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ProductTasks(NamedTuple):
     """The compiled tasks of one family's products: (task, part, num_parts)."""
 
     prepare_rows: Any
-    """Of bf16 products, or of all"""
+    """Prepares the rows of bf16 products, or of all."""
     split_rows: Any
-    """Of int8 products, if they take digits"""
+    """Splits the rows of int8 products, if they take digits."""
     multiply_columns: Any
     multiply_int8_columns: Any
 
 
 @jit()
 def no_task(_task: Any, _part: Any, _num_parts: Any) -> None:
-    """What a family does not need."""
+    """Does nothing, where a family needs no such task."""
 
 
 @functools.cache

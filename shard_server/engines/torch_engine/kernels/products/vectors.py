@@ -37,7 +37,7 @@ from shard_server.engines.torch_engine.kernels.codegen.vector_blocks import (
 from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE, make_give_out
 
 BF16_TILE_BYTES, _INT8_TILE_BYTES = 2048, 512
-"""Of a tile for all columns of a panel"""
+"""The bytes of a tile for all columns of a panel."""
 CACHED_BYTES = 2**18
 """The weights that are multiplied with all rows before the next ones: they stay in the L2 cache."""
 _FLOAT = ir.FloatType()

@@ -290,7 +290,7 @@ def test_a_continued_answer_is_charged_once_for_its_request_and_prompt():
 def test_what_was_taken_beyond_a_limit_and_given_back_is_not_there_for_others():
     """A continuation is not refused, so it is taken where there is nothing. If it then fails, or its client leaves, its
     unit is the bucket's, which lacks more of them: clients could otherwise make room for requests as they liked.
-    (`kvloom dst` found it.)"""
+    (`kvloom-lab dst` found it.)"""
     lease = RateLease(LeaseName("key:k1", LeaseKind.REQUESTS, ""), 3)
     lease.take(1)
     want = lease.want(1.0)

@@ -1,0 +1,10 @@
+"""The laboratory, `kvloom-lab`: how kvloom is tested under faults, and its parts are measured and compared.
+
+It belongs to a checkout of the repository: no wheel has it, and nothing that is shipped imports it.
+
+commands.py   the command
+dst/          `kvloom-lab dst`: deterministic simulation tests of the router core
+chaos/        `kvloom-lab chaos`: a live fabric under faults
+bench/        `kvloom-lab bench`: what parts and policies cost and bring, also beside others' gateways and engines
+study/        `kvloom-lab bench routing`: the tables of placement policies in the docs
+"""

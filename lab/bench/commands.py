@@ -1,0 +1,32 @@
+"""`kvloom-lab bench`: the commands by name."""
+
+from __future__ import annotations
+
+import click
+
+from tools.cli.lazy_group import LazyGroup
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "brownout": "lab.bench.brownout:bench_brownout",
+        "index": "lab.bench.prefix_index:bench_index",
+        "engine-peers": "lab.bench.engine_peers.command:bench_engine_peers",
+        "kv-shares": "lab.bench.kv_shares:bench_kv_shares",
+        "conversations": "lab.bench.conversations_command:bench_conversations",
+        "data-plane": "lab.bench.data_plane.command:bench_data_plane",
+        "directory": "lab.bench.directory:bench_directory",
+        "memory": "lab.bench.memory:bench_memory",
+        "fair-queue": "lab.bench.fair_queue:bench_fair_queue",
+        "fairness": "lab.bench.fairness:bench_fairness",
+        "overload": "lab.bench.overload:bench_overload",
+        "preemption": "lab.bench.preemption:bench_preemption",
+        "spot-notice": "lab.bench.spot_notice:bench_spot_notice",
+        "tenant-timing": "lab.bench.tenant_timing:bench_tenant_timing",
+        "tenants": "lab.bench.tenants.command:bench_tenants",
+        "routing": "lab.study.command:study_command",
+    },
+)
+def bench() -> None:
+    """Measure what parts and policies cost and bring, also beside others' gateways and engines."""

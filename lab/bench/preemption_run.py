@@ -1,0 +1,210 @@
+"""Urgent requests on shards that batch answers fill: with preemption, without it, and on the idle fabric."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from kvloom.v1.router_service_pb2 import ExplainResponse
+from kvloom_common.config import KvloomConfig, PriorityClassConfig
+from lab.bench.bench_fabric import Fabric, bench_fabric
+from lab.bench.streams import (
+    Stream,
+    num_differing_bytes,
+    num_tokens_computed_again,
+    numbered_prompt,
+    play,
+    play_one,
+)
+from tools.failures import CommandError
+from tools.simulate.runs import Curves
+from tools.simulate.statistics import quantile
+
+URGENT: Final = "urgent"
+IDLE: Final = "idle fabric"
+WITH: Final = "preemption"
+WITHOUT: Final = "no preemption"
+_BATCH: Final = "batch"
+_ARRIVAL_SHARES: Final = (0.1, 0.6)
+"""Urgent requests arrive while the batch has between these shares of its text, at equal distances: then its answers
+fill all places, on any machine."""
+_POLL_SECONDS: Final = 0.01
+
+
+class PreemptionPlan(msgspec.Struct, frozen=True):
+    """What the clients send."""
+
+    num_batch: int
+    num_prompt_words: int
+    max_tokens: int
+    """Of the longest batch answer; the shortest has half as many, so that they do not end at the same time."""
+    num_urgent: int
+    max_urgent_tokens: int
+
+
+class PreemptionRow(msgspec.Struct, frozen=True):
+    """One run. Times in seconds; those of urgent requests are of those that had a first token."""
+
+    run: str
+    ttft_p50: float | None
+    ttft_p99: float | None
+    num_preempted: int
+    """Batch answers that were preempted at least once."""
+    num_preemptions: int
+    num_tokens_computed_again: int
+    num_errors: int
+    """Of batch and urgent requests."""
+    num_differing_answers: int
+    """Batch answers whose text is not that of the run in which nothing disturbed them."""
+    batch_seconds: float
+    """From the first batch request to the end of the last batch answer. With the idle fabric it is that of the batch by
+    itself."""
+
+
+class PreemptionReport(msgspec.Struct, frozen=True):
+    engine: str
+    num_shards: int
+    max_batch: int
+    plan: PreemptionPlan
+    rows: list[PreemptionRow]
+
+    @property
+    def is_clean(self) -> bool:
+        return not any(row.num_errors or row.num_differing_answers for row in self.rows)
+
+
+async def run(
+    config: KvloomConfig,
+    plan: PreemptionPlan,
+    curves: dict[str, Curves],
+    on_progress: Callable[[str], None],
+) -> PreemptionReport:
+    """Start two fabrics, one after the other. `curves` gets the TTFT of each run, in the order of the rows. Raises
+    CommandError."""
+    config.router.classes = [PriorityClassConfig(name=URGENT, rank=0)]
+    on_progress("a fabric with preemption: the batch by itself, urgent requests by themselves, and both")
+    async with bench_fabric(config) as fabric:
+        alone = _batch(plan, "alone")
+        await play(fabric.session, fabric.model, alone)
+        on_idle = _urgent(plan, "idle")
+        for stream in on_idle:
+            await play_one(fabric.session, fabric.model, stream)
+        disturbed, urgent = _batch(plan, "with"), _urgent(plan, "with")
+        await _play_both(fabric, disturbed, urgent, alone)
+        rows = [
+            row_of(IDLE, on_idle, alone, alone, {}),
+            row_of(WITH, urgent, disturbed, alone, await fabric.explain(disturbed)),
+        ]
+    on_progress("a fabric without preemption: both")
+    config.router.fairness.enabled = False
+    async with bench_fabric(config) as fabric:
+        # As on the first fabric, the prompts of the batch are cached, and the first tokens of each shard are known.
+        warm_up = [msgspec.structs.replace(stream, max_tokens=1) for stream in _batch(plan, "warm-up")]
+        await play(fabric.session, fabric.model, warm_up)
+        waited, waiting = _batch(plan, "without"), _urgent(plan, "without")
+        await _play_both(fabric, waited, waiting, alone)
+        rows.append(row_of(WITHOUT, waiting, waited, alone, await fabric.explain(waited)))
+    for name, streams in ((IDLE, on_idle), (WITH, urgent), (WITHOUT, waiting)):
+        curves[name] = Curves(_ttfts(streams), [])
+    return PreemptionReport(config.shard.engine, config.shard.num_started, config.shard.max_batch, plan, rows)
+
+
+def _batch(plan: PreemptionPlan, run_name: str) -> list[Stream]:
+    """The same requests in every run, but for their names."""
+    return [
+        Stream(
+            f"{run_name}-batch-{number}",
+            batch_length(number, plan),
+            numbered_prompt(number, plan.num_prompt_words),
+            seed=number,
+            priority_class=_BATCH,
+        )
+        for number in range(plan.num_batch)
+    ]
+
+
+def batch_length(number: int, plan: PreemptionPlan) -> int:
+    """From half of the most tokens to all of them, rising with the number."""
+    least = max(1, plan.max_tokens // 2)
+    return least + (plan.max_tokens - least) * number // max(1, plan.num_batch - 1)
+
+
+def _urgent(plan: PreemptionPlan, run_name: str) -> list[Stream]:
+    """The prompts of each run are new, so that none is cached."""
+    return [
+        Stream(
+            f"{run_name}-urgent-{number}",
+            plan.max_urgent_tokens,
+            numbered_prompt(number, plan.num_prompt_words, title=f"Urgent {run_name}"),
+            seed=number,
+            priority_class=URGENT,
+        )
+        for number in range(plan.num_urgent)
+    ]
+
+
+async def _play_both(
+    fabric: Fabric, batch: Sequence[Stream], urgent: Sequence[Stream], alone: Sequence[Stream]
+) -> None:
+    """Send each urgent request when the batch has its share of the text that it had alone."""
+    num_pieces = sum(len(stream.pieces_at) for stream in alone)
+    batch_playing = asyncio.create_task(play(fabric.session, fabric.model, batch), name="batch")
+    urgent_playing: list[asyncio.Task[None]] = []
+    try:
+        for stream, share in zip(urgent, arrival_shares(len(urgent)), strict=True):
+            await _until_begun(batch, share * num_pieces, batch_playing)
+            playing = asyncio.create_task(play_one(fabric.session, fabric.model, stream), name=stream.name)
+            urgent_playing.append(playing)
+        await asyncio.gather(batch_playing, *urgent_playing)
+    finally:
+        for task in (batch_playing, *urgent_playing):
+            task.cancel()
+        await asyncio.gather(batch_playing, *urgent_playing, return_exceptions=True)
+
+
+async def _until_begun(batch: Sequence[Stream], num_pieces: float, batch_playing: asyncio.Task[None]) -> None:
+    """Wait until the batch has so many pieces of text. Raises CommandError if it ends before."""
+    while sum(len(stream.pieces_at) for stream in batch) < num_pieces:
+        if batch_playing.done():
+            errors = {stream.error for stream in batch if stream.error}
+            raise CommandError(f"the batch ended early: {'; '.join(errors) or 'its text came in few pieces'}")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def arrival_shares(num_urgent: int) -> list[float]:
+    first, last = _ARRIVAL_SHARES
+    return [first + (last - first) * number / max(1, num_urgent - 1) for number in range(num_urgent)]
+
+
+def row_of(
+    name: str,
+    urgent: Sequence[Stream],
+    batch: Sequence[Stream],
+    alone: Sequence[Stream],
+    explained: Mapping[str, ExplainResponse],
+) -> PreemptionRow:
+    """`explained` has what the router says of the batch's streams, where it matters."""
+    ttfts = _ttfts(urgent)
+    ends = [stream.pieces_at[-1] for stream in batch if stream.pieces_at]
+    return PreemptionRow(
+        run=name,
+        ttft_p50=quantile(ttfts, 0.5),
+        ttft_p99=quantile(ttfts, 0.99),
+        num_preempted=sum(stream.num_preemptions > 0 for stream in batch),
+        num_preemptions=sum(stream.num_preemptions for stream in batch),
+        num_tokens_computed_again=sum(
+            num_tokens_computed_again(stream, explained[stream.name]) for stream in batch if stream.name in explained
+        ),
+        num_errors=sum(bool(stream.error) for stream in (*batch, *urgent)),
+        num_differing_answers=sum(
+            num_differing_bytes(one.text, other.text) > 0 for one, other in zip(batch, alone, strict=True)
+        ),
+        batch_seconds=max(ends, default=0.0) - min(stream.sent_at for stream in batch) if ends else 0.0,
+    )
+
+
+def _ttfts(streams: Sequence[Stream]) -> list[float]:
+    return sorted(ttft for stream in streams if (ttft := stream.ttft_seconds) is not None)

@@ -1,0 +1,254 @@
+"""`kvloom-lab bench tenant-timing`: whether the time to the first token tells a tenant what another one has asked.
+
+An attacker of another tenant sends prompts, of which a victim has sent half just before, and tries to tell by the time
+to the first token which half that was. The AUC is the chance that, of one prompt of either half, the attacker takes
+the right one for the victim's. Both come in turn, in a random order, so that whatever else the machine does slows them
+down alike. The same attack on prompts of the attacker's own tenant, which are cached for it, must succeed, or the
+measurement would prove nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import click
+import grpc
+import grpc.aio
+import msgspec
+
+from kvloom.v1 import router_service_pb2 as pb
+from kvloom.v1.generation_pb2 import StopConditions
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.config import KvloomConfig, ModelConfig
+from lab.bench.auc import auc
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.failures import CommandError
+from tools.models.resolve import model_cache_dir, resolve_model
+from tools.options import EngineName, data_dir_option, option
+from tools.supervisor.child_fabric import child_fabric
+from tools.supervisor.state import RunFolder
+
+MAX_DISTANCE: Final = 0.05
+"""From 0.5, of all of the confidence interval."""
+MIN_OWN_AUC: Final = 0.9
+NUM_OWN_PROMPTS: Final = 100
+_REQUEST_SECONDS: Final = 60.0
+_KEY_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.05
+_STEP_MS: Final = 1.0
+_SIM_PREFILL_TOKENS_PER_SECOND: Final = 20_000.0
+_TOKEN_IDS: Final = range(300, 4300)
+"""Words and their parts, in the vocabularies of byte pairs."""
+_NUM_WARM_UP: Final = 20
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """What an attacker learns of a victim's prompts."""
+
+    num_prompts: int
+    """Of each half."""
+    auc: float
+    low: float
+    high: float
+    """The ends of the 95% confidence interval."""
+    repeated_ms: float
+    fresh_ms: float
+    """Medians of the time to the first token, of prompts that the victim had sent and of others."""
+    max_cached_tokens: int
+    """The most that an answer to the attacker has said of a prompt of the victim."""
+
+
+class Attack(NamedTuple):
+    stub: RouterServiceStub
+    model: str
+    num_prompt_tokens: int
+
+
+@click.command()
+@option(
+    "--engine", scope="bench-tenant-timing", type=EngineName(), default="sim", show_default=True, help="The engine."
+)
+@option(
+    "--model",
+    scope="bench-tenant-timing",
+    default=BUILTIN_MODEL_NAME,
+    show_default=True,
+    metavar="NAME|PATH",
+    help="The model.",
+)
+@option(
+    "--num-prompts",
+    scope="bench-tenant-timing",
+    type=click.IntRange(10, 100_000),
+    default=2000,
+    show_default=True,
+    help="How many prompts of the victim are tried, and as many others.",
+)
+@option(
+    "--prompt-tokens",
+    "num_prompt_tokens",
+    scope="bench-tenant-timing",
+    type=click.IntRange(32, 4096),
+    default=256,
+    show_default=True,
+    help="The length of a prompt.",
+)
+@option(
+    "--max-seconds",
+    scope="bench-tenant-timing",
+    type=click.FloatRange(min=1),
+    default=900.0,
+    show_default=True,
+    help="End after this time with the prompts that there are.",
+)
+@option("--seed", scope="bench-tenant-timing", type=int, default=1, show_default=True, help="Draws the prompts.")
+@data_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench_tenant_timing(
+    engine: str,
+    model: str,
+    num_prompts: int,
+    num_prompt_tokens: int,
+    max_seconds: float,
+    seed: int,
+    data_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Try to tell by the time to the first token what another tenant has asked, on a fabric that is started for it.
+
+    The exit status is 1 if the 95% confidence interval of the AUC is not within 0.45 to 0.55, or if the same attack
+    does not even succeed on prompts that are cached for the attacker.
+    """
+    cache_dir = model_cache_dir(data_dir)
+    found = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
+    config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
+    config.shard.engine, config.shard.num_shards, config.shard.sim.step_ms = engine, 1, _STEP_MS
+    config.shard.sim.prefill_tokens_per_second = _SIM_PREFILL_TOKENS_PER_SECOND
+    config.safety.answer_mode = "off"  # it holds the first words back, and it is the prefill that is to be timed
+    config.control.enabled = True
+    across, own = asyncio.run(_measure(config, num_prompts, num_prompt_tokens, max_seconds, seed))
+    is_safe = max(across.high - 0.5, 0.5 - across.low) <= MAX_DISTANCE and not across.max_cached_tokens
+    is_proof = own.auc >= MIN_OWN_AUC
+    if as_json:
+        shown = {"another_tenant": across, "own_tenant": own, "ok": is_safe and is_proof}
+        click.echo(msgspec.json.encode(shown).decode())
+    else:
+        _show("prompts of another tenant", across)
+        _show("prompts of its own tenant", own)
+        verdict = "nothing can be told" if is_safe else "NOT SHOWN: the interval is not within 0.45 to 0.55"
+        click.echo(verdict if is_proof else f"NOT SHOWN: even what is cached was not found (AUC {own.auc:.3f})")
+    sys.exit(0 if is_safe and is_proof else 1)
+
+
+def _show(what: str, timing: Timing) -> None:
+    click.echo(
+        f"{what}: {timing.num_prompts} repeated and as many others, AUC {timing.auc:.4f} (95%: {timing.low:.4f} to "
+        f"{timing.high:.4f}), first token after {timing.repeated_ms:.2f} and {timing.fresh_ms:.2f} ms (medians), at "
+        f"most {timing.max_cached_tokens} tokens said to be cached"
+    )
+
+
+async def _measure(
+    config: KvloomConfig, num_prompts: int, num_prompt_tokens: int, max_seconds: float, seed: int
+) -> tuple[Timing, Timing]:
+    """Of prompts of another tenant, and of those of the attacker's own."""
+    folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
+    try:
+        async with child_fabric(config, folder):
+            state = RunFolder(folder).read_running()
+            if state is None:
+                raise CommandError("the fabric has ended")
+            victim, attacker = [await _new_key(folder, project) for project in ("victim/app", "attacker/app")]
+            async with grpc.aio.insecure_channel(state.router_address) as channel:
+                attack = Attack(RouterServiceStub(channel), config.model.name, num_prompt_tokens)
+                for key in (victim, attacker):
+                    await _wait_until_valid(attack, key)
+                rng = random.Random(seed)
+                own_until = time.monotonic() + max_seconds / 3
+                await _timing(attack, attacker, attacker, _NUM_WARM_UP, own_until, rng)
+                click.echo("the attacker's own prompts", err=True)
+                own = await _timing(attack, attacker, attacker, min(num_prompts, NUM_OWN_PROMPTS), own_until, rng)
+                click.echo("the victim's prompts", err=True)
+                until = time.monotonic() + max_seconds
+                return await _timing(attack, victim, attacker, num_prompts, until, rng), own
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _timing(
+    attack: Attack, victim: str, attacker: str, num_prompts: int, until: float, rng: random.Random
+) -> Timing:
+    """`victim` and `attacker` are keys; `until` on the monotonic clock."""
+    repeated: list[float] = []
+    fresh: list[float] = []
+    max_cached = 0
+    while len(fresh) < num_prompts and (len(fresh) < 2 or time.monotonic() < until):  # an interval needs two
+        asked = rng.choices(_TOKEN_IDS, k=attack.num_prompt_tokens)
+        other = rng.choices(_TOKEN_IDS, k=attack.num_prompt_tokens)
+        await _first_token(attack, victim, asked)
+        probes = [(repeated, asked), (fresh, other)]
+        rng.shuffle(probes)
+        for half, probe in probes:
+            seconds, num_cached = await _first_token(attack, attacker, probe)
+            half.append(seconds)
+            max_cached = max(max_cached, num_cached)
+    found = auc(fresh, repeated)
+    repeated_ms, fresh_ms = 1000 * statistics.median(repeated), 1000 * statistics.median(fresh)
+    return Timing(len(fresh), found.value, found.low, found.high, repeated_ms, fresh_ms, max_cached)
+
+
+async def _first_token(attack: Attack, key: str, prompt: Sequence[int]) -> tuple[float, int]:
+    """(seconds to the first token, tokens said to be cached). Raises CommandError."""
+    stop = StopConditions(max_tokens=1, ignore_eos=True)
+    request = pb.GenerateRequest(model=attack.model, token_ids=pb.TokenIds(ids=prompt), stop=stop)
+    began = time.perf_counter()
+    first, num_cached = 0.0, 0
+    try:
+        call = attack.stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),), timeout=_REQUEST_SECONDS)
+        async for response in call:
+            for delta in response.deltas:
+                num_cached = max(num_cached, delta.start.num_cached_tokens)
+                if delta.token_ids and not first:
+                    first = time.perf_counter() - began
+    except grpc.aio.AioRpcError as error:
+        raise CommandError(f"the fabric has refused a request: {error.details()}") from error
+    if not first:
+        raise CommandError("an answer has come without a token")
+    return first, num_cached
+
+
+async def _wait_until_valid(attack: Attack, key: str) -> None:
+    """A new key is known to routers a moment later."""
+    deadline = time.monotonic() + _KEY_SECONDS
+    prompt = list(_TOKEN_IDS[:32])
+    while True:
+        try:
+            await _first_token(attack, key, prompt)
+        except CommandError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(_POLL_SECONDS)
+        else:
+            return
+
+
+async def _new_key(data_dir: Path, project: str) -> str:
+    """By the command that operators give. Raises CommandError."""
+    arguments = ("keys", "create", "--project", project, "--create", "--json", "--data-dir", str(data_dir))
+    command = (sys.executable, "-P", "-m", "tools.cli.commands", *arguments)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    output, errors = await process.communicate()
+    if process.returncode:
+        raise CommandError(f"no key could be made: {errors.decode(errors='replace').strip()}")
+    return str(json.loads(output)["secret"])

@@ -1,0 +1,103 @@
+"""Parses the server-sent events of an answer into its transcript. There is no I/O here."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from lab.chaos.clients.transcript import End, Transcript
+
+_EVENT: Final = re.compile(rb"(?:id: (\d+)\n)?data: (.*)", re.DOTALL)
+_OF_CONNECTIONS: Final = ("stream_taken_over", "client_too_slow")
+"""Errors about a connection and not about the answer."""
+
+
+class EventReader:
+    """Parses the bytes of one connection. `done` is set at the end of the answer. `notice` is the code of an error that
+    concerns only the connection, so that the stream may be resumed."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._transcript = transcript
+        self._rest = b""
+        self.done = False
+        self.notice = ""
+
+    def feed(self, piece: bytes, now: float, max_events: int | None = None) -> None:
+        """Parse a piece. Events after number `max_events` of the whole answer are ignored."""
+        *whole, self._rest = (self._rest + piece).split(b"\n\n")
+        for event in whole:
+            if self.done or self._transcript.num_events == max_events:
+                return
+            self._take(event, now)
+
+    def _take(self, event: bytes, now: float) -> None:
+        transcript = self._transcript
+        match = _EVENT.fullmatch(event)
+        if match is None:
+            transcript.event_fault = transcript.event_fault or f"not an event: {event[:80]!r}"
+            return
+        number, payload = match.groups()
+        due = transcript.num_events + 1
+        if number is None and payload.startswith(b'{"error"') and (code := error_in(payload)[0]) in _OF_CONNECTIONS:
+            self.notice = code
+            return
+        # Events of a stream that cannot be resumed have no numbers.
+        found = due if number is None else int(number)
+        if found != due:
+            fault = f"event {found} came again" if found < due else f"events {due} to {found - 1} lost"
+            transcript.event_fault = transcript.event_fault or fault
+        transcript.num_events = found
+        if payload == b"[DONE]":
+            transcript.end, self.done = End.COMPLETE, True
+        else:
+            self._take_chunk(json.loads(payload), now)
+
+    def _take_chunk(self, chunk: dict[str, Any], now: float) -> None:
+        transcript = self._transcript
+        if "error" in chunk:
+            transcript.code, transcript.message = _error_of(chunk)
+            transcript.end, self.done = End.ERROR, True
+            return
+        for choice in chunk["choices"]:
+            take_choice(transcript, choice, choice.get("delta", choice))
+            transcript.record_piece(now)
+        take_usage(transcript, chunk.get("usage"))
+        transcript.limited_by = chunk.get("kvloom", {}).get("limited_by", transcript.limited_by)
+
+
+def take_choice(transcript: Transcript, choice: dict[str, Any], holder: dict[str, Any]) -> None:
+    """`holder` is the object that has the text."""
+    received = transcript.choices[choice["index"]]
+    received.text += holder.get("content") or holder.get("text") or ""
+    if choice.get("finish_reason") is not None:
+        received.finish_reason = choice["finish_reason"]
+
+
+def take_usage(transcript: Transcript, usage: dict[str, Any] | None) -> None:
+    if usage:
+        transcript.num_prompt_tokens = usage["prompt_tokens"]
+        transcript.num_output_tokens = usage["completion_tokens"]
+
+
+def take_body(transcript: Transcript, body: dict[str, Any], now: float) -> None:
+    """Record an answer that was not streamed."""
+    transcript.request_ids.append(body["id"])
+    for choice in body["choices"]:
+        take_choice(transcript, choice, choice.get("message", choice))
+    take_usage(transcript, body.get("usage"))
+    transcript.record_piece(now)
+    transcript.end = End.COMPLETE
+
+
+def error_in(body: bytes) -> tuple[str, str]:
+    """Code and message in the body of an error. The code is "" if the body is not one of kvloom's errors."""
+    try:
+        return _error_of(json.loads(body))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", body[:200].decode(errors="replace")
+
+
+def _error_of(chunk: dict[str, Any]) -> tuple[str, str]:
+    error = chunk["error"]
+    return error.get("code") or error.get("type") or "", error.get("message") or ""

@@ -1,0 +1,167 @@
+"""The invariants of the router core. Each checker watches one of them from outside.
+
+attempts.py    what may be dispatched to shards, and frames of attempts that are no longer current
+classes.py     declared classes: none starves, floors hold, no answer ends because it has to wait
+deadlines.py   deadlines and the timer that enforces them
+delivery.py    what clients read: every token, all of the text, well-formed frames
+ends.py        how requests end: once, metered exactly, and for a reason
+fairness.py    who is preempted for other tenants, and what is left to them
+fleet.py       the fleet reports that clients get
+handoffs.py    prompts that one shard computes for the answer of another
+health.py      hung and draining shards, and the bounds of suspicion
+kv_shares.py   guaranteed shares of cached blocks
+limits.py      budgets, rates, leases, charges and claims, in seeds with limits
+integrity.py   the core's own consistency check
+models.py      shards of several models, and models that are loaded and unloaded
+brownout.py    degraded requests
+overload.py    rejections, service tiers, and patience with outages
+queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
+registry.py    shards are found by their records, and no other process is used
+result_cache.py  answers from the result cache
+rollouts.py    which version requests get while a new one is rolled out, and that nobody suffers
+quiescence.py  the state of the routers when nothing is in flight
+safety.py      unsafe text is not delivered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from lab.dst.checker import HOOK_NAMES, Checker, Hooks
+from lab.dst.checkers.attempts import (
+    AttemptsContinue,
+    Fence,
+    MovesCounted,
+    PlacementsFit,
+    PrefillChunksFit,
+    SlotsExclusive,
+    VariantsKept,
+)
+from lab.dst.checkers.brownout import BrownoutAtAdmission
+from lab.dst.checkers.classes import ClassesAge, FloorsKept, SchedulingEndsNothing
+from lab.dst.checkers.deadlines import DeadlinesKept
+from lab.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextIntact, TokensExact
+from lab.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
+from lab.dst.checkers.fairness import PreemptionsJustified, ReserveKept
+from lab.dst.checkers.fleet import FleetReported
+from lab.dst.checkers.handoffs import HandoffsCollected, HandoffsKept, LegsFit
+from lab.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
+from lab.dst.checkers.integrity import Integrity
+from lab.dst.checkers.kv_shares import KvSharesKept
+from lab.dst.checkers.limits import (
+    BudgetsKept,
+    ChargesExact,
+    ClaimsMoveNoLimit,
+    ComputedIsMetered,
+    LeasesConserved,
+    RatesKept,
+)
+from lab.dst.checkers.models import ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
+from lab.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
+from lab.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
+from lab.dst.checkers.quiescence import IndexExact, LoadExact
+from lab.dst.checkers.registry import RecordsFollowed, ShardsFound
+from lab.dst.checkers.result_cache import CachedAnswersOwn
+from lab.dst.checkers.rollouts import (
+    RolloutsEnd,
+    RolloutsHarmless,
+    SessionsMoveOnce,
+    SharesConverge,
+    VersionsKept,
+)
+from lab.dst.checkers.safety import SafetyKept
+
+CHECKERS: Final[tuple[type[Checker], ...]] = (
+    EndsOnce,
+    TokensExact,
+    TextIntact,
+    FramesWellFormed,
+    AnswersComplete,
+    MeteredIsDelivered,
+    EndsJustified,
+    Integrity,
+    Fence,
+    SlotsExclusive,
+    AttemptsContinue,
+    MovesCounted,
+    PlacementsFit,
+    VariantsKept,
+    PrefillChunksFit,
+    LegsFit,
+    HandoffsKept,
+    HandoffsCollected,
+    NoIdleWait,
+    NoStarvation,
+    PreemptionsJustified,
+    ReserveKept,
+    ClassesAge,
+    FloorsKept,
+    SchedulingEndsNothing,
+    QueueBound,
+    DeadlinesKept,
+    SafetyKept,
+    FleetReported,
+    ModelsKeptApart,
+    WithdrawalsKept,
+    UnloadsHarmless,
+    VersionsKept,
+    SessionsMoveOnce,
+    SharesConverge,
+    RolloutsHarmless,
+    RolloutsEnd,
+    ShardsFound,
+    RecordsFollowed,
+    HungShardsAbandoned,
+    SuspicionBounded,
+    DrainedShardsEmpty,
+    DrainsEnd,
+    RejectionsJustified,
+    BrownoutAtAdmission,
+    TiersKept,
+    OutagePatience,
+    CachedAnswersOwn,
+    KvSharesKept,
+    IndexExact,
+    LoadExact,
+)
+
+LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
+    EndsOnce,
+    TokensExact,
+    TextIntact,
+    FramesWellFormed,
+    MeteredIsDelivered,
+    Integrity,
+    Fence,
+    SlotsExclusive,
+    LegsFit,
+    HandoffsKept,
+    HandoffsCollected,
+    SafetyKept,
+    BudgetsKept,
+    RatesKept,
+    LeasesConserved,
+    ChargesExact,
+    ClaimsMoveNoLimit,
+    ComputedIsMetered,
+)
+"""Of seeds with limits. The others expect that a request is queued or placed as soon as it has arrived."""
+
+
+class Checks(Hooks):
+    """Forwards every hook to the checkers of one world that override it, in the order of the checkers."""
+
+    def __init__(self, checkers: Iterable[type[Checker]] = CHECKERS) -> None:
+        instances = [checker() for checker in checkers]
+        for name in HOOK_NAMES:
+            overrides = [checker for checker in instances if getattr(type(checker), name) is not getattr(Hooks, name)]
+            setattr(self, name, _fan_out([getattr(checker, name) for checker in overrides]))
+
+
+def _fan_out(hooks: list[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        for hook in hooks:
+            hook(*args)
+
+    return call
