@@ -1,4 +1,4 @@
-"""What all handlers share: the configuration, the link to the router, the models, and admission control."""
+"""Edge holds what all handlers share: the configuration, the link to the router, the models, and admission control."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LossReports(Protocol):
 
 
 _CAPABILITIES: Final[Mapping[Feature, str]] = {"schema": "guided", "logprobs": "logprobs", "vision": "vision"}
-"""What shards must be capable of. Tools are a matter of the prompt and of parsing."""
+"""The capabilities that shards must have for a feature. Tools are a matter of the prompt and of parsing."""
 
 
 class AdmissionPermit:
@@ -117,22 +117,22 @@ class Edge:
             least_share_bytes=config.max_body_bytes,
             ends_large=True,
         )
-        """Of requests that have been received but not processed yet."""
+        """The bytes of requests that have been received but not processed yet."""
         self.collected = ByteBudget(
             config.max_pending_answer_bytes, "answers that are not streamed", least_share_bytes=config.max_answer_bytes
         )
-        """Of answers that are collected or being sent."""
+        """The bytes of answers that are collected or being sent."""
         self.pipelined = ByteBudget(config.max_pending_body_bytes // 4, "pipelined requests")
-        """Of requests that wait behind another one of their connection."""
+        """The bytes of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
-        self.keep_alive = KeepAlive(config.stream_keep_alive_seconds)
+        self.keep_alive = KeepAlive(config.stream_keep_alive_seconds, config.stream_head_seconds)
         self.has_result_cache = False
-        """Whether routers have one; then responses tell whether it had the answer."""
+        """True when routers have a result cache; then responses tell if it had the answer."""
         self.class_names: frozenset[str] = frozenset()
         """The classes of requests (docs/scheduling.md), with the built-in ones, if any is declared."""
         self.may_have_classes = self.callers.have_tenants
-        """Whether a request that names no class may have one: classes are declared, or its key may have one."""
+        """True when a request that names no class may have one: classes are declared, or its key may have one."""
         self.receipt_keys: Path | None = None
         """The file with the public keys of receipts; None: there are no receipts."""
         self.num_running = 0
@@ -145,7 +145,7 @@ class Edge:
         self.run_folder = Path()
         """That of the `kvloom up` which has started this edge."""
         self.list_targets: Callable[[], Awaitable[Sequence[MetricsTarget]]] = _no_targets
-        """Which processes of the fleet serve /metrics; set once this edge listens."""
+        """Lists the processes of the fleet that serve /metrics; set once this edge listens."""
         self._draining = False
         self._refuses_all = False
         """Draining, or out of memory."""
@@ -196,7 +196,7 @@ class Edge:
                 model.tokenizer.release_caches()
 
     def is_idle(self) -> bool:
-        """Whether no request runs."""
+        """True when no request runs."""
         return not self.num_running
 
     async def wait_idle(self) -> None:
@@ -245,7 +245,8 @@ class Edge:
             check_models(principal, names, self.models)
 
     def check_requested_models(self, request: web.BaseRequest, name: str, more: Sequence[str] | None) -> None:
-        """As `check_models`, for the names in a body: one that stands for all models stands for the usable ones."""
+        """Checks, as `check_models` does, the names in a body: one that stands for all models stands for the usable
+        ones."""
         if self.callers.have_tenants:
             names = () if self.routes.is_any(name, self.models) else (name,)
             self.check_models(request, (*names, *(more or ())))
@@ -256,7 +257,8 @@ class Edge:
         return names if principal is None else usable(principal, names, self.models)
 
     def usable_model(self, request: web.BaseRequest, name: str) -> ServedModel:
-        """As `find_model`, for the caller of the request: also raises KvloomError (PERMISSION_DENIED)."""
+        """Finds a model as `find_model` does, for the caller of the request: also raises KvloomError
+        (PERMISSION_DENIED)."""
         self.check_models(request, (name,))
         return self.find_model(name)
 
@@ -274,8 +276,8 @@ class Edge:
         return name if model is None else model.name
 
     def model_able_to(self, name: str, features: Iterable[Feature]) -> ServedModel:
-        """As `find_model`, for one of several models that could take a request: also raises KvloomError
-        (NO_SHARD_READY, UNSUPPORTED_PARAMETER) if no shard of it could."""
+        """Finds a model as `find_model` does, if it is one of several that could take a request: also raises
+        KvloomError (NO_SHARD_READY, UNSUPPORTED_PARAMETER) if no shard of it could."""
         model = self.find_model(name)
         info = self.model_info(model.name)
         if info is None or not info.num_ready_shards:
@@ -322,7 +324,8 @@ class Edge:
         return info.max_model_len if info is not None else 0
 
     def generation_window(self, name: str) -> int:
-        """As `window`. Raises KvloomError (UNSUPPORTED_PARAMETER) for a model that generates no text."""
+        """Returns the window as `window` does. Raises KvloomError (UNSUPPORTED_PARAMETER) for a model that generates no
+        text."""
         for info in self.link.fleet.models:
             if info.name == name:
                 if info.embedding_size and GENERATE not in info.capabilities:

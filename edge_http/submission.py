@@ -22,8 +22,8 @@ from kvloom_common.usage_witness import UsageWitness, WitnessLine
 log = structlog.get_logger()
 
 MAX_OPEN_REQUESTS: Final = 128
-"""Of one answer at a time: enough for full batches, and few enough that one call does not fill the queues of a router
-and its shards. Only embeddings have more, and those wait until others have ended."""
+"""One answer has at most so many requests open at a time: enough for full batches, and few enough that one call does
+not fill the queues of a router and its shards. Only embeddings have more, and those wait until others have ended."""
 ROUTER_GRACE_SECONDS: Final = 5.0
 """The router ends a request at its deadline; this much later the edge ends it by itself."""
 
@@ -115,13 +115,13 @@ async def run_resumable(
     on_submitted: OnSubmitted = _on_submitted,
     run: RunAnswer = run_submission,
 ) -> None:
-    """As `run`, for an answer that outlives its connection. Never raises."""
+    """Runs `run` for an answer that outlives its connection. Never raises."""
     try:
         await run(edge, submission, answer, on_submitted)
     except KvloomError:
         stream.has_failed = True  # the error is the answer's as well
     except Exception:
-        log.exception("request broke")
+        log.exception("request_broke")
         answer.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
     finally:
         if not stream.ended:
@@ -129,7 +129,7 @@ async def run_resumable(
 
 
 def _note_delivered(witness: UsageWitness, submission: Submission, answer: Answer) -> None:
-    ids = [request.request_id for request in submission.requests if request is not None]
+    ids = [request.wanted.request_id for request in submission.requests if request is not None]
     if ids:
         name = ids[0] if len(submission.requests) == 1 else ids[0].rpartition(".")[0]
         witness.note(WitnessLine(name, answer.num_output_tokens, answer.error is None and not answer.num_open))

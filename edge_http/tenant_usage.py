@@ -1,5 +1,5 @@
-"""What an edge knows of its callers' usage: prices from the table of tenants, and budgets that it asks control for,
-aside from requests, which never wait for that."""
+"""TenantUsage is what an edge knows of its callers' usage: prices from the table of tenants, and budgets that it asks
+control for, aside from requests, which never wait for that."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ log = structlog.get_logger()
 CALL_SECONDS: Final = 10.0
 """A time limit for calls."""
 FRESH_SECONDS: Final = 5.0
-"""What is known of a budget is asked for again after that."""
+"""A known budget is asked for again after so long."""
 MAX_AGE_SECONDS: Final = 60.0
-"""What is older is not shown."""
+"""An older budget is not shown."""
 MAX_CALLERS: Final = 10_000
 MAX_QUESTIONS: Final = 4
 """That are asked at the same time."""
@@ -92,7 +92,7 @@ class TenantUsage:
                 request = pb.GetBudgetsRequest(tenant=tenant, key_id=key_id)
                 found = await usage.GetBudgets(request, timeout=CALL_SECONDS)
         except KvloomError as error:
-            log.info("a budget is not known", cause=error.message)
+            log.info("budget_lookup_failed", cause=error.message)
             return
         finally:
             self._asking.discard(caller)

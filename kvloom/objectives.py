@@ -31,10 +31,7 @@ def check_milliseconds(value: float, field: str) -> None:
         )
 
 
-def objectives_later(objectives: Objectives, elapsed_seconds: float, *, is_admitted: bool) -> Objectives:
-    """A copy for another router, so much later: they count from when the request first arrived."""
-    later = Objectives()
-    later.CopyFrom(objectives)
-    later.elapsed_ms = min(objectives.elapsed_ms + max(elapsed_seconds, 0.0) * 1e3, MAX_MILLISECONDS)
-    later.admitted = objectives.admitted or is_admitted
-    return later
+def delay_objectives(objectives: Objectives, seconds: float, *, is_admitted: bool = False) -> None:
+    """Let them be those of a request that continues so much later: they count from when it first arrived."""
+    objectives.elapsed_ms = min(objectives.elapsed_ms + max(seconds, 0.0) * 1e3, MAX_MILLISECONDS)
+    objectives.admitted = objectives.admitted or is_admitted

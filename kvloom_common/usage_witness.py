@@ -97,4 +97,4 @@ class UsageWitness:
                 file.write(b"\n".join(lines) + b"\n")
         except OSError as error:
             self._num_left_out += len(lines)
-            log.warning("the witness of usage cannot be written", cause=str(error), num_left_out=self._num_left_out)
+            log.warning("witness_write_failed", cause=str(error), num_left_out=self._num_left_out)

@@ -15,7 +15,9 @@ router_servicer.py    the RPCs of kvloom.v1.RouterService
 caller_scope.py       what one caller may name: its own requests and cached prompts
 continuation_tickets.py  how clients outside the fabric prove that their answer has begun at another router
 side_call_desk.py     charges calls that compute no answer to limits
-intake.py             checks requests, tokenizes them and fixes their seeds
+intake.py             checks requests and tokenizes them, by the way that each has come
+prompt_checks.py      checks prompts: their size, their tokens, their text for the safety service
+request_builder.py    makes the core's request of what is wanted and of its prompt, for all ways
 model_choice.py       which model takes a request that names a route
 conversation_intake.py  checks the messages and tools of a conversation
 parsed_output.py      the output of a `Generate`'s choices, taken apart into text, reasoning and tool calls

@@ -17,7 +17,8 @@ from router.result_cache.cache import ResultCache, SharedResults
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What an answer depends on besides its request, as of the arrival of that request (RequestArrived.ticket)."""
+    """Holds what an answer depends on besides its request, as of the arrival of that request
+    (RequestArrived.ticket)."""
 
     fingerprint: ModelFingerprint | None
     policy_revision: str | None

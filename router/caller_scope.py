@@ -1,4 +1,4 @@
-"""What one caller of the router may name: only its own requests and its own cached prompts.
+"""Says what one caller of the router may name: only its own requests and its own cached prompts.
 
 The processes of the fabric (edges) are trusted: they say which caller a request comes from, and their request ids are
 unique. For others the router adds the caller's name to every request id, so that two callers may use the same id, and
@@ -31,7 +31,7 @@ class CallerScope:
     caller: str | None
     """See kvloom_common.callers. None: a trusted process."""
     access: CallerAccess | None = None
-    """What the caller may use, if it is a tenant."""
+    """The rights of the caller, if it is a tenant."""
 
     def request_id(self, given: str) -> str:
         """The id inside the router of a request that the caller calls `given`."""
@@ -47,7 +47,7 @@ class CallerScope:
         return request_id if self.caller is None else shown_id(request_id, self.caller)
 
     def contains(self, request_id: str) -> bool:
-        """Whether a request inside the router is the caller's own."""
+        """True when a request inside the router is the caller's own."""
         return self.request_id(self.given_id(request_id)) == request_id
 
     def tenant(self, given: str) -> str:
@@ -61,8 +61,8 @@ class CallerScope:
 
 
 class CallerAccess:
-    """What the holder of a key may use, by the table of tenants as it is now. `models`: those that are served, by all
-    their names."""
+    """Checks what the holder of a key may use, by the table of tenants as it is now. `models`: those that are served,
+    by all their names."""
 
     def __init__(self, tenants: Tenants, principal: Principal) -> None:
         self._tenants = tenants

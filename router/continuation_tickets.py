@@ -38,7 +38,7 @@ MAX_TICKET_BYTES: Final = 512
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """What a ticket says of the answer."""
+    """The contents of a ticket."""
 
     answer_id: str
     num_cached_tokens: int
@@ -71,8 +71,8 @@ class ContinuationTickets:
         return self._sealer.encrypt(digest, msgspec.json.encode(ticket))
 
     def redeem(self, sealed: bytes, digest: str, request: Request, *, is_alone: bool) -> Ticket | None:
-        """What the ticket says, if it holds for the request with this digest; this counts as a use. None: it is forged,
-        damaged, expired, used up, or belongs to another request. `is_alone`: the client stream has no other
+        """Returns what the ticket says, if it holds for the request with this digest; this counts as a use. None: it is
+        forged, damaged, expired, used up, or belongs to another request. `is_alone`: the client stream has no other
         requests."""
         if not sealed or len(sealed) > MAX_TICKET_BYTES:
             return None
@@ -123,7 +123,7 @@ def digest_of(request: Request, num_choices: int, priority_class: str, adapter_c
         request.tenant,
         request.key_id,
         request.request_id,
-        request.model,
+        request.full_name,
         adapter_checksum,
         f"{num_choices} {request.max_tokens} {request.tier} {priority_class}",
     ):

@@ -332,6 +332,7 @@ def fleet_to_proto(fleet: FleetChanged) -> router_service_pb2.FleetState:
         models=[_model_to_proto(model) for model in fleet.models],
         draining=fleet.draining,
         reads_packed_token_ids=True,
+        reads_submit_request=True,
     )
 
 

@@ -69,7 +69,7 @@ class Core(Protocol):
 
     @property
     def deadlines_stand(self) -> bool:
-        """Whether the last event left the next deadline unchanged."""
+        """True when the last event left the next deadline unchanged."""
         ...
 
     @property
@@ -471,4 +471,4 @@ class CoreDriver:
         try:
             self.dispatch(Tick())
         except Exception:
-            log.exception("the core failed on a tick")
+            log.exception("core_tick_failed")

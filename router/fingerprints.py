@@ -1,4 +1,5 @@
-"""What all shards of a model compute with: only while it stays the same can an answer be reused, or computed again."""
+"""Identifies what all shards of a model compute with: only while it stays the same can an answer be reused, or computed
+again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class ModelFingerprint(msgspec.Struct, frozen=True):
     """See ShardInfo.variant in shard_service.proto; never ""."""
     max_model_len: int
     incarnations: tuple[str, ...] = ()
-    """Of the shards, if their files have no checksum: then nothing says that another process has the same ones."""
+    """The shards' incarnations, if their files have no checksum: then nothing says that another process has the same
+    ones."""
 
 
 NO_FINGERPRINTS: Final[Mapping[str, ModelFingerprint]] = {}

@@ -43,7 +43,7 @@ GAUGES: Final = {
     "decisions_remembered": "Requests whose placement `kvloom explain` can explain now. Unit: requests.",
     "draining": "Whether the router drains, that is, takes no new requests. Unit: 1 for yes, 0 for no.",
 }
-"""What the gauges mean, by name without `kvloom_router_`."""
+"""The meanings of the gauges, by name without `kvloom_router_`."""
 
 
 JUDGED_PART: Final = 32
@@ -293,7 +293,7 @@ class RouterMetrics:
     def tokens_credited(self, credit: Credit) -> None:
         self._tokens_credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
         log.info(
-            "request credited",
+            "request_credited",
             request_id=shown_id(credit.request_id, credit.tenant),
             tenant=credit.tenant,
             model=credit.model,
@@ -417,7 +417,7 @@ class _FleetCollector(Collector):
 
 def _log_end(logger: Any, ended: RequestEnded, outcome: str, error_type: str, end: str) -> None:
     logger.info(
-        "request ended",
+        "request_ended",
         **request_fields(
             shown_id(ended.request_id, ended.tenant), ended.client_request_id, ended.traceparent, ended.tenant
         ),

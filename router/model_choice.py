@@ -1,4 +1,4 @@
-"""Which model takes a `Generate` that names a route, or several models."""
+"""Chooses the model that takes a `Generate` which names a route, or several models."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def choose_model(
     access: CallerAccess | None = None,
     prefers_others: Callable[[str], bool] | None = None,
 ) -> ModelChoice:
-    """Of several models it is the first with a ready shard that is not so overloaded that it `prefers_others`, or else
-    the first with a ready shard. Raises KvloomError (INVALID_ARGUMENT,
-    PERMISSION_DENIED)."""
+    """Chooses the first of several models with a ready shard that is not so overloaded that it `prefers_others`, or
+    else the first with a ready shard. Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
     if access is not None:
         is_any = routes.is_any(wanted.model, models)
         access.check_models(wanted.models if is_any else (wanted.model, *wanted.models), models)

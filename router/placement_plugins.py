@@ -17,7 +17,7 @@ PLACEMENT_POLICIES: Final = PluginGroup("kvloom.placement_policies", "placement 
 
 
 def plugin_policy(name: str) -> Callable[[], Policy] | None:
-    """What makes the policy of a plugin, which raises PluginError if it makes none. None if `name` is a policy of
+    """Returns the maker of a plugin's policy, which raises PluginError if it makes none. None if `name` is a policy of
     kvloom's own. Raises PluginError."""
     if name in POLICIES:
         return None
@@ -51,7 +51,7 @@ class GuardedPolicy(Policy):
         self.terms = policy.terms
         self.hold = policy.hold
         self._policy = policy
-        self._failures = FailureLog("the placement policy fails", now, policy=name)
+        self._failures = FailureLog("placement_policy_failed", now, policy=name)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         try:

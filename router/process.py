@@ -25,7 +25,7 @@ class RouterListenOptions:
 
     port: int
     shares_port: bool = False
-    """Whether routers of the same supervisor share `port`. The supervisor keeps other processes from taking it."""
+    """True when routers of the same supervisor share `port`. The supervisor keeps other processes from taking it."""
     own_port: int | None = None
     """A port that no other router shares, where edges find this one."""
     metrics_port: int | None = None

@@ -52,10 +52,11 @@ from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
 from router.decisions.log import DecisionLog
 from router.decisions.responses import explanation_to_proto, not_remembered, plan_to_proto, without_load
-from router.intake import MAX_NAME_CHARS, Intake
+from router.intake import Intake
 from router.links.client_link import ClientLink
 from router.links.link_sessions import LinkSessions
 from router.links.moderation import Moderation
+from router.prompt_checks import MAX_NAME_CHARS
 from router.side_call_desk import SideCallDesk
 
 log = structlog.get_logger()
@@ -264,6 +265,6 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
 async def _abort_internal(context: Context, rpc: str) -> NoReturn:
     """Handles a bug of the router: the stack trace goes to the log, never to the caller."""
-    log.exception("rpc failed", rpc=rpc)
+    log.exception("rpc_failed", rpc=rpc)
     error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request.")
     await abort(context, error)

@@ -152,7 +152,7 @@ class RouterServer:
         self._catalogue = catalogue
         routes = self._routes = ModelRoutes(config.routes)
         self.shadows = ShadowTraffic(self._driver, core, catalogue.by_name, metrics_registry)
-        """What is compared with candidates. It may be changed while the router runs."""
+        """Compares answers with those of candidates. It may be changed while the router runs."""
         self.shadows.configure(config.shadows)
         self._rollouts = RolloutFollower(config, trust.sealer, routes, self.shadows.follow_rollouts)
         callers = configured_callers(config, trust, router_id)
@@ -179,7 +179,7 @@ class RouterServer:
         )
         self._intake = intake
         self.prices: Callable[[], Prices] = lambda: self._tenants().prices
-        """What requests cost; without tenants nothing."""
+        """The prices of requests; without tenants there are none."""
         self._keeper = self._new_keeper(metrics_registry)
         self._shared_results: SharedResultCache | None = None
         if self._keeper is not None:
@@ -430,7 +430,7 @@ class RouterServer:
             raise service.StartError(str(error)) from error
         for listener in self._listeners:
             await listener.start()
-        log.info("router listens", address=self._for_clients.address, internal_address=self.internal_address)
+        log.info("router_started", address=self._for_clients.address, internal_address=self.internal_address)
         return announcer
 
     def _advertised(self, address: str) -> str:
@@ -441,12 +441,12 @@ class RouterServer:
         self.shadows.close()
         self._driver.dispatch(DrainStarted())
         self._health.refresh()
-        log.info("draining", num_live_requests=self._driver.num_live_requests)
+        log.info("drain_began", num_live_requests=self._driver.num_live_requests)
         try:
             async with asyncio.timeout(self._config.router.drain_timeout_seconds):
                 await self._driver.wait_idle()
         except TimeoutError:
-            log.warning("drain timed out", num_live_requests=self._driver.num_live_requests)
+            log.warning("drain_timed_out", num_live_requests=self._driver.num_live_requests)
             self._driver.dispatch(DrainEnded())
 
     async def _close_streams(self) -> None:
@@ -569,18 +569,18 @@ class RouterServer:
         self._health.refresh()
 
     def shard_health_changed(self, change: ShardHealthChanged) -> None:
-        log.warning("shard health changed", shard_id=change.shard_id, health=change.state.value, symptom=change.symptom)
+        log.warning("shard_health_changed", shard_id=change.shard_id, health=change.state.value, symptom=change.symptom)
         self._metrics.shard_health_changed(change)
 
     def requests_moved(self, moved: RequestsMoved) -> None:
         log.info(
-            "requests moved", from_shard_id=moved.shard_id, num_requests=moved.num_requests, reason=moved.reason.value
+            "requests_moved", from_shard_id=moved.shard_id, num_requests=moved.num_requests, reason=moved.reason.value
         )
         self._metrics.requests_moved(moved)
 
     def sequences_preempted(self, preempted: SequencesPreempted) -> None:
         log.info(
-            "sequences preempted",
+            "sequences_preempted",
             shard_id=preempted.shard_id,
             tenant=preempted.tenant,
             num_sequences=len(preempted.slots),
@@ -592,13 +592,13 @@ class RouterServer:
 
     def answer_resampled(self, change: AnswerResampled) -> None:
         named = {key: value for key, value in msgspec.structs.asdict(change).items() if value}
-        log.warning("answer continues, perhaps with other tokens than without the move", **named)
+        log.warning("answer_resampled", **named)
         self._metrics.answer_resampled()
 
     def brownout_step_changed(self, change: BrownoutStepChanged) -> None:
         report = log.warning if change.step > change.previous_step else log.info
         report(
-            "brownout step changed",
+            "brownout_step_changed",
             model=change.model,
             step=change.step,
             previous_step=change.previous_step,
@@ -620,7 +620,7 @@ class RouterServer:
         differing = {m.name: m.variants for m in self._core.fleet.models if len(m.variants) > 1}
         for model, variants in differing.items():
             if self._differing.get(model) != variants:
-                log.warning("shards of a model differ in their variant", model=model, variants=sorted(variants))
+                log.warning("shard_variants_differed", model=model, variants=sorted(variants))
         self._differing = differing
 
     def _is_serving(self) -> bool:

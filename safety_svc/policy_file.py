@@ -54,7 +54,7 @@ class PolicyFile:
         except PolicyError as error:
             if str(error) != self._reported:
                 POLICY_LOADS.labels("refused").inc()
-                log.warning("the policy file is invalid; the old policy remains in force", error=str(error))
+                log.warning("policy_rejected", error=str(error))
             self._reported = str(error)
             return
         self._stamp, self._reported = stamp, ""
@@ -62,7 +62,7 @@ class PolicyFile:
             return
         self.current = policy
         POLICY_LOADS.labels("loaded").inc()
-        log.info("policy loaded", revision=policy.revision)
+        log.info("policy_loaded", revision=policy.revision)
         for listener in list(self._listeners):
             listener()
 

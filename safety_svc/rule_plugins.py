@@ -55,7 +55,7 @@ class KindExpression:
     def __init__(self, rule_name: str, kind: RuleKind) -> None:
         self._kind = kind
         self.prefixes: tuple[str, ...] = getattr(kind, "prefixes", ())
-        self._failures = FailureLog("a safety rule fails", rule=rule_name)
+        self._failures = FailureLog("safety_rule_failed", rule=rule_name)
 
     def search(self, text: str, start: int = 0) -> Passage | None:
         """Raises RuleFailedError."""

@@ -130,7 +130,7 @@ def _rule_failed() -> KvloomError:
 def audit(target: str, rule: Rule, names: Mapping[str, str]) -> None:
     """Log and count a text that was blocked. `names` are those of its request. The text itself is never logged."""
     BLOCKS.labels(target, RULES.fold(rule.name)).inc()
-    log.warning("blocked", target=target, rule=rule.name, **names)
+    log.warning("prompt_blocked" if target == "prompt" else "answer_blocked", target=target, rule=rule.name, **names)
 
 
 async def serve(
@@ -158,7 +158,7 @@ async def serve(
     await local.start(address)
     await server.start()
     await set_serving(health, [SERVICE_NAME], serving=True)
-    log.info("serving", address=address, policy_revision=policy_file.current.revision)
+    log.info("safety_started", address=address, policy_revision=policy_file.current.revision)
     try:
         async with (
             announced_process(config, "safety", process_record(config, name, address), trust.sealer),

@@ -324,7 +324,7 @@ class EngineMultiplexer:
         if end.refusal:
             error = invalid_argument(f"The guide cannot be followed: {end.refusal}.", GUIDE_FIELD)
         elif end.reason is FinishReason.ERROR:
-            log.error("the engine failed a sequence", sequence_id=end.request_id, error=end.error, **sequence.names)
+            log.error("sequence_failed", sequence_id=end.request_id, error=end.error, **sequence.names)
             error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:
             self._live.flush(sequence)

@@ -112,7 +112,7 @@ class Intake:
             except RequestRefusedError as error:
                 raise invalid_argument(f"This shard's engine cannot run the request: {error}.") from error
             except EngineError as error:
-                log.warning("the engine refused a sequence", sequence_id=request.request_id, error=str(error), **names)
+                log.warning("sequence_refused", sequence_id=request.request_id, error=str(error), **names)
                 raise engine_failed() from error  # every mistake that a client can make was checked before
             self._load.on_submit(request)
         self._live.add(sequence)

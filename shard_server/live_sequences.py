@@ -150,7 +150,7 @@ class CancellingSequences:
         if num_wasted is not None:
             self._metrics.on_unwanted_end(num_wasted)
             names = self._names.pop(request_id, _NO_NAMES)
-            log.info("cancelled sequence ended", sequence_id=request_id, num_wasted_tokens=num_wasted, **names)
+            log.info("cancelled_sequence_ended", sequence_id=request_id, num_wasted_tokens=num_wasted, **names)
 
     def end_all(self) -> None:
         for request_id in list(self._num_wasted):
@@ -267,7 +267,7 @@ class LiveSequences:
         if not self._access_log.wants(names.get("client_request_id") or names.get("request_id", "")):
             return
         log.info(
-            "sequence ended",
+            "sequence_ended",
             **names,
             sequence_id=sequence.request.request_id,
             outcome=FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),

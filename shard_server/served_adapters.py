@@ -45,7 +45,7 @@ class ServedAdapters:
             try:
                 await adapters.add(name, path)
             except AdapterError as error:
-                log.warning("an adapter is lost", adapter=name, error=str(error))
+                log.warning("adapter_lost", adapter=name, error=str(error))
                 del self._paths[name]
         adapters.listen(self._take_change)
         self._take_change()
@@ -77,7 +77,7 @@ class ServedAdapters:
         except AdapterError as error:
             raise invalid_argument(f"Adapter {name} cannot be used: {error}.", "path") from error
         self._paths[name] = path
-        log.info("adapter registered", adapter=name, checksum=state.info.checksum, rank=state.info.rank)
+        log.info("adapter_registered", adapter=name, checksum=state.info.checksum, rank=state.info.rank)
         return _to_proto(state)
 
     async def unload(self, name: str, timeout_seconds: float) -> None:
@@ -94,7 +94,7 @@ class ServedAdapters:
                 ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED,
                 f"Sequences still run with adapter {name}: it takes no new ones, and goes with the last of them.",
             ) from None
-        log.info("adapter unloaded", adapter=name)
+        log.info("adapter_unloaded", adapter=name)
 
     def check(self, submit: ShardSubmit) -> None:
         """Raises KvloomError unless the engine has exactly the adapter that the submit names."""

@@ -145,7 +145,7 @@ class ShardServer:
             self._announcer = Announcer(registry, record)
             await self._wait_for_name(self._announcer)
         else:
-            log.warning("redis.url is not set: routers cannot find this shard")
+            log.warning("announcement_disabled", cause="redis.url is not set")
         self._multiplexer = EngineMultiplexer(
             self._engine,
             self._tokenizer,
@@ -172,7 +172,7 @@ class ShardServer:
         await self._local_server.start(address)
         await self._server.start()
         await service.set_serving(self._health, SERVICE_NAMES, True)
-        log.info("shard serves", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
+        log.info("shard_started", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
 
     def _shard_info(self, info: EngineInfo) -> ShardInfo:
         card, model = self._card, self._config.model
@@ -254,7 +254,7 @@ class ShardServer:
                 return_when=asyncio.FIRST_COMPLETED,
             )
         if not idle.done():
-            log.warning("drain timed out; live sequences are returned to their routers")
+            log.warning("drain_timed_out")
             idle.cancel()
             self._multiplexer.return_sequences()
 
@@ -300,7 +300,7 @@ class ShardServer:
         ends_at = loop.time() + seconds - margin_seconds
         if self._ends_at is not None and self._ends_at <= ends_at:
             return  # it stops earlier than that
-        log.info("notice", within_seconds=seconds, exits=exits)
+        log.info("spot_notice_received", within_seconds=seconds, exits=exits)
         await self._set_draining(True, seconds, is_notice=True)
         if exits or self._stopping:
             self._stopping = True
@@ -320,7 +320,7 @@ class ShardServer:
             loop = asyncio.get_running_loop()
             self._hand_over_timer = loop.call_later(deadline_seconds, self._hand_over)
         await service.set_serving(self._health, SERVICE_NAMES, not draining)
-        log.info("draining" if draining else "accepting requests again")
+        log.info("drain_began" if draining else "drain_cancelled")
 
     async def _sleep(self) -> None:
         """Close the engine and free its memory. Raises KvloomError."""
@@ -335,7 +335,7 @@ class ShardServer:
             self._multiplexer.give_up_engine()
             await self._engine.close()
             await asyncio.to_thread(self._free_memory)
-            log.info("asleep")
+            log.info("shard_slept")
 
     async def _wake(self) -> None:
         """Load another engine. Raises KvloomError."""
@@ -345,7 +345,7 @@ class ShardServer:
                 self._multiplexer.use(self._engine)
                 await self._multiplexer.adapters.use(self._engine)
                 await asyncio.to_thread(self._free_memory)
-                log.info("awake")
+                log.info("shard_woke")
                 await self._set_draining(False)
             self._multiplexer.announce_sleep(False)
 
@@ -361,7 +361,7 @@ class ShardServer:
                 await engine.close()
                 raise
         except (EngineError, OSError, ValueError) as error:
-            log.warning("the engine could not be loaded", error=str(error))
+            log.warning("engine_load_failed", error=str(error))
             raise KvloomError(
                 ErrorReason.ERROR_REASON_ENGINE_FAILED, f"The engine cannot be loaded: {error}"
             ) from error
@@ -369,7 +369,7 @@ class ShardServer:
 
     def _hand_over(self) -> None:
         self._hand_over_timer = None
-        log.info("handing over the live sequences")
+        log.info("sequences_handed_over")
         self._multiplexer.set_draining(True, hand_over=True)
 
 

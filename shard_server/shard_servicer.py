@@ -81,7 +81,7 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             connection = self._multiplexer.connect(await _read_hello(context))
         except KvloomError as error:
             await abort(context, error)
-        log.info("router connected", router_id=connection.router_id)
+        log.info("router_connected", router_id=connection.router_id)
         reader = asyncio.create_task(self._read_frames(connection, context), name=f"{connection.router_id} reader")
         writer = asyncio.create_task(connection.write_frames(context), name=f"{connection.router_id} writer")
         try:
@@ -207,9 +207,9 @@ async def _end_stream(connection: RouterConnection, context: Context, results: S
         elif isinstance(result, DecodeError):
             error = malformed_message()
         elif isinstance(result, Exception) and not _is_broken_stream(result):
-            log.error("a router's stream failed", router_id=connection.router_id, exc_info=result)
+            log.error("router_stream_failed", router_id=connection.router_id, exc_info=result)
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The shard failed to serve this stream.")
-    log.info("router disconnected", router_id=connection.router_id, error=error and error.message)
+    log.info("router_disconnected", router_id=connection.router_id, error=error and error.message)
     if error is not None:
         await abort(context, error)
 

@@ -46,7 +46,7 @@ class SpotNotices:
                 seconds = seconds_left(text, written_at, self._clock(), self._default_seconds)
                 if seconds > 0:
                     return seconds
-                log.warning("the notice in the file has passed already", file=str(self._path))
+                log.warning("spot_notice_expired", file=str(self._path))
                 stale = written_at
             try:
                 async with asyncio.timeout(POLL_SECONDS):

@@ -33,8 +33,7 @@ _FIRST_WORD: Final = re.compile(r"\W*(\w+)")
 _LIKEWISE: Final = re.compile(r"\blikewise\b", re.IGNORECASE)
 _EVENT: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+")
 _PAST: Final = re.compile(
-    r"_(?:\w+ed|began|broke|caught_up|fell_behind|found|gone|held|kept|known|left|lost|made|met|read|sent|shown|shut|"
-    r"started_over|stood|taken|taken_over|told|went|written)(?:_\w+)?"
+    r"_(?:\w+ed|began|broke|fell|found|kept|left|lost|made|read|sent|slept|taken|withdrawn|withheld|woke|written)(?:_|\Z)"
 )
 
 
@@ -48,9 +47,9 @@ class Finding(NamedTuple):
 
 
 def folder_of(path: str) -> str:
-    """The folder that is counted by itself: one below tools/, else the top one."""
+    """The folder that is counted by itself: one below tools/ or lab/, else the top one."""
     parts = path.split("/")
-    return "/".join(parts[:2]) if parts[0] == "tools" and len(parts) > 2 else parts[0]
+    return "/".join(parts[:2]) if parts[0] in ("tools", "lab") and len(parts) > 2 else parts[0]
 
 
 def is_fragment(text: str) -> bool:
@@ -88,11 +87,28 @@ def help_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def log_events(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and name of each event that is logged; a name that is computed is given as its source."""
+    methods = {"FailureLog"}
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+        if isinstance(node, ast.Assign) and any(map(_is_log_method, ast.walk(node.value))):
+            methods.update(_last_name(target) for target in node.targets)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
             continue
-        if node.func.attr in LOGGER_METHODS and ast.unparse(node.func.value) in ("log", "_log", "logger"):
+        if _is_log_method(node.func) or _last_name(node.func) in methods:
             yield from ((node.lineno, name) for name in _names_in(node.args[0]))
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _is_log_method(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in LOGGER_METHODS
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("log", "_log", "logger")
+    )
 
 
 def _names_in(node: ast.expr) -> Iterator[str]:
@@ -123,13 +139,15 @@ def python_files() -> list[str]:
         text=True,
         check=True,
     ).stdout.split()
-    return [path for path in listed if not path.startswith("tests/") and (REPOSITORY / path).exists()]
+    return [path for path in sorted(set(listed)) if not path.startswith("tests/") and (REPOSITORY / path).exists()]
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Each file of ours with its syntax tree."""
+def trees(containing: str = "") -> Iterator[tuple[str, ast.Module]]:
+    """Each file of ours with its syntax tree; only those in which a pattern is found."""
     for path in python_files():
-        yield path, ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
+        source = (REPOSITORY / path).read_text(encoding="utf-8")
+        if re.search(containing, source):
+            yield path, ast.parse(source)
 
 
 def findings() -> Iterator[Finding]:

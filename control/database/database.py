@@ -193,7 +193,7 @@ def make_engine(url: URL) -> AsyncEngine:
 def _forget_failure(task: asyncio.Task[Any]) -> None:
     """The caller was told already that there is no answer."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("the database failed after its caller had gone", cause=type(error).__name__)
+        log.warning("abandoned_query_failed", cause=type(error).__name__)
 
 
 def _json(value: Any) -> str:

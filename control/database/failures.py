@@ -39,7 +39,7 @@ def database_error(method: str, error: Exception) -> KvloomError:
         return invalid_argument("The database can store no such value.", "")
     words = _in_words(error, code)
     log.error(
-        "the database failed",
+        "database_failed",
         method=method,
         cause=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:MAX_CAUSE_CHARS],
         exc_info=None if words else error,  # only what is not understood: there may be many while a server is away

@@ -134,7 +134,7 @@ async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.Ro
         raise failed_precondition(f"{request.id!r} is an identity, which has no key to be replaced.")
     grace_seconds = names.time(request.grace_seconds, "grace_seconds")
     if grace_seconds > MAX_GRACE_SECONDS:
-        raise invalid_argument(f"At most {MAX_GRACE_SECONDS:g} seconds.", "grace_seconds")
+        raise invalid_argument(f"grace_seconds must be at most {MAX_GRACE_SECONDS:g}.", "grace_seconds")
     row = {**old, "created_at": change.now, "last_used_at": None, "account": old["account"] or old["id"]}
     secret = _give_secret(row)
     await change.connection.execute(sa.insert(keys).values(row))

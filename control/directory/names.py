@@ -144,7 +144,7 @@ def role(text: str, field: str) -> Role:
 
 def time(seconds: float, field: str) -> float:
     if not math.isfinite(seconds) or not 0.0 <= seconds <= MAX_TIME:
-        raise invalid_argument("A time is a number of seconds since 1970.", field)
+        raise invalid_argument(f"{field} must be a number of seconds from 0 to {MAX_TIME:.0f}.", field)
     return seconds
 
 

@@ -40,7 +40,7 @@ async def read_page(
     """The rows of a page of the query, ordered by a key, and the token of the next page. There are fewer than were
     asked for if they are large. Raises KvloomError (INVALID_ARGUMENT)."""
     if request.page_size < 0:
-        raise invalid_argument("A page has a positive size.", "page_size")
+        raise invalid_argument("page_size must not be negative.", "page_size")
     size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     if request.page_token:
         last = _decoded(request.page_token, key)

@@ -73,7 +73,7 @@ class Versions:
                 async with self._database.listening(VERSIONS_CHANNEL, self._on_announced) as connection:
                     await self._watch(connection)
             except DATABASE_ERRORS as error:
-                log.warning("the database cannot be read", cause=type(error).__name__)
+                log.warning("database_read_failed", cause=type(error).__name__)
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _watch(self, connection: AsyncConnection) -> None:

@@ -52,7 +52,7 @@ class DirectoryServicer(directory_service_pb2_grpc.DirectoryServiceServicer):
         async with changing(self._database, actor, method, self._clock(), self._quotas) as change:
             response = await WRITES[method](change, request)
         self._versions.notify()
-        log.info("directory changed", method=method, actor=actor.name, organisation=actor.organisation or "")
+        log.info("directory_changed", method=method, actor=actor.name, organisation=actor.organisation or "")
         return response
 
     def _answering(

@@ -123,7 +123,7 @@ async def _serve(
     health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
     await server.start()
     await set_serving(health, SERVICE_NAMES, serving=True)
-    log.info("serving", address=address, database=database.engine.dialect.name)
+    log.info("control_started", address=address, database=database.engine.dialect.name)
     try:
         async with (
             announced_process(config, "control", process_record(config, name, address), trust.sealer),
@@ -167,5 +167,5 @@ async def _migrate(database: Database, shown: str) -> None:
             is_lasting = database.is_sqlite and "locked" not in cause
             if is_lasting or asyncio.get_running_loop().time() >= deadline:
                 raise StartError(f"the database {shown} cannot be used: {cause}") from error
-            log.warning("the database does not answer yet", database=shown, cause=cause)
+            log.warning("database_awaited", database=shown, cause=cause)
             await asyncio.sleep(DATABASE_RETRY_SECONDS)

@@ -77,7 +77,7 @@ class UsageConsumer:
             except sqlalchemy.exc.SQLAlchemyError as error:
                 self._note_failure("database", error)
             except Exception:  # a record that cannot be stored must not end metering for ever
-                log.exception("the consumer of usage records failed")
+                log.exception("usage_consumer_failed")
                 self._metrics.failures.labels("consumer").inc()
             raise_if_cancelled()
             self._has_own_pending = True
@@ -129,7 +129,7 @@ class UsageConsumer:
                 entries.append(self._stream.decoded(fields))
             except ValueError as error:
                 self._metrics.unreadable.inc()
-                log.warning("an entry of the usage stream is left out", cause=str(error)[:200])
+                log.warning("usage_entry_skipped", cause=str(error)[:200])
         stored = await store(self._database, entries, self._alert_percents, time.time()) if entries else {}
         ids = [entry_id for entry_id, _ in raw_entries]
         pipeline = self._client.pipeline(transaction=True)
@@ -145,10 +145,10 @@ class UsageConsumer:
             return
         self._forget_at = time.monotonic() + FORGET_EVERY_SECONDS
         count = await forget_records(self._database, time.time() - self._keep_seconds)
-        log.info("old usage records were deleted", num_records=count)
+        log.info("usage_records_deleted", num_records=count)
 
     def _note_failure(self, part: str, error: Exception) -> None:
         self._metrics.failures.labels(part).inc()
         if self._failing_part != part:
-            log.warning("usage records cannot be stored now", part=part, cause=type(error).__name__)
+            log.warning("usage_store_failed", part=part, cause=type(error).__name__)
         self._failing_part = part

@@ -57,7 +57,7 @@ class AlertSender:
             try:
                 await self.send_due(time.time())
             except DATABASE_ERRORS as error:
-                log.warning("notices about budgets cannot be read now", cause=type(error).__name__)
+                log.warning("budget_notices_read_failed", cause=type(error).__name__)
             await asyncio.sleep(POLL_SECONDS)
 
     async def send_due(self, now: float) -> None:
@@ -109,7 +109,7 @@ class AlertSender:
             with self._opener.open(request, timeout=TIMEOUT_SECONDS) as response:
                 return 200 <= response.status < 300
         except (OSError, ValueError) as error:  # urllib's errors are OSErrors
-            log.warning("a notice about a budget could not be sent", cause=str(error)[:200])
+            log.warning("budget_notice_failed", cause=str(error)[:200])
             return False
 
 

@@ -38,7 +38,7 @@ class UsageWork:
             self._sender = _sender(config, database, metrics)
         self._client = self._consumer = None
         if not config.redis.url:
-            log.warning("usage is not metered without redis.url")
+            log.warning("usage_metering_disabled", cause="redis.url is not set")
             return
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._client = redis_client(config.redis.url, timeout_seconds=REDIS_TIMEOUT_SECONDS, retry=retry)

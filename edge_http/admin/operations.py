@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about the paths of administrators: the types are those of the messages."""
+"""Describes the paths of administrators in the OpenAPI document: the types are those of the messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _operation(route: AdminRoute) -> Route:
         description="Needs a key with the scope admin, in a fabric with tenants.",
         parameters=(*route.query, REQUEST_ID),
         body=body,
-        answers=(Answer("What control has answered.", type_of(response)),),
+        answers=(Answer("The answer of control.", type_of(response)),),
         errors=(400, 403, 404, 409, 503),
     )
 

@@ -58,7 +58,7 @@ def _changed(given: Mapping[str, Any]) -> list[str]:
 
 
 def _set_ids(request: Message, route: AdminRoute, raw_path: str) -> None:
-    """What the path says, which nothing else may contradict."""
+    """Sets in the request what the path says, which nothing else may contradict."""
     segments = zip(route.path.split("/"), raw_path.split("/"), strict=True)
     names = {wanted.strip("{}"): unquote(given) for wanted, given in segments if wanted.startswith("{")}
     for place, pattern in route.ids:

@@ -1,4 +1,4 @@
-"""Which path is which method of DirectoryService."""
+"""Says which path is which method of DirectoryService."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AdminRoute:
     template: str
     """Behind PREFIX. A segment in braces stands for one of the path, which has the name of an attribute below."""
     method: str
-    """Of DirectoryService."""
+    """The method of DirectoryService."""
     summary: str
     body: str | None = None
     """The field of the request that the body is; "": the request itself; None: there is no body."""
@@ -33,7 +33,7 @@ _PAGE: Final = ("page_size", "page_token")
 
 
 def _of_resource(plural: str, id_: str, resource: str, query: Sequence[str] = (), create: str = "") -> list[AdminRoute]:
-    """What organisations, projects and users have in common."""
+    """Returns the routes that organisations, projects and users have in common."""
     one, field = f"{plural}/{id_}", resource.lower()
     ids = (("id", id_),)
     return [

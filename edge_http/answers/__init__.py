@@ -5,6 +5,7 @@ bill.py               what an answer costs
 shape.py              the API whose format a response has, and the parser of the model's output
 parsed_output.py      the output of one choice, taken apart into text, reasoning and tool calls
 checked_output.py     the same of a demanded call, whose arguments are checked when it has ended
+joined_logprobs.py    the log-probabilities of an answer whose text a stop string may cut
 collected_answer.py   an answer that is not streamed
 held_answer.py        an answer that is held until it is judged
 embedded_inputs.py    the vectors of one call's inputs, as they arrive

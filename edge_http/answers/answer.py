@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from edge_http.answers.bill import AnswerBill
+from edge_http.answers.joined_logprobs import JoinedLogprobs
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Finish
 from edge_http.formatting.usage import Usage
@@ -44,6 +45,7 @@ class Answer(abc.ABC):
     """The base of streamed and collected answers. Choices are numbered across all prompts: prompt * n + choice."""
 
     __slots__ = (
+        "_joined",
         "_parsed",
         "_prompt_sizes",
         "bill",
@@ -60,10 +62,18 @@ class Answer(abc.ABC):
         "starts",
     )
 
-    def __init__(self, prompt_sizes: Sequence[int], n: int, parsed: Sequence[ParsedOutput] = ()) -> None:
-        """`parsed`: for each choice, its output taken apart; empty: all output is text."""
+    def __init__(
+        self,
+        prompt_sizes: Sequence[int],
+        n: int,
+        parsed: Sequence[ParsedOutput] = (),
+        joined: Sequence[JoinedLogprobs] = (),
+    ) -> None:
+        """`parsed`: for each choice, its output taken apart; empty: all output is text. `joined`: for each choice, what
+        keeps its log-probabilities to its text; empty: all tokens have text, or no log-probabilities."""
         self._prompt_sizes = prompt_sizes
         self._parsed = parsed
+        self._joined = joined
         self.num_choices = len(prompt_sizes) * n
         self.num_open = self.num_choices
         """The number of choices that have not finished; cancelling affects only these."""
@@ -98,6 +108,8 @@ class Answer(abc.ABC):
             return
         self.num_output_tokens += len(token_ids)
         try:
+            if self._joined:
+                token_ids, logprobs = self._joined[index].push(delta, token_ids, logprobs)
             self._add_tokens(index, delta, token_ids, logprobs)
         except Exception:
             self._on_bug()
@@ -114,12 +126,21 @@ class Answer(abc.ABC):
             if error is not None:
                 self.fail(error)
                 return
+            if self._joined:
+                self._add_late_logprobs(index, finish)
             self._add_finish(index, Finish(FINISH_REASONS[finish.reason], finish.stop_string))
             if not self.num_open and not self.ended.done():
                 self._complete()
                 self.ended.set_result(None)
         except Exception:
             self._on_bug()
+
+    def _add_late_logprobs(self, index: int, finish: SequenceFinish) -> None:
+        token_ids, entries, num_cut_bytes = self._joined[index].finish(is_cut=bool(finish.stop_string))
+        if num_cut_bytes:
+            self._add_cut_logprobs(index, token_ids, entries, num_cut_bytes)
+        elif token_ids:
+            self._add_tokens(index, "", token_ids, entries)
 
     # --- for the handler
 
@@ -146,7 +167,7 @@ class Answer(abc.ABC):
         )
 
     def _num_reasoning_tokens(self) -> int:
-        """What the routers have counted, as in their usage records, or else what was found in the output."""
+        """Returns what the routers have counted, as in their usage records, or else what was found in the output."""
         return sum(
             finish.num_reasoning_tokens if finish.HasField("num_reasoning_tokens") else parsed.num_reasoning_tokens
             for index, parsed in enumerate(self._parsed)
@@ -169,7 +190,7 @@ class Answer(abc.ABC):
 
     @property
     def limits(self) -> LimitsState | None:
-        """What is left of the caller's limits, as the router said first; None: it has none, or nothing is known yet."""
+        """The caller's remaining limits, as the router said first; None: it has none, or nothing is known yet."""
         for messages in (self.starts, self.finishes):
             for message in messages.values():
                 if message.HasField("limits"):
@@ -223,7 +244,8 @@ class Answer(abc.ABC):
         return "exact" if CONTINUATION_EXACT in told else ""
 
     def bill_details(self) -> dict[str, str]:
-        """What it costs, once it has ended, and what is left of the caller's budget; nothing without tenants."""
+        """Returns what it costs, once it has ended, and what is left of the caller's budget; nothing without
+        tenants."""
         if self.bill is None:
             return {}
         n = self.num_choices // len(self._prompt_sizes)
@@ -243,6 +265,12 @@ class Answer(abc.ABC):
     def _add_tokens(
         self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None: ...
+
+    def _add_cut_logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_cut_bytes: int
+    ) -> None:
+        """Add the entries of tokens whose text was added before, as far as the last `num_cut_bytes` of the last one."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def _add_finish(self, index: int, finish: Finish) -> None: ...
@@ -273,7 +301,7 @@ class Answer(abc.ABC):
 
     def _on_bug(self) -> None:
         # The link's reader calls this, which works for no particular request.
-        log.exception("answer broke", **(self.request_context.log_fields() if self.request_context else {}))
+        log.exception("answer_broke", **(self.request_context.log_fields() if self.request_context else {}))
         self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The answer could not be delivered."))
 
 

@@ -109,7 +109,8 @@ class AnswerPart(Answer):
             self._answer.bill.add_part(self.num_prompt_tokens, num_cached, num_output, has_answer=has_answer)
 
     def note_loss_cost(self) -> None:
-        """As `note_cost`, of a part whose model was lost. What failed before its first token is free."""
+        """Notes the cost as `note_cost` does, for a part whose model was lost. A part that fails before its first token
+        is free."""
         start = self.first_start
         num_cached = 0 if start is None else start.num_cached_tokens
         self.note_cost(num_cached, self.num_output_tokens, has_answer=self.num_output_tokens > 0)

@@ -1,4 +1,4 @@
-"""What an answer costs, and what is left of its caller's budget: in a fabric with tenants."""
+"""AnswerBill computes what an answer costs, and what is left of its caller's budget: in a fabric with tenants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AnswerBill:
         self._remaining_nanos = remaining_nanos
         self._is_continued = False
         self._parts_nanos = 0
-        """What the parts cost that have ended."""
+        """The cost of the parts that have ended, in billionths of the currency."""
 
     def add_part(self, num_prompt: int, num_cached: int, num_output: int, *, has_answer: bool) -> None:
         """A part of an answer that is continued has ended, or the last one."""
@@ -41,7 +41,8 @@ class AnswerBill:
         self._model, self._arrived_at, self._is_continued = model, arrived_at, True
 
     def cost_nanos(self, prompt_sizes: Sequence[int], n: int, finishes: Mapping[int, SequenceFinish]) -> int:
-        """Of an answer that has ended well, as its routers compute it."""
+        """Returns the cost of an answer that has ended well, in billionths of the currency, as its routers compute
+        it."""
         if self._is_continued:
             return self._parts_nanos
         cost = 0

@@ -1,5 +1,5 @@
-"""What the model that continues a lost answer gets of it: the text so far in tokens of its own, and what is left of the
-request's limits. Pure; see edge_http/endpoints/continuing.py."""
+"""Makes what the model that continues a lost answer gets of it: the text so far in tokens of its own, and what is left
+of the request's limits. Pure; see edge_http/endpoints/continuing.py."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from edge_http.answers.answer import Answer
+from edge_http.answers.joined_logprobs import JoinedLogprobs
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.json_bytes import Buffer
@@ -33,9 +34,10 @@ class CollectedAnswer(Answer):
         max_bytes: int,
         lease: ByteLease,
         parsed: Sequence[ParsedOutput] = (),
+        joined: Sequence[JoinedLogprobs] = (),
     ) -> None:
-        """`lease` is the answer's part of the memory of all answers."""
-        super().__init__(prompt_sizes, n, parsed)
+        """`lease` is the answer's part of the memory of all answers. `parsed`, `joined`: see Answer."""
+        super().__init__(prompt_sizes, n, parsed, joined)
         self._formatter = formatter
         self._max_bytes = max_bytes
         self._lease = lease
@@ -45,8 +47,8 @@ class CollectedAnswer(Answer):
         self._choices = [CollectedChoice() for _ in range(self.num_choices)]
 
     def fail(self, error: KvloomError) -> None:
-        """What was collected goes at once. The error and this answer refer to each other, so that it would otherwise
-        stay until the next full garbage collection, and answers have megabytes."""
+        """Ends the answer. The collected output goes at once. The error and this answer refer to each other, so that it
+        would otherwise stay until the next full garbage collection, and answers have megabytes."""
         if not self.ended.done() or self.ended.cancelled():  # by the handler's end, when the client has left
             self._choices = []
         super().fail(error)
@@ -89,6 +91,13 @@ class CollectedAnswer(Answer):
             self.num_bytes += choice.add_logprobs(self._formatter.logprobs(index, token_ids, logprobs))
         if self.num_bytes > self._num_checked_bytes:
             self._check_size()
+
+    def _add_cut_logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_cut_bytes: int
+    ) -> None:
+        entries = self._formatter.logprobs(index, token_ids, logprobs)
+        self.num_bytes += self._choices[index].add_logprobs(self._formatter.cut_logprobs(entries, num_cut_bytes))
+        self._check_size()
 
     def _check_size(self) -> None:
         if self.num_bytes > self._max_bytes:

@@ -30,9 +30,9 @@ class EmbeddedInputs(Answer):
         """How many inputs had to wait until as many others had ended."""
         self._has_room = asyncio.Event()
         self.cache_uses: set[int] = set()
-        """Whether the result cache had the vectors: their `ResultCacheUse`."""
+        """The `ResultCacheUse` of the vectors, which says if the result cache had them."""
         self.receipts: list[bytes] = []
-        """Of the inputs, if the request asked for them: JSON, in the order in which they arrived."""
+        """The receipts of the inputs, if the request asked for them: JSON, in the order in which they arrived."""
         self.vectors: list[bytes] = [b""] * len(input_sizes)
         """For each input, packed little-endian float32; complete once the answer has ended without an error."""
 

@@ -38,7 +38,7 @@ class _HeldTokens:
 
 
 class _HeldChoice:
-    """What there is to judge of one choice."""
+    """Collects what there is to judge of one choice."""
 
     __slots__ = ("calls", "candidate", "texts")
 
@@ -63,7 +63,7 @@ class _HeldChoice:
 
 
 class HeldAnswer(Answer):
-    """What it costs is counted while it grows."""
+    """Collects an answer that may not be delivered. Its cost is counted while it grows."""
 
     __slots__ = ("_choices", "_lease", "_max_bytes", "_num_bytes", "_shows_logprobs", "_updates", "response_id")
 
@@ -91,7 +91,7 @@ class HeldAnswer(Answer):
         self._updates: list[tuple[int, SequenceStart | _HeldTokens | SequenceFinish]] = []
 
     def candidates(self) -> Sequence[CandidateChoice]:
-        """What there is to judge, once the answer has ended without an error."""
+        """Returns what there is to judge, once the answer has ended without an error."""
         for held in self._choices:
             held.candidate.text = "".join(held.texts)
             held.candidate.calls = [(name, "".join(pieces)) for name, pieces in held.calls]

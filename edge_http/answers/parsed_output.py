@@ -19,7 +19,8 @@ class ParsedOutput:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """As far as the updates tell, which may have several tokens each. Routers count them where they meter usage."""
+        """The number of reasoning tokens, as far as the updates tell, which may have several tokens each. Routers count
+        them where they meter usage."""
         return self._tally.num_tokens
 
     def feed(self, text: str, num_tokens: int) -> list[Event]:

@@ -41,6 +41,9 @@ class RecordedAnswer(StreamedAnswer):
         self.num_open -= len(finishes)
         for choice in choices:
             self.num_output_tokens += len(choice.token_ids)
+            if self._counts:
+                self._counts[choice.index] = len(choice.token_ids)
+                self._formatter.repeat_usage(len(choice.token_ids))
             self._formatter.skip(choice.index, choice.token_ids)
             if choice.index in starts or choice.token_ids or choice.is_done:
                 self._begin(choice.index)

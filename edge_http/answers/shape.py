@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from edge_http.answers.checked_output import CheckedOutput
+from edge_http.answers.joined_logprobs import JoinedLogprobs
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.anthropic.formatter import MessageOptions, MessagesFormatter
 from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, client_tools_of
@@ -17,6 +18,7 @@ from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
 from edge_http.openai.responses.formatter import ResponsesFormatter
 from kvloom.conversation.tools import Tool
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.parsers.output_parser import make_parser
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
 from kvloom_common.text.tokenizer import ModelTokenizer
@@ -26,6 +28,8 @@ def _do_nothing() -> None:
     pass
 
 
+REPEATS_USAGE: Final = "repeats_usage"
+"""An option: see ResponseFormatter."""
 _PROMPT_FIELDS: Final = {"completion": "prompt", "responses": "input"}
 
 
@@ -39,7 +43,7 @@ class ResponseShape(msgspec.Struct, frozen=True, array_like=True):
     tools: list[ToolSchema] = []
     """The tools that the model may call."""
     options: dict[str, Any] = {}
-    """What the formatter needs to know of the request."""
+    """The facts that the formatter needs of the request."""
 
 
 def shape_of(api: str, parser: ParserSpec | None, tools: Sequence[Tool], **options: Any) -> ResponseShape:
@@ -68,6 +72,15 @@ def parsed_outputs(
     ]
 
 
+def joined_logprobs(
+    tokenizer: ModelTokenizer, num_choices: int, sampling: SamplingParams, stop: StopConditions
+) -> list[JoinedLogprobs]:
+    """One for each choice of a request with stop strings whose tokens have log-probabilities; none for others."""
+    if not (stop.stop and sampling.HasField("logprobs")):
+        return []
+    return [JoinedLogprobs(tokenizer, sampling.shown_special_token_ids) for _ in range(num_choices)]
+
+
 def formatter_of(
     shape: ResponseShape, envelope: Envelope, tokenizer: ModelTokenizer, report: PromptReport | None = None
 ) -> ResponseFormatter:
@@ -75,6 +88,8 @@ def formatter_of(
     formatter = FORMATS[shape.api](envelope, tokenizer, shape.options)
     if report is not None and isinstance(formatter, OpenAiFormatter):
         formatter.repeat_prompt(report)
+    if REPEATS_USAGE in shape.options:
+        formatter.repeats_usage = True
     return formatter
 
 

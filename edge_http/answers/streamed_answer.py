@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from edge_http.answers.answer import Answer
+from edge_http.answers.joined_logprobs import JoinedLogprobs
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.formatting.response_formatter import Finish, ResponseFormatter
-from edge_http.wire.headers import cache_use, degradation, explanation
+from edge_http.wire.headers import BROWNOUT, cache_use, degradation, explanation
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -22,13 +23,16 @@ SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 
 class StreamedAnswer(Answer):
     """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status. If
-    that takes long, the connection is kept alive."""
+    that takes long, it begins without one, and the connection is kept alive."""
 
     __slots__ = (
+        "_began_early",
         "_begun",
+        "_counts",
         "_events",
         "_formatter",
         "_headers",
+        "_may_begin_early",
         "_prefixes",
         "_suffix",
         "_with_cache_use",
@@ -47,13 +51,15 @@ class StreamedAnswer(Answer):
         headers: Mapping[str, str],
         *,
         parsed: Sequence[ParsedOutput] = (),
+        joined: Sequence[JoinedLogprobs] = (),
         with_details: bool,
         with_explanation: bool,
         with_cache_use: bool = False,
         with_receipt: bool = False,
+        may_begin_early: bool = True,
     ) -> None:
-        """`parsed`: for each choice, its output taken apart; empty: all output is text."""
-        super().__init__(prompt_sizes, n, parsed)
+        """`parsed`, `joined`: see Answer. `may_begin_early`: its head may be sent before its fate is known."""
+        super().__init__(prompt_sizes, n, parsed, joined)
         self._formatter = formatter
         self._suffix = formatter.suffix
         self._events = events
@@ -64,16 +70,24 @@ class StreamedAnswer(Answer):
         """The model that has written the end, if it is not the one that began; the last chunk says so."""
         self._with_cache_use = with_cache_use
         self._with_receipt = with_receipt
+        self._may_begin_early = may_begin_early
+        self._began_early = False
+        """Its head was sent before anything was known of its start."""
         self._begun: set[int] = set()
         """The choices whose opening was sent."""
         self._prefixes: list[bytes | None] = [None] * self.num_choices
-        """By choice: the formatter's prefix, if the choice has begun and its output needs no parser; None before, and
-        after the answer has failed."""
+        """By choice: the formatter's prefix, if the choice has begun and nothing but its text changes from one event to
+        the next; None before, and after the answer has failed."""
+        self._counts = [0] * self.num_choices if formatter.repeats_usage else []
+        """The tokens of each choice, if all events tell."""
 
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """The hot path: plain text for a choice that has begun."""
         prefix = self._prefixes[index]
         if logprobs or prefix is None:
+            if self._counts:
+                self._counts[index] += len(token_ids)
+                self._formatter.repeat_usage(self._counts[index])
             super().on_tokens(index, delta, token_ids, logprobs)
             return
         self.num_output_tokens += len(token_ids)
@@ -98,14 +112,22 @@ class StreamedAnswer(Answer):
 
     @property
     def is_over(self) -> bool:
-        """See WatchedStream (edge_http/wire/keep_alive.py), likewise the next one."""
+        """True when the stream has ended. See WatchedStream (edge_http/wire/keep_alive.py)."""
         return self.ended.done()
 
+    def begin_early(self) -> None:
+        """From here on an error can have no status of its own; nearly all of them have come by now."""
+        if self._may_begin_early and not self._with_explanation:
+            self._begin_now()
+
     def keep_alive(self) -> None:
-        if not self._events.has_begun:
-            # From here on an error can have no status of its own; most of them have come by now.
-            self._events.begin(self._headers)
+        self._begin_now()
         self._events.comment(self._formatter.keep_alive)
+
+    def _begin_now(self) -> None:
+        if not self._events.has_begun:
+            self._began_early = True
+            self._events.begin(self._headers)
 
     @property
     def has_begun(self) -> bool:
@@ -150,9 +172,19 @@ class StreamedAnswer(Answer):
         else:
             self._send_all(self._formatter.output(index, events))
 
+    def _add_cut_logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_cut_bytes: int
+    ) -> None:
+        if index not in self._begun:
+            self._open(index)
+        entries = self._formatter.cut_logprobs(self._formatter.logprobs(index, token_ids, logprobs), num_cut_bytes)
+        self._send_all(self._formatter.output_with_logprobs(index, [], entries))
+
     def _add_finish(self, index: int, finish: Finish) -> None:
         if index not in self._begun:
             self._open(index)
+        if self._counts:
+            self._formatter.repeat_usage(self._counts[index])
         self._events.cork()
         if self._parsed:
             self._send_all(self._formatter.output(index, self._parsed[index].finish()))
@@ -166,10 +198,12 @@ class StreamedAnswer(Answer):
         self._events.end()
 
     def _final_details(self) -> dict[str, Any] | None:
-        """What the field `kvloom` of the last chunk says; None: there is no such field."""
+        """Returns the field `kvloom` of the last chunk; None: there is no such field."""
         details = None
         if self._with_details or self._with_receipt or self.limited_by:
             details = self.details(wanted=self._with_details)
+        if self._began_early and (told := degradation(self.first_start)):
+            details = {**(details or {}), "brownout": told[BROWNOUT]}
         return {**(details or {}), "continued_by": self.continued_by} if self.continued_by else details
 
     def _open(self, index: int) -> None:
@@ -182,6 +216,8 @@ class StreamedAnswer(Answer):
             if self._with_cache_use:
                 more |= cache_use(start.result_cache for start in self.starts.values())
             self._events.begin({**self._headers, **degradation(self.first_start), **more})
+        if self._counts:
+            self._formatter.repeat_usage(self._counts[index])
         start = self.starts.get(index)
         self._send_all(self._formatter.opening(index, 0 if start is None else start.num_cached_tokens))
         if self._formatter.report is not None:
@@ -202,7 +238,8 @@ class StreamedAnswer(Answer):
 
     def _begin(self, index: int) -> None:
         self._begun.add(index)
-        if self._formatter.prefixes and not self._parsed and not self._formatter.drops_output:
+        is_plain = not (self._parsed or self._joined or self._counts or self._formatter.drops_output)
+        if self._formatter.prefixes and is_plain:
             self._prefixes[index] = self._formatter.prefixes[index]
 
     def _send_all(self, chunks: Sequence[bytes]) -> None:

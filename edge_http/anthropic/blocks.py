@@ -47,7 +47,7 @@ class McpToolUseBlock(ToolUseBlock, kw_only=True, tag="mcp_tool_use"):
 
 
 class MediaBlock(Block, kw_only=True):
-    """What a model that reads text cannot take."""
+    """A block that a model which reads text cannot take."""
 
 
 class ImageBlock(MediaBlock, kw_only=True, tag="image"):

@@ -16,7 +16,7 @@ from kvloom.errors import KvloomError
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 SIGNATURE: Final = "unsigned"
-"""Of all thinking blocks: clients expect a signature that is not empty, and return it with the block."""
+"""The signature of all thinking blocks: clients expect one that is not empty, and return it with the block."""
 _STOP_REASONS: Final = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -32,7 +32,7 @@ _JSON_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 class MessageOptions(msgspec.Struct, frozen=True):
-    """What the format has to know of the request."""
+    """The facts that the format needs of the request."""
 
     is_text: bool = False
     """The output is text only: one block, whose events have a constant frame."""
@@ -228,5 +228,5 @@ def _call_block(part: Part) -> list[Buffer] | None:
 
 
 def _bad_call_block(part: Part) -> list[Buffer]:
-    """What the model wrote of a call that its client could not run."""
+    """Returns as text what the model wrote of a call that its client could not run."""
     return _text_block(b"%b(%b" % (encode_json(part.name)[1:-1], part.content))

@@ -58,7 +58,7 @@ def chat_messages(body: PromptBody) -> list[ChatMessage]:
 
 
 def is_continued(body: PromptBody) -> bool:
-    """Whether the last message is the beginning of the answer: one of the assistant that has text, and no calls."""
+    """True when the last message is the beginning of the answer: one of the assistant that has text, and no calls."""
     last = body.messages[-1]
     if last.role != "assistant":
         return False
@@ -70,7 +70,7 @@ def is_continued(body: PromptBody) -> bool:
 
 
 def _is_empty_end(body: PromptBody) -> bool:
-    """Whether the last message is the assistant's and says nothing, as after an answer that was cut off at once."""
+    """True when the last message is the assistant's and says nothing, as after an answer that was cut off at once."""
     last = body.messages[-1]
     if last.role != "assistant" or len(body.messages) == 1:
         return False
@@ -176,7 +176,7 @@ def _result(block: ToolResultBlock, calls: KnownCalls) -> ChatMessage:
 
 
 def _is_readable(block: ContentBlock) -> bool:
-    """Whether a block that is no text has one."""
+    """True when a block that is no text has one."""
     if isinstance(block, DocumentBlock):
         return bool(_document_text(block))
     return isinstance(block, SearchResultBlock | ToolReferenceBlock | CompactionBlock)

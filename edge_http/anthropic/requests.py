@@ -70,7 +70,7 @@ class ContextManagement(msgspec.Struct, kw_only=True):
 
 
 class PromptBody(Part, kw_only=True):
-    """What determines the prompt: the body of count_tokens, and the beginning of every other."""
+    """The fields that determine the prompt: the body of count_tokens, and the beginning of every other."""
 
     model: str
     messages: list[Message]

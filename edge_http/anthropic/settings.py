@@ -81,12 +81,12 @@ def template_options(body: PromptBody) -> Mapping[str, Any]:
 
 
 def thinks(body: PromptBody) -> bool:
-    """Whether the request asks for thinking."""
+    """True when the request asks for thinking."""
     return body.thinking is not None and body.thinking.type != "disabled"
 
 
 def omits_thinking(body: PromptBody) -> bool:
-    """Whether the client wants to know that the model thinks, and not what."""
+    """True when the client wants to know that the model thinks, and not what."""
     return body.thinking is not None and body.thinking.display == "omitted"
 
 

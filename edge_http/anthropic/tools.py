@@ -79,7 +79,7 @@ _VERSIONED: Final = re.compile(r"([a-z_]+)_\d{8}")
 
 
 class MessageTools(NamedTuple):
-    """What a body says of tools."""
+    """The tools that a body gives, and its choice among them."""
 
     tools: Sequence[Tool]
     choice: ToolChoice

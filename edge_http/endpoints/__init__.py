@@ -7,6 +7,7 @@ cascading.py   holds and judges the answer of a candidate
 model_choice.py  what routes need of a request, and what its client is told of the choice
 priority_class.py  the class of a request
 objectives.py  its deadline, and the speed that it asks for
+link_requests.py  the requests to the router that it becomes
 generation.py  POST /v1/chat/completions and POST /v1/completions
 embedding.py   which model takes a request that embeds
 embedding_body.py  a tokenized request for embeddings, and the body of its response

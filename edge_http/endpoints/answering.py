@@ -1,4 +1,4 @@
-"""What all endpoints that generate share: from a validated request to the end of its answer."""
+"""The part that all endpoints which generate share: from a validated request to the end of its answer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from edge_http.answers.bill import AnswerBill
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.held_answer import HeldAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
-from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
+from edge_http.answers.shape import ResponseShape, formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.objectives import OBJECTIVE_HEADERS, TimedJob, has_objectives, seconds_left, with_objectives
+from edge_http.endpoints.link_requests import link_requests
+from edge_http.endpoints.objectives import OBJECTIVE_HEADERS, TimedJob, has_objectives, seconds_left, set_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
@@ -37,7 +38,6 @@ from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
     OBJECTIVE,
     PRIORITY_CLASS,
-    RECEIPT,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
@@ -47,49 +47,38 @@ from edge_http.wire.headers import (
     idempotency_key,
     last_event_id,
     moved,
-    refuses_result_cache,
     request_id,
-    traceparent,
     wants_details,
     wants_explanation,
-    wants_receipt,
     wants_resume,
 )
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
-from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.conversation.model_output import fit_to_parser
 from kvloom_common.limits.byte_budget import ByteLease
-from kvloom_common.models.served_model import ServedModel
 
 _SCHEDULING_HEADERS: Final = frozenset({PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, *OBJECTIVE_HEADERS})
 """Hardly any request has one, so that all are looked for at once."""
 _BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
 
 
-class GenerationJob(TimedJob, frozen=True):
+class GenerationJob(TimedJob):
     """A validated and tokenized request, whatever the API that it came by."""
 
     operation: str
     """The operation's OpenTelemetry name: "chat" or "text_completion"."""
     id_prefix: str
-    """What the response's id begins with, e.g. "chatcmpl-"."""
-    model: ServedModel
+    """The response's id begins with it, e.g. "chatcmpl-"."""
     prompts: Sequence[Prompt]
     prompt_sizes: Sequence[int]
     """The tokens of each prompt."""
-    n: int
-    sampling: SamplingParams
-    stop: StopConditions
     max_tokens_field: str
     stream: bool
     include_usage: bool
-    session_key: str
-    tier: router_service_pb2.Tier
     body_digest: str
     shape: ResponseShape
     headers: Mapping[str, str] = {}
@@ -97,18 +86,28 @@ class GenerationJob(TimedJob, frozen=True):
     guide_field: str = ""
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
-    """What the answer repeats of its prompt."""
-    has_fallback_model: bool = False
-    """Whether another model may take it."""
+    """The part of its prompt that the answer repeats; None: nothing."""
     service_tier: str = ""
-    priority_class: str = ""
-    """See GenerateRequest in router_service.proto, likewise the next one. "": the router decides by the tier."""
-    fairness_id: str = ""
+
+    @property
+    def n(self) -> int:
+        """The number of choices of each prompt."""
+        return self.wanted.n
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are sampled."""
+        return self.wanted.sampling
+
+    @property
+    def stop(self) -> StopConditions:
+        """When its choices end."""
+        return self.wanted.stop
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts together."""
-        return len(self.prompts) * self.n
+        """The number of choices of all prompts together."""
+        return len(self.prompts) * self.wanted.n
 
 
 async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLease) -> bytes:
@@ -131,7 +130,7 @@ async def generate(
     brings a stream to its end. Raises KvloomError while nothing has been sent."""
     given = request.headers
     if edge.may_have_classes or not given.keys().isdisjoint(_SCHEDULING_HEADERS):
-        job = _scheduled(edge, request, job)
+        _schedule(edge, request, job)
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
@@ -164,26 +163,21 @@ async def generate(
     return events.response()
 
 
-def _scheduled(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
-    """Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
-    job = _with_class(edge, request, job)
-    return with_objectives(edge, request, job) if has_objectives(request.headers) else job
-
-
-def _with_class(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> GenerationJob:
-    """Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
-    served = served_class(edge, request, job.tier, job.service_tier)
-    if served is None:
-        return job
-    headers = {**job.headers, **served.headers}
-    return msgspec.structs.replace(job, priority_class=served.name, fairness_id=served.fairness_id, headers=headers)
+def _schedule(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> None:
+    """Set when the job is served. Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
+    served = served_class(edge, request, job.wanted.tier, job.service_tier)
+    if served is not None:
+        job.wanted.priority_class, job.wanted.fairness_id = served.name, served.fairness_id
+        job.headers = {**job.headers, **served.headers}
+    if has_objectives(request.headers):
+        set_objectives(edge, request, job)
 
 
 def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
     principal = edge.callers.principal_of(request)
     if principal is None:
         return None
-    return usage.bill(principal, job.model.name, is_batch=job.tier == router_service_pb2.TIER_BATCH)
+    return usage.bill(principal, job.model.name, is_batch=job.wanted.tier == router_service_pb2.TIER_BATCH)
 
 
 def check_job_window(edge: Edge, job: GenerationJob) -> None:
@@ -259,7 +253,9 @@ async def _whole_body(
 ) -> WholeBody:
     """Raises KvloomError."""
     parsed = parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call)
-    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
+    joined = joined_logprobs(job.model.tokenizer, job.num_choices, job.sampling, job.stop)
+    limit = edge.config.max_answer_bytes
+    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, limit, lease, parsed, joined)
     begin_answer(name, job.model.name, collected)
     if edge.usage is not None:
         collected.bill = _bill(edge.usage, edge, request, job)
@@ -307,7 +303,7 @@ async def _stream_resumable(
         answer = RecordedAnswer(
             job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, request, job)
         )
-        record = _response_record(request, job, formatter.envelope, response, headers, edge.callers.key_id_of(request))
+        record = _response_record(request, job, formatter.envelope, response, headers)
         on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
         running = run_resumable(edge, submission, answer, stream, on_submitted, run)
     else:
@@ -336,24 +332,26 @@ def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) ->
     """Return the options for what a streamed answer contains besides its text."""
     return {
         "parsed": parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call),
+        "joined": joined_logprobs(job.model.tokenizer, job.num_choices, job.sampling, job.stop)
+        if job.stop.stop
+        else (),
         "with_details": wants_details(request),
         "with_explanation": wants_explanation(request),
         "with_cache_use": edge.has_result_cache,
         "with_receipt": edge.receipt_keys is not None,
+        "may_begin_early": not job.has_fallback_model,  # which can only take it before anything was sent
     }
 
 
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
+    """Make the submission of a job whose response has that id."""
     timeout_seconds = seconds_left(edge, job)
     return Submission(
         operation=job.operation,
         model=job.model.name,
         num_prompt_tokens=sum(job.prompt_sizes),
         n=job.n,
-        requests=[
-            _link_request(edge, request, job, number, prompt, name, timeout_seconds)
-            for number, prompt in enumerate(job.prompts)
-        ],
+        requests=link_requests(edge, request, job, job.prompts, name, timeout_seconds),
         guide_field=job.guide_field,
         timeout_seconds=timeout_seconds,
         prompt_field=prompt_field_of(job.shape),
@@ -366,7 +364,6 @@ def _response_record(
     envelope: Envelope,
     name: ResponseName,
     headers: dict[str, str],
-    key_id: str,
 ) -> ResponseRecord:
     return ResponseRecord(
         number=0,
@@ -380,7 +377,6 @@ def _response_record(
         prompt_sizes=list(job.prompt_sizes),
         caller=name.caller,
         tenant=name.tenant,
-        key_id=key_id,
         idempotency_key=name.idempotency_key,
         body_digest=name.body_digest,
         guide_field=job.guide_field,
@@ -390,47 +386,4 @@ def _response_record(
         echo_logprobs=None if job.prompt_report is None else job.prompt_report.echo_logprobs,
         with_details=wants_details(request),
         with_explanation=wants_explanation(request),
-        adapter_checksum="" if job.model.adapter is None else job.model.adapter.checksum,
     )
-
-
-def _link_request(
-    edge: Edge,
-    request: web.BaseRequest,
-    job: GenerationJob,
-    number: int,
-    prompt: Prompt,
-    name: str,
-    timeout_seconds: float,
-) -> LinkRequest:
-    wanted = LinkRequest(
-        request_id=name if len(job.prompts) == 1 else f"{name}.{number}",
-        model=job.model.name,
-        prompt_token_ids=prompt.token_ids,
-        prompt_text=prompt.text,
-        sampling=job.sampling,
-        stop=job.stop,
-        n=job.n,
-        timeout_seconds=timeout_seconds,
-        tenant=edge.callers.caller_of(request),
-        traceparent=traceparent(request),
-        client_request_id=request_id(request),
-        session_key=job.session_key,
-        tier=job.tier,
-    )
-    if job.priority_class:
-        wanted.priority_class, wanted.fairness_id = job.priority_class, job.fairness_id
-    if job.objectives is not None:
-        wanted.objectives = job.objectives
-    if edge.callers.have_tenants:
-        wanted.key_id = edge.callers.key_id_of(request)
-    adapter = job.model.adapter
-    if adapter is not None:
-        wanted.adapter_checksum = adapter.checksum
-    if edge.has_result_cache:
-        wanted.no_result_cache = refuses_result_cache(request)
-    if RECEIPT in request.headers:
-        wanted.receipt = wants_receipt(request, can_have=edge.receipt_keys is not None)
-    if job.has_fallback_model:
-        wanted.has_fallback_model = True
-    return wanted

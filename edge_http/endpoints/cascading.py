@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Final
 
-import msgspec
 import structlog
 from aiohttp import web
 
@@ -43,7 +42,7 @@ async def hold_candidate(
     limit = edge.config.max_answer_bytes
     held = HeldAnswer(job.prompt_sizes, job.n, limit, lease, parsed, response_id=name, shows_logprobs=shows_logprobs)
     if "logprob" in tests.escalate_on and not shows_logprobs:
-        job = msgspec.structs.replace(job, sampling=with_chosen_logprobs(job.sampling))
+        job.sampling.CopyFrom(with_chosen_logprobs(job.sampling))
     begin_answer(name, job.model.name, held)
     found: Objection | None = None
     is_judged = False
@@ -53,7 +52,7 @@ async def hold_candidate(
         is_judged = True
     finally:
         if found is not None or not is_judged:
-            edge.link.discard([each.request_id for each in submission.requests if each is not None])
+            edge.link.discard([each.wanted.request_id for each in submission.requests if each is not None])
             _note_discarded(edge, cascade, job.model.name, found or "failed", held)
     return held, found
 
@@ -62,7 +61,7 @@ def _note_discarded(edge: Edge, cascade: Cascade, model: str, reason: str, held:
     edge.metrics.on_discarded(cascade.route, model, reason, held.num_output_tokens)
     names = held.request_context.log_fields() if held.request_context else {}
     log.info(
-        "answer discarded",
+        "answer_discarded",
         **names,
         route=cascade.route,
         model=model,
@@ -87,7 +86,7 @@ async def _objection(
 
 
 def answer_form(job: GenerationJob) -> AnswerForm:
-    """What the request says about the form of its answers."""
+    """Returns what the request demands of the form of its answers."""
     tools = {tool.name: tool.parameters for tool in job.shape.tools}
     if not job.sampling.HasField("guide"):
         return AnswerForm(tools=tools)

@@ -29,8 +29,8 @@ log = structlog.get_logger()
 
 
 def may_be_continued(job: GenerationJob) -> bool:
-    """Whether the answer is one stream of plain text. What was parsed, guided or measured for one model cannot be
-    continued by another one, and a prompt of token ids means something else to it."""
+    """True when the answer is one stream of plain text. An answer that was parsed, guided or measured for one model
+    cannot be continued by another one, and a prompt of token ids means something else to it."""
     sampling = job.sampling
     has_logprobs = sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
     is_plain = job.shape.parser is None and not job.shape.tools and not sampling.HasField("guide")
@@ -45,7 +45,7 @@ def may_be_continued(job: GenerationJob) -> bool:
 
 
 class _Next(msgspec.Struct, frozen=True):
-    """What is submitted to the next model."""
+    """A part of the request that is submitted to the next model."""
 
     job: GenerationJob
     submission: Submission
@@ -113,12 +113,12 @@ class ContinuedRun:
             stop = remaining_stop(job.stop, carried, len(token_ids), room)
             if stop is None:
                 continue
-            job = msgspec.structs.replace(job, stop=stop)
+            job.stop.CopyFrom(stop)
             submission = submission_of(edge, self.request, job, name)
             [request] = submission.requests
             assert request is not None
             request.partial_choices, request.is_new = [progress], True
-            request.num_foreign_tokens = len(token_ids)
+            request.submit.num_foreign_tokens = len(token_ids)
             return _Next(job, submission, progress)
         return None
 
@@ -130,7 +130,7 @@ class ContinuedRun:
             edge.metrics.on_continued(self.route, lost, model)
             names = answer.request_context.log_fields() if answer.request_context else {}
             log.info(
-                "answer continued",
+                "answer_continued",
                 **names,
                 route=self.route,
                 model=lost,
@@ -145,4 +145,4 @@ class ContinuedRun:
 def _request_id(submission: Submission) -> str:
     [request] = submission.requests
     assert request is not None
-    return request.request_id
+    return request.wanted.request_id

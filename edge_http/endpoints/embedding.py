@@ -1,4 +1,4 @@
-"""What all endpoints that embed share: from the body of a request to the model that takes it."""
+"""Serves what all endpoints that embed share: from the body of a request to the model that takes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from edge_http.edge import EMBED, Edge, ServedModel
@@ -37,7 +36,7 @@ class EmbeddingApi(Generic[Body]):
     name: str
     """Part of what an idempotency key stands for."""
     id_prefix: str
-    """What the response's id begins with, e.g. "embd-"."""
+    """The response's id begins with it, e.g. "embd-"."""
     use: str
     """The capability that a model needs besides that to embed: "rerank" or "score". "": none, because its vectors are
     compared by the client, also with those of other requests."""
@@ -45,7 +44,7 @@ class EmbeddingApi(Generic[Body]):
     make_job: Callable[[Edge, web.BaseRequest, Body, ServedModel], Awaitable[EmbeddingJob]]
     """Validates the body and tokenizes it for a model."""
     user_text: Callable[[Body], str]
-    """What routes take for the last message of the user."""
+    """Returns the text that routes take for the last message of the user."""
 
 
 async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingApi[Body]) -> web.StreamResponse:
@@ -140,8 +139,7 @@ async def _routed_body(
             model = edge.find_embedding_model(name, api.use)
             edge.model_able_to(name, ())
             job = await api.make_job(edge, request, body, model)
-            headers = route_headers(chosen, model.name, passed)
-            job = msgspec.structs.replace(job, headers=headers, deadline=deadline)
+            job.headers, job.deadline = route_headers(chosen, model.name, passed), deadline
             # The name of a request that has just been cancelled may be in use still.
             attempt_id = new_response_id(api.id_prefix, edge.tag) if passed else response_id
             return await embedding_body(edge, request, job, attempt_id, lease)

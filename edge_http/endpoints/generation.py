@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from edge_http.answers.shape import shape_of
+from edge_http.answers.shape import REPEATS_USAGE, shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
@@ -18,7 +18,14 @@ from edge_http.openai.guide import guide_of
 from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens, truncated
 from edge_http.openai.prompt_report import prompt_report
-from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
+from edge_http.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+    decode_chat,
+    decode_completion,
+)
 from edge_http.openai.sampling import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     chat_max_tokens,
@@ -35,7 +42,7 @@ from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument, unsupported
-from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 from kvloom_common.conversation.call_guide import IN_FUNCTIONS
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
@@ -80,21 +87,24 @@ async def _chat_job(
         predicted = await predicted_tokens(body.prediction, model.tokenizer, window, scope=scope)
         sampling.predicted_token_ids.extend(predicted)
     parser = prompted(plan.parser, rendered)
+    report = prompt_report(body, sampling, [prompt], n)
     # Python calls with more than 15 keywords are slow.
     return GenerationJob(
         "chat",
         "chatcmpl-",
-        model,
         [prompt],
         [len(prompt.token_ids)],
-        n,
-        sampling=sampling,
-        stop=stop,
+        wanted=GenerateRequest(
+            sampling=sampling,
+            stop=stop,
+            n=n,
+            session_key=session_key(request, body.prompt_cache_key),
+            tier=tier_of(body),
+        ),
+        model=model,
         max_tokens_field=max_tokens_field,
         stream=bool(body.stream),
         include_usage=_includes_usage(body),
-        session_key=session_key(request, body.prompt_cache_key),
-        tier=tier_of(body),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
         shape=shape_of(
@@ -103,10 +113,11 @@ async def _chat_job(
             plan.tools,
             has_legacy_functions=given.has_legacy_functions,
             **(options_of(given.client_tools) if given.client_tools else {}),
+            **(_usage_options(body.stream_options) if body.stream_options is not None else {}),
         ),
         headers=left_out_headers(given.left_out) if given.left_out else {},
         guide_field="" if guide is None else guide.field,
-        prompt_report=prompt_report(body, sampling, [prompt], n),
+        prompt_report=report,
     )
 
 
@@ -123,30 +134,39 @@ async def _completion_job(
         prompts = [truncated(prompt, body.truncate_prompt_tokens, window, stop.max_tokens) for prompt in prompts]
     if body.skip_special_tokens is False:
         show_special_tokens(sampling, model.tokenizer)
+    report = prompt_report(body, sampling, prompts, n)
     return GenerationJob(
         operation="text_completion",
         id_prefix="cmpl-",
         model=model,
         prompts=prompts,
         prompt_sizes=[len(prompt.token_ids) for prompt in prompts],
-        n=n,
-        sampling=sampling,
-        stop=stop,
+        wanted=GenerateRequest(
+            sampling=sampling,
+            stop=stop,
+            n=n,
+            session_key=session_key(request, body.prompt_cache_key),
+            tier=tier_of(body),
+        ),
         max_tokens_field="max_tokens",
         stream=bool(body.stream),
         include_usage=_includes_usage(body),
-        session_key=session_key(request, body.prompt_cache_key),
-        tier=tier_of(body),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("completion", None, ()),
+        shape=shape_of(
+            "completion", None, (), **(_usage_options(body.stream_options) if body.stream_options is not None else {})
+        ),
         guide_field="" if guide is None else guide.field,
-        prompt_report=prompt_report(body, sampling, prompts, n),
+        prompt_report=report,
     )
 
 
 def _includes_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _usage_options(options: StreamOptions) -> Mapping[str, Any]:
+    return {REPEATS_USAGE: True} if options.include_usage and options.continuous_usage_stats else {}
 
 
 def template_options(body: ChatBody) -> Mapping[str, Any]:
@@ -170,7 +190,7 @@ def template_options(body: ChatBody) -> Mapping[str, Any]:
 
 
 def is_continued(body: ChatBody) -> bool:
-    """Whether the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
+    """Returns True when the last message is the beginning of the answer. Raises KvloomError (INVALID_ARGUMENT,
     UNSUPPORTED_PARAMETER)."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid_argument("Give either add_generation_prompt or continue_final_message.", "continue_final_message")

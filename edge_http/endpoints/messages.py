@@ -35,8 +35,8 @@ from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
 from edge_http.wire.json_response import json_response
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import TIER_INTERACTIVE, GenerateRequest
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
@@ -47,7 +47,7 @@ from kvloom_common.parsers.spec import ParserSpec
 
 
 class _Prepared(NamedTuple):
-    """What follows from the part of a body that determines the prompt."""
+    """The results of the part of a body that determines the prompt."""
 
     model: ServedModel
     prompt: Prompt
@@ -100,14 +100,16 @@ async def _job(
         model=prepared.model,
         prompts=[prepared.prompt],
         prompt_sizes=[num_prompt_tokens],
-        n=1,
-        sampling=sampling_of(body, None if prepared.guide is None else prepared.guide.guide),
-        stop=stop_conditions(body, max_tokens if room is None else min(room, max_tokens)),
+        wanted=GenerateRequest(
+            sampling=sampling_of(body, None if prepared.guide is None else prepared.guide.guide),
+            stop=stop_conditions(body, max_tokens if room is None else min(room, max_tokens)),
+            n=1,
+            session_key=session_key(request, None),
+            tier=TIER_INTERACTIVE,
+        ),
         max_tokens_field="max_tokens",
         stream=bool(body.stream),
         include_usage=False,
-        session_key=session_key(request, None),
-        tier=router_service_pb2.TIER_INTERACTIVE,
         body_digest=digest_of(raw),
         headers={ANTHROPIC_REQUEST_ID: request_id(request), **left_out_headers(prepared.tools.left_out)},
         shape=shape_of("messages", prepared.parser, prepared.plan.tools, **msgspec.structs.asdict(options)),

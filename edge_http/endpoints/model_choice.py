@@ -1,4 +1,4 @@
-"""What the choice of a model by a route needs of an HTTP request, and tells its client."""
+"""Gives the choice of a model by a route what it needs of an HTTP request, and tells its client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGE_KINDS: Final = ("image_url", "input_image", "image")
 
 
 class NamesModels(Protocol):
-    """What every body says of the model."""
+    """The fields by which every body names its model."""
 
     model: str
     models: list[str] | None
@@ -29,7 +29,7 @@ class NamesModels(Protocol):
 
 
 def share_key(edge: Edge, request: web.BaseRequest, body: Any) -> str:
-    """What stays with one target of a weighted route: the session, or else the caller."""
+    """Returns what stays with one target of a weighted route: the session, or else the caller."""
     session = session_key(request, getattr(body, "prompt_cache_key", None))
     return session or edge.callers.caller_of(request)
 
@@ -49,8 +49,8 @@ def last_user_text(messages: Sequence[Any]) -> str:
 
 
 def has_images(messages: Sequence[Any]) -> bool:
-    """Whether the message by which the new turn asks for something, in the form of any API, has an image. Whether it
-    can be read is a matter of the model. Images of the history are left out for one that cannot."""
+    """True when the message by which the new turn asks for something, in the form of any API, has an image. The model
+    decides if it can be read. Images of the history are left out for one that cannot."""
     seen = [msgspec.json.decode(message) if isinstance(message, msgspec.Raw) else message for message in messages[-1:]]
     if not seen or _field(seen[0], "role") != "user":
         return False
@@ -67,7 +67,7 @@ def _field(value: Any, name: str) -> Any:
 
 
 def outlives_connection(edge: Edge, request: web.BaseRequest, *, is_stream: bool) -> bool:
-    """Whether the answer belongs to a task of its own from its submission on. Its name, by which it is resumed or
+    """True when the answer belongs to a task of its own from its submission on. Its name, by which it is resumed or
     repeated, then stands for this one model."""
     return IDEMPOTENCY_KEY in request.headers or (is_stream and edge.resume.is_wanted(wants_resume(request)))
 

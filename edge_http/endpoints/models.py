@@ -75,7 +75,7 @@ def _model_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
 
 
 def _route_object(edge: Edge, route: RouteConfig) -> dict[str, Any]:
-    """As that of a model, with what its models have in common."""
+    """Returns a route's object, like that of a model, with what its models have in common."""
     models = [edge.models[name] for name in models_of(route) if name in edge.models]
     infos = [info for model in models if (info := edge.model_info(model.name))]
     return {

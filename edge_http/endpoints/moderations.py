@@ -17,7 +17,7 @@ from kvloom.v1.safety_service_pb2 import Classification
 
 MAX_TEXTS: Final = 256
 MAX_CHARS: Final = 2**20
-"""As the safety service has them (protos/kvloom/v1/safety_service.proto)."""
+"""The limit of the safety service (protos/kvloom/v1/safety_service.proto)."""
 
 
 async def moderations(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

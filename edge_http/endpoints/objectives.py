@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -14,7 +14,8 @@ from edge_http.wire.headers import DEADLINE, SLO_TPOT, SLO_TPOT_LLM_D, SLO_TTFT,
 from edge_http.wire.request_record import seconds_since_arrival
 from kvloom.errors import invalid_argument
 from kvloom.objectives import MAX_MILLISECONDS, check_milliseconds
-from kvloom.v1.router_service_pb2 import Objectives
+from kvloom.v1.router_service_pb2 import GenerateRequest, Objectives
+from kvloom_common.models.served_model import ServedModel
 
 OBJECTIVE_HEADERS: Final = (DEADLINE, SLO_TTFT, SLO_TPOT, SLO_TTFT_LLM_D, SLO_TPOT_LLM_D)
 MAX_CHARS: Final = 32
@@ -23,29 +24,29 @@ MIN_TIMEOUT_SECONDS: Final = 0.001
 """0 would mean that there is no limit."""
 
 
-class TimedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What every job has that is submitted to the router."""
+class TimedJob(msgspec.Struct, kw_only=True):
+    """The fields of every job that is submitted to the router."""
 
+    wanted: GenerateRequest
+    """The message that says what its client wants. The request of each prompt has a copy."""
+    model: ServedModel
+    has_fallback_model: bool = False
+    """True when another model may take it."""
     deadline: float | None = None
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
-    objectives: Objectives | None = None
-
-
-_Job = TypeVar("_Job", bound=TimedJob)
 
 
 def has_objectives(headers: Mapping[str, str]) -> bool:
     return any(name in headers for name in OBJECTIVE_HEADERS)
 
 
-def with_objectives(edge: Edge, request: web.BaseRequest, job: _Job) -> _Job:
-    """The job with what the headers say, which has been checked before if it has them already. Raises KvloomError
-    (INVALID_ARGUMENT)."""
-    if job.objectives is not None:
-        return job
+def set_objectives(edge: Edge, request: web.BaseRequest, job: TimedJob) -> None:
+    """Give the job what the headers say, if it does not have it yet. Raises KvloomError (INVALID_ARGUMENT)."""
+    if job.wanted.HasField("objectives"):
+        return
     objectives = objectives_of(request.headers, seconds_since_arrival())
-    deadline = _earlier_deadline(edge, job.deadline, objectives)
-    return msgspec.structs.replace(job, objectives=objectives, deadline=deadline)
+    job.deadline = _earlier_deadline(edge, job.deadline, objectives)
+    job.wanted.objectives.CopyFrom(objectives)
 
 
 def seconds_left(edge: Edge, job: TimedJob) -> float:

@@ -29,6 +29,7 @@ from edge_http.openai.ranking import (
 )
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from kvloom.v1.generation_pb2 import Pooling
+from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom_common.models.served_model import ServedModel
 
 PAIRS_IN_A_ROW: Final = 8
@@ -61,7 +62,7 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, body: RerankBody, mo
         response = rerank_response(body, scores, response_id, model.name, inputs.num_prompt_tokens)
         yield encode_json(_with_details(response, inputs))
 
-    return EmbeddingJob(model, prompts, Pooling(), pieces)
+    return EmbeddingJob(prompts, pieces, model=model, wanted=GenerateRequest(pooling=Pooling()))
 
 
 async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, model: ServedModel) -> EmbeddingJob:
@@ -83,7 +84,7 @@ async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, mode
         response = score_response(scores, response_id, model.name, inputs.num_prompt_tokens)
         yield encode_json(_with_details(response, inputs))
 
-    return EmbeddingJob(model, prompts, Pooling(), pieces)
+    return EmbeddingJob(prompts, pieces, model=model, wanted=GenerateRequest(pooling=Pooling()))
 
 
 def _with_details(response: dict[str, Any], inputs: EmbeddedInputs) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from edge_http.openai.sampling import chat_sampling, stop_conditions, tier_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from edge_http.wire.json_response import json_response
-from kvloom.v1.router_service_pb2 import TIER_BATCH
+from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
@@ -68,14 +68,16 @@ async def _job(
         model=model,
         prompts=[prompt],
         prompt_sizes=[len(prompt.token_ids)],
-        n=1,
-        sampling=sampling,
-        stop=stop,
+        wanted=GenerateRequest(
+            sampling=sampling,
+            stop=stop,
+            n=1,
+            session_key=session_key(request, body.prompt_cache_key),
+            tier=tier_of(shared),
+        ),
         max_tokens_field="max_output_tokens",
         stream=bool(body.stream),
         include_usage=False,
-        session_key=session_key(request, body.prompt_cache_key),
-        tier=tier_of(shared),
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
         shape=shape_of("responses", parser, plan.tools, echo=echo, **options_of(given.client_tools)),

@@ -40,7 +40,7 @@ ID_PREFIXES: Final[Mapping[str, str]] = {
     _RESPONSES: "resp_",
     "/v1/messages": "msg_",
 }
-"""What the ids of each path's responses begin with."""
+"""The ids of each path's responses begin with these."""
 
 
 async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from edge_http.edge import AdmissionPermit, Edge
@@ -17,7 +16,7 @@ from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_b
 from edge_http.endpoints.cascading import hold_candidate
 from edge_http.endpoints.continuing import ContinuedRun, may_be_continued
 from edge_http.endpoints.model_choice import NamesModels, outlives_connection, pass_on, route_headers, share_key
-from edge_http.endpoints.objectives import has_objectives, with_objectives
+from edge_http.endpoints.objectives import has_objectives, set_objectives
 from edge_http.submission import RunAnswer, run_submission
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -98,10 +97,9 @@ class _RoutedRequest(Generic[Body]):
                 continue
             may_pass = not outlives_connection(self.edge, self.request, is_stream=job.stream)
             try:
-                has_fallback = may_pass and number < len(tried)
-                job = msgspec.structs.replace(job, deadline=deadline, has_fallback_model=has_fallback)
+                job.deadline, job.has_fallback_model = deadline, may_pass and number < len(tried)
                 if has_objectives(self.request.headers):
-                    job = with_objectives(self.edge, self.request, job)
+                    set_objectives(self.edge, self.request, job)
                 if name not in chosen.cascades:
                     run = self._run(chosen, name, job)
                     return await generate(self.edge, self.request, self.permit, job, run=run)
@@ -156,8 +154,8 @@ class _RoutedRequest(Generic[Body]):
         except KvloomError as error:
             pass_on(self.passed, name, error)
             return None
-        headers = route_headers(chosen, model.name, self.passed, self.discarded)
-        return msgspec.structs.replace(job, headers={**job.headers, **headers})
+        job.headers = {**job.headers, **route_headers(chosen, model.name, self.passed, self.discarded)}
+        return job
 
     def _run(self, chosen: ChosenRoute, name: str, job: GenerationJob) -> RunAnswer:
         """How the answer of a model comes to its end."""
@@ -176,7 +174,8 @@ class _RoutedRequest(Generic[Body]):
                 continue
             if following is not None and following.model.name not in tried and may_be_continued(following):
                 tried.add(following.model.name)
-                yield msgspec.structs.replace(following, deadline=job.deadline)
+                following.deadline = job.deadline
+                yield following
 
     async def _judged(self, cascade: Cascade, job: GenerationJob) -> web.StreamResponse | None:
         """Deliver the model's answer if it passes the tests; None: it does not, and was discarded."""

@@ -53,10 +53,10 @@ async def usage(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     groups = [group for group in query.get("by", "day").split(",") if group]
     for group in groups:
         if group not in GROUPS:
-            raise invalid_argument(f"by has {group[:64]!r}; there are {', '.join(GROUPS)}.", "by")
+            raise invalid_argument(f"by cannot be {group[:64]!r}, only {', '.join(GROUPS)}.", "by")
     wants_csv = query.get("format", "json") == "csv"
     if query.get("format", "json") not in ("json", "csv"):
-        raise invalid_argument("format is json or csv.", "format")
+        raise invalid_argument("format must be json or csv.", "format")
     asked = pb.GetUsageRequest(
         tenant=principal.tenant,
         first_day=_day(query.get("first_day", ""), "first_day"),

@@ -1,4 +1,4 @@
-"""What the formats of all APIs have in common. A format turns an answer's output into the bytes of a response.
+"""The formats of all APIs have these in common. A format turns an answer's output into the bytes of a response.
 
 response_formatter.py  the base of all formats
 collected_choice.py    the output of one choice of a response that is not streamed

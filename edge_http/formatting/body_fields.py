@@ -1,4 +1,4 @@
-"""Which fields of a body count: those that are known, and of the others none that would change the answer.
+"""Decides which fields of a body count: those that are known, and of the others none that would change the answer.
 
 The rule for a field that is not known, at the top of a body or in one of its options:
 
@@ -32,9 +32,9 @@ class Refused(NamedTuple):
     off: tuple[Any, ...] = ()
     """The values, besides those that ask for nothing, that mean "off"."""
     why: str = ""
-    """What follows on "NAME is not supported"."""
+    """The reason, which follows on "NAME is not supported"."""
     is_default: bool = False
-    """What the field asks for happens anyway, so that false is refused, and true passes."""
+    """True when what the field asks for happens anyway, so that false is refused, and true passes."""
 
     def error(self, field: str) -> KvloomError:
         return unsupported(f"{field} is not supported{self.why}.", field)
@@ -81,10 +81,10 @@ _SYNONYMS: Final = {
 
 
 class FieldRules(Protocol):
-    """What to do with fields that are not known."""
+    """Says what to do with fields that are not known."""
 
     def is_strict(self, headers: Mapping[str, str], /) -> bool:
-        """Whether all of them are refused, of a request with these headers."""
+        """Returns True when all of them are refused, of a request with these headers."""
         ...
 
     def note(self, fields: Sequence[str], /) -> None:

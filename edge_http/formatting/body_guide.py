@@ -11,7 +11,7 @@ from kvloom_common.conversation.tool_plan import ToolPlan
 ALL_OUTPUT: Final = "structured_outputs"
 """The field whose form is that of all output, not only of messages."""
 GUIDED: Final = "guided_"
-"""What the fields begin with that were its predecessors."""
+"""The fields that preceded `structured_outputs` begin with it."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 

@@ -46,7 +46,7 @@ class GivenTools:
     def __init__(self) -> None:
         self.tools: list[Tool] = []
         self.numbers: list[int] = []
-        """Of each tool: its place in the body."""
+        """The places of the tools in the body."""
         self.client_tools: dict[str, ClientTool] = {}
         """By the name that the model knows, of tools whose client knows them otherwise."""
         self.left_out: list[str] = []
@@ -111,7 +111,8 @@ def client_tools_of(options: Mapping[str, Any]) -> Mapping[str, ClientTool]:
 
 
 def custom_input(arguments: Buffer) -> str:
-    """What a tool that takes text is given. `arguments` is the content of a JSON string, and may be cut off."""
+    """Returns the text that a tool which takes text is given. `arguments` is the content of a JSON string, and may be
+    cut off."""
     text = msgspec.json.decode(b'"%b"' % bytes(arguments), type=str)
     try:
         value: Any = json.loads(text)

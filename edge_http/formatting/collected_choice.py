@@ -9,7 +9,7 @@ from edge_http.formatting.json_bytes import Buffer, encode_json, string_of
 
 
 class PartKind(enum.Enum):
-    """What a part of an answer is."""
+    """Names the kinds of parts of an answer."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -26,7 +26,7 @@ class Part:
         self.content = bytearray()
         """The content of a JSON string: of the text, or of a call's arguments, which are JSON themselves."""
         self.name = name
-        """Of the tool that is called."""
+        """The name of the tool that is called."""
         self.call_id = call_id
         self.logprobs_start = logprobs_start
         """Where the logprobs of its tokens begin among the choice's."""

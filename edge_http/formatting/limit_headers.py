@@ -43,7 +43,7 @@ def anthropic_limit_headers(state: LimitsState, seconds_since_1970: float) -> di
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: "17ms", "1.5s" or "6m0s"."""
+    """Returns a duration as OpenAI writes it: "17ms", "1.5s" or "6m0s"."""
     milliseconds = max(0, math.ceil(seconds * 1e3))
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def rfc3339(seconds_since_1970: float) -> str:
-    """As Anthropic writes a time: "2026-11-25T12:00:00Z". Rounded up, so that it is never too early."""
+    """Returns a time as Anthropic writes it: "2026-11-25T12:00:00Z". Rounded up, so that it is never too early."""
     return datetime.datetime.fromtimestamp(math.ceil(seconds_since_1970), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

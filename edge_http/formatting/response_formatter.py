@@ -33,12 +33,12 @@ class Envelope(msgspec.Struct, frozen=True):
     system_fingerprint: str
     num_choices: int
     include_usage: bool = False
-    """Whether a stream reports its usage in an event of its own."""
+    """True when a stream reports its usage in an event of its own."""
     num_prompt_tokens: int = 0
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def fields(self, object_name: str) -> Json:
-        """As OpenAI names them."""
+        """Returns the fields with OpenAI's names."""
         return {
             "id": self.id,
             "object": object_name,
@@ -61,11 +61,11 @@ class ResponseFormatter(abc.ABC):
     """One object formats one response. Methods are called in the order of the response's events; a format may keep
     state between calls. Choices are numbered across all prompts."""
 
-    __slots__ = ("_envelope", "drops_output", "prefixes", "report", "suffix")
+    __slots__ = ("_envelope", "drops_output", "prefixes", "repeats_usage", "report", "suffix")
 
     call_id_prefix = "call_"
     keep_alive = b": keep-alive\n"
-    """What a stream sends that has no event for a while. A comment is a line, and needs no empty one behind it: clients
+    """A stream sends this that has no event for a while. A comment is a line, and needs no empty one behind it: clients
     that have got an event's id would take that for an event."""
 
     def __init__(self, envelope: Envelope) -> None:
@@ -77,6 +77,8 @@ class ResponseFormatter(abc.ABC):
         """The bytes after the text."""
         self.drops_output = False
         """The answer has nothing but what it repeats of its prompt."""
+        self.repeats_usage = False
+        """All events tell how many tokens there are so far: `repeat_usage` is called whenever there are more."""
         self.report: object | None = None
         """Set if the answer repeats something of its prompt; see `echo` and `prompt_logprobs`."""
 
@@ -109,6 +111,14 @@ class ResponseFormatter(abc.ABC):
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
         """Return the contents of the arrays in the `logprobs` of these tokens. Each token must be passed once, in
         order."""
+        raise NotImplementedError
+
+    def cut_logprobs(self, logprobs: Sequence[bytes], num_bytes: int) -> Sequence[bytes]:
+        """Return what the method `logprobs` returned, without the last `num_bytes` of the text of the last token."""
+        raise NotImplementedError
+
+    def repeat_usage(self, num_output_tokens: int) -> None:
+        """From now on events tell of so many tokens."""
         raise NotImplementedError
 
     def echo(self, index: int, start: SequenceStart) -> tuple[str, Sequence[bytes] | None] | None:  # noqa: ARG002

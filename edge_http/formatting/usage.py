@@ -10,7 +10,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Of all choices together, reasoning included."""
+    """The output tokens of all choices together, reasoning included."""
     num_cached_tokens: int
     """Prompt tokens whose KV was reused."""
     num_reasoning_tokens: int | None = None

@@ -22,7 +22,7 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 
 MAX_INPUTS: Final = 2048
 MAX_TOKENS: Final = 300_000
-"""Of all inputs of one request together. Both limits are OpenAI's."""
+"""The most tokens of all inputs of one request together. Both limits are OpenAI's."""
 
 _POOLING_KINDS: Final = {
     None: generation_pb2.POOLING_KIND_UNSPECIFIED,

@@ -43,7 +43,7 @@ def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
 
 
 def _of_predecessors(body: GenerationBody, *, is_only: bool) -> BodyGuide:
-    """What older clients of vLLM say instead of `structured_outputs`."""
+    """Reads what older clients of vLLM say instead of `structured_outputs`."""
     names = [name for name in ("regex", "choice", "grammar") if getattr(body, GUIDED + name)]
     names += ["json"] if _is_given(body.guided_json) else []
     if not is_only or len(names) > 1:

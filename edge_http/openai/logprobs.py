@@ -53,6 +53,19 @@ def _around_logprob(tokenizer: ModelTokenizer, token_id: int) -> tuple[bytes, by
     return b'{"token":%b,"logprob":' % encode_json(_shown(exact)), b',"bytes":%b' % encode_json(list(exact))
 
 
+def cut_chat_logprobs(content: bytes, num_bytes: int) -> bytes:
+    """Return what `chat_logprobs` returned, without the last `num_bytes` of the text of the last token."""
+    *others, last = msgspec.json.decode(b"[%b]" % content)
+    exact = bytes(last["bytes"])[:-num_bytes]
+    return encode_json([*others, last | {"token": _shown(exact), "bytes": list(exact)}])[1:-1]
+
+
+def cut_token_list(tokens: bytes, num_bytes: int) -> bytes:
+    """Return the content of the array `tokens` of a plain completion, without the last `num_bytes` of the last one."""
+    *others, last = msgspec.json.decode(b"[%b]" % tokens, type=list[str])
+    return encode_json([*others, _shown(last.encode()[:-num_bytes])])[1:-1]
+
+
 class CompletionLogprobs:
     """Creates the four lists of a plain completion's `logprobs`. It keeps the text offset between calls."""
 

@@ -1,4 +1,4 @@
-"""What an answer repeats of its prompt: its text (`echo`) and the log-probabilities of its tokens."""
+"""PromptReport is what an answer repeats of its prompt: its text (`echo`) and the log-probabilities of its tokens."""
 
 from __future__ import annotations
 

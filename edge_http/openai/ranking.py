@@ -28,7 +28,7 @@ class RerankBody(Body, kw_only=True):
     top_n: int | None = None
     """How many of the best documents are returned. The default is all."""
     return_documents: bool | None = None
-    """Whether the results have the texts of their documents. The default is false."""
+    """If true, the results have the texts of their documents. The default is false."""
     user: str | None = None
     """Without effect."""
 

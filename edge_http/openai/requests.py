@@ -262,7 +262,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    """Whether the answer begins with the prompt."""
+    """If true, the answer begins with the prompt."""
     add_special_tokens: bool | None = None
     """vLLM's extension: whether texts get the tokens that the tokenizer adds, which is the default."""
 

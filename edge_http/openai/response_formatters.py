@@ -14,7 +14,7 @@ from edge_http.formatting.error_formats import OPENAI_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.response_formatter import DATA, Envelope, Finish, ResponseFormatter, data_event
 from edge_http.formatting.usage import Usage
-from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs
+from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs, cut_chat_logprobs, cut_token_list
 from edge_http.openai.prompt_report import PromptReport
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
@@ -25,7 +25,7 @@ DONE: Final = DATA + b"[DONE]"
 
 
 class OpenAiFormatter(ResponseFormatter):
-    """What both formats have in common: chunks with a list of choices."""
+    """The base of both formats: chunks with a list of choices."""
 
     __slots__ = ("_head", "_tail", "_tokenizer")
 
@@ -69,6 +69,13 @@ class OpenAiFormatter(ResponseFormatter):
         between, end = self._around_logprobs
         pieces = [self.prefixes[index], encode_json(text), between, *self._framed(logprobs), end, self._tail]
         return b"".join(pieces)
+
+    def repeat_usage(self, num_output_tokens: int) -> None:
+        """Repeats the usage so far, as vLLM does, which counts the choice's own tokens and gives no details."""
+        num_prompt_tokens = self._envelope.num_prompt_tokens
+        counts = num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens
+        self._tail = b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}' % counts
+        self.suffix = self._delta_suffix() + self._tail
 
     def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
         if not self._envelope.include_usage:
@@ -156,6 +163,10 @@ class ChatFormatter(OpenAiFormatter):
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:  # noqa: ARG002
         return (chat_logprobs(self._tokenizer, token_ids, entries),)
+
+    def cut_logprobs(self, logprobs: Sequence[bytes], num_bytes: int) -> Sequence[bytes]:
+        [content] = logprobs
+        return (cut_chat_logprobs(content, num_bytes),)
 
     def output_with_logprobs(self, index: int, events: Sequence[Event], logprobs: Sequence[bytes]) -> Sequence[bytes]:
         if not any(logprobs):  # special tokens alone
@@ -277,6 +288,10 @@ class CompletionFormatter(OpenAiFormatter):
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
         return [encode_json(values)[1:-1] for values in self._logprobs[index].push(token_ids, entries).values()]
+
+    def cut_logprobs(self, logprobs: Sequence[bytes], num_bytes: int) -> Sequence[bytes]:
+        tokens, *others = logprobs
+        return cut_token_list(tokens, num_bytes), *others
 
     def skip(self, index: int, token_ids: Sequence[int]) -> None:
         self._logprobs[index].skip(token_ids)

@@ -21,7 +21,7 @@ class ErrorObject(Object):
     param: str | None
     """The field at fault."""
     code: str | None
-    """What happened; docs/http-api.md lists the codes."""
+    """The code of the error; docs/http-api.md lists the codes."""
 
 
 class ErrorBody(Object):
@@ -42,7 +42,7 @@ class CompletionTokensDetails(Object):
 class UsageObject(Object):
     prompt_tokens: int
     completion_tokens: int
-    """Of all choices together, reasoning included."""
+    """The tokens of all choices together, reasoning included."""
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
@@ -76,7 +76,7 @@ class ChatLogprobs(Object):
 class Function(Object):
     name: str
     arguments: str
-    """JSON."""
+    """The arguments, as JSON."""
 
 
 class ToolCall(Object):
@@ -90,7 +90,7 @@ class ChatMessage(Object):
     content: str | None
     refusal: None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    """What the model thought before it answered."""
+    """The model's thoughts before it answered."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     function_call: Function | msgspec.UnsetType = msgspec.UNSET
 
@@ -196,7 +196,7 @@ class ModelObject(Object):
     max_model_len: int | None
     """The longest prompt and answer together, in tokens; null while no shard serves the model."""
     capabilities: list[str]
-    """What all of its shards can do."""
+    """The capabilities that all of its shards have."""
     num_ready_shards: int
 
 
@@ -286,7 +286,7 @@ class Scores(Object):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """Of the Responses API: the fields that every response has."""
+    """The fields that every response of the Responses API has."""
 
     id: str
     object: Literal["response"]
@@ -407,7 +407,7 @@ class TargetGroup(Object):
 class ReceiptKey(Object):
     key_id: str
     public_key: str
-    """In hexadecimal."""
+    """The key, in hexadecimal."""
     algorithm: Literal["Ed25519"]
 
 

@@ -24,12 +24,12 @@ class TokenizeBody(Body, kw_only=True):
     tools: list[ToolBody] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
-    """Whether a text gets the tokens that the tokenizer adds, as a prompt does. The default is true. Conversations have
-    those of their template."""
+    """If true, a text gets the tokens that the tokenizer adds, as a prompt does. The default is true. Conversations
+    have those of their template."""
     add_generation_prompt: bool | None = None
-    """Whether a conversation ends with the beginning of an answer. The default is true."""
+    """If true, a conversation ends with the beginning of an answer. The default is true."""
     continue_final_message: bool | None = None
-    """Whether the last message is that beginning."""
+    """If true, the last message is that beginning."""
     return_token_strs: bool | None = None
 
 

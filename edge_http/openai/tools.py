@@ -19,7 +19,7 @@ _JSON: Final = msgspec.json.Decoder()
 
 
 class ChatTools(NamedTuple):
-    """What a body says of tools."""
+    """The tools that a body gives, and its choice among them."""
 
     tools: Sequence[Tool]
     choice: ToolChoice
@@ -30,7 +30,7 @@ class ChatTools(NamedTuple):
     """The places of the tools in the body."""
     client_tools: Mapping[str, ClientTool] = {}
     left_out: Sequence[str] = ()
-    """See GivenTools, likewise the one before."""
+    """See GivenTools."""
 
 
 _NO_TOOLS = ChatTools((), NONE, is_parallel=False, has_legacy_functions=False)

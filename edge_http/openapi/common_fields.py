@@ -1,4 +1,4 @@
-"""What fields mean whose source says nothing, because many bodies share them and their names. Ranges are those of the
+"""Explains fields whose source says nothing, because many bodies share them and their names. Ranges are those of the
 checks."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COMMON_FIELDS: Final = {
     "prompt": "The text to continue: a text, a list of texts, the token ids of a text, or a list of these.",
     "system": "The system message, as a text or as blocks. By default there is none.",
     "instructions": "The system message. By default there is none.",
-    "stream": "Whether the answer comes as server-sent events while it is generated. The default is false.",
-    "stream_options": "What a stream has besides the answer. It goes only with stream: true.",
+    "stream": "If true, the answer comes as server-sent events while it is generated. The default is false.",
+    "stream_options": "Options of the stream. They go only with stream: true.",
     "n": f"How many answers are generated: 1 to {MAX_CHOICES}; the default is 1.",
     # Sampling.
     "max_tokens": (
@@ -34,7 +34,7 @@ COMMON_FIELDS: Final = {
         "leaves, for plain "
         "completions 16; Messages require it, and cut it to the window."
     ),
-    "max_completion_tokens": "As `max_tokens`, which it replaces. The default is what the window leaves.",
+    "max_completion_tokens": "The same as `max_tokens`, which it replaces. The default is what the window leaves.",
     "max_output_tokens": (
         "The most tokens of the answer, reasoning included; at least 1. The default is what the window leaves."
     ),
@@ -72,12 +72,12 @@ COMMON_FIELDS: Final = {
     ),
     "min_tokens": "The answer does not end before it has so many tokens: 0 to `max_tokens`; the default is 0.",
     "logprobs": (
-        "In chat completions, whether the answer has the log-probabilities of its tokens; the default is "
+        "In chat completions true gives the answer the log-probabilities of its tokens; the default is "
         "false. In plain "
-        f"completions, of how many of the likeliest tokens (0 to {MAX_LOGPROBS}); by default there are none."
+        f"completions it is a number of likeliest tokens (0 to {MAX_LOGPROBS}); by default there are none."
     ),
     "top_logprobs": (
-        f"Of how many of the likeliest tokens log-probabilities are given: 0 to {MAX_LOGPROBS}; the default is 0."
+        f"So many of the likeliest tokens have log-probabilities in the answer: 0 to {MAX_LOGPROBS}; the default is 0."
     ),
     "prediction": (
         "The text of which the answer is expected to consist, which makes it faster. By default there is none."
@@ -98,45 +98,45 @@ COMMON_FIELDS: Final = {
     # Tools.
     "tools": "The tools that the model may call. By default there are none.",
     "tool_choice": (
-        "Whether the model calls tools: as it likes (auto, the default), not (none), certainly (required; "
-        "any), or one that "
+        "The model calls tools as it likes (auto, the default), not (none), certainly (required; "
+        "any), or the one that "
         "is named."
     ),
-    "parallel_tool_calls": "Whether an answer in which a call is demanded may have several. The default is false.",
-    "disable_parallel_tool_use": "Whether calls after the first are left out. The default is false.",
+    "parallel_tool_calls": "If true, an answer in which a call is demanded may have several. The default is false.",
+    "disable_parallel_tool_use": "If true, calls after the first are left out. The default is false.",
     "function": "The function.",
     "function_call": "The predecessor of `tool_choice`, or in a message of `tool_calls`.",
     "functions": "The predecessor of `tools`.",
     "allowed_tools": "With type allowed_tools: those of the tools that may be called.",
-    "mode": "Whether one of them has to be called: auto or required.",
+    "mode": "auto: the model may call one of them; required: it has to.",
     "namespace": "The namespace of the tool.",
-    "server_label": "Of tools that a server runs, which there are none here.",
+    "server_label": "The server of a tool that a server runs. There are none here.",
     "custom": "A tool that takes text, or a call of one.",
     "parameters": "The JSON Schema of the arguments, whose type is object.",
-    "strict": "Whether calls conform to the schema also where the model is free to call. The default is false.",
+    "strict": "If true, calls conform to the schema also where the model is free to call. The default is false.",
     "arguments": "The arguments, as JSON.",
     # Reasoning.
     "reasoning": "How much the model thinks.",
-    "thinking": "Whether the model thinks. By default its chat template decides.",
+    "thinking": "Says if the model thinks. By default its chat template decides.",
     "effort": "How much the model thinks, for chat templates that know it. By default the template decides.",
-    "enabled": "Whether the model thinks. By default its chat template decides.",
-    "display": "Whether thinking is shown (summarized) or empty (omitted). It is shown by default.",
+    "enabled": "Says if the model thinks. By default its chat template decides.",
+    "display": "Thinking is shown (summarized, the default) or empty (omitted).",
     "output_config": "How much the model thinks, and the form of the answer.",
     "context": "Only auto, which is the default.",
     "summary": "Without effect: there are no summaries.",
     # Messages, their parts and blocks.
     "type": _OF_PART,
     "role": "Who says it: system or developer, user, assistant, or tool (for the result of a call).",
-    "content": "What it says, as a text or as parts.",
-    "input": "The text, or what a call was given.",
+    "content": "The message, as a text or as parts.",
+    "input": "The text, or the input of a call.",
     "name": "The name.",
-    "description": "What it is for. The model reads it.",
+    "description": "The purpose, which the model reads.",
     "id": "Names the call, so that its result can refer to it.",
     "tool_calls": "The calls that the assistant made.",
     "tool_call_id": "The call to which the message is the result.",
     "tool_use_id": "The call to which the block is the result.",
-    "is_error": "Whether the call failed. The default is false.",
-    "refusal": "What the assistant said instead of an answer.",
+    "is_error": "If true, the call failed. The default is false.",
+    "refusal": "The text that the assistant gave instead of an answer.",
     "data": "The data.",
     "source": "Where it comes from. Only that of a document of text is read.",
     "title": "Its title.",
@@ -156,18 +156,19 @@ COMMON_FIELDS: Final = {
     "early_stopping": _HINT,
     "guided_decoding_backend": _HINT,
     "context_management": "Accepted without effect, with edits of thinking.",
-    "include": "What else the answer has: message.output_text.logprobs. Others are without effect. By default nothing.",
+    "include": "Further parts of the answer: message.output_text.logprobs. Others have no effect. By default none.",
     "truncation": "Only disabled, which is the default: a prompt that is too long is refused.",
     "service_tier": "Without effect but for flex. The default is auto.",
     "include_usage": "Whether a last chunk without choices has the usage. The default is false.",
+    "continuous_usage_stats": "With `include_usage`: every chunk has the usage so far. The default is false.",
     "include_obfuscation": "Only false, which is the default.",
     # Other endpoints.
     "query": "The text to which the documents are compared.",
     "documents": "Texts, or objects with a text.",
     "text_1": "A text, or several.",
-    "text_2": "Likewise; each is compared with the one of `text_1`, or with its only one.",
+    "text_2": "A text, or several; each is compared with the one of `text_1`, or with its only one.",
     "tokens": "Token ids.",
-    "return_token_strs": "Whether the answer has the texts of the tokens, too. The default is false.",
+    "return_token_strs": "If true, the answer has the texts of the tokens, too. The default is false.",
     "chat_template_kwargs": "Further variables of the chat template. By default there are none.",
     "lora_name": "The name of the adapter.",
 }

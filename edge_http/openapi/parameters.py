@@ -63,7 +63,7 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
         {"type": "string", "maxLength": 128},
     ),
     "traceparent": _parameter("traceparent", "The W3C trace context, which is passed on.", {"type": "string"}),
-    RESUME: _parameter(RESUME, "Whether a stream outlives its connection, so that it can be resumed.", _SWITCH),
+    RESUME: _parameter(RESUME, "on: the stream outlives its connection, so that it can be resumed.", _SWITCH),
     IDEMPOTENCY_KEY: _parameter(
         IDEMPOTENCY_KEY, "With a resumable stream: the same request with the same key gets the answer that it began.",
         {"type": "string", "maxLength": 128, "pattern": "^[A-Za-z0-9._:/+=@-]{1,128}$"},
@@ -76,11 +76,13 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     FAIRNESS_ID: _parameter(
         FAIRNESS_ID, "Divides the caller's own requests into sub-flows.", {"type": "string", "maxLength": 256}
     ),
-    DETAILS: _parameter(DETAILS, "Whether the answer tells its shard and its cached tokens.", _TRUE),
-    CACHE: _parameter(CACHE, "Whether the result cache may have the answer, and keep it; on by default.", _SWITCH),
-    RECEIPT: _parameter(RECEIPT, "Whether the answer comes with a signed receipt.", _TRUE),
-    STRICT: _parameter(STRICT, "Whether all fields that are not known are refused; otherwise hints pass.", _TRUE),
-    EXPLAIN: _parameter(EXPLAIN, "Whether the head of the response tells them.", {"type": "string", "enum": ["1"]}),
+    DETAILS: _parameter(DETAILS, "true: the answer tells its shard and its cached tokens.", _TRUE),
+    CACHE: _parameter(CACHE, "off: the result cache neither has the answer nor keeps it; on by default.", _SWITCH),
+    RECEIPT: _parameter(RECEIPT, "true: the answer comes with a signed receipt.", _TRUE),
+    STRICT: _parameter(STRICT, "true: all fields that are not known are refused; otherwise hints pass.", _TRUE),
+    EXPLAIN: _parameter(
+        EXPLAIN, "1: the head of the response tells the shard and the cached tokens.", {"type": "string", "enum": ["1"]}
+    ),
     DEADLINE: _parameter(
         DEADLINE, "The answer is complete within so many milliseconds of the request's arrival, or fails.",
         _MILLISECONDS,
@@ -107,7 +109,7 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "first_day": _parameter("first_day", "The first day, of UTC: 2026-11-25.", {"type": "string"}, place="query"),
     "last_day": _parameter("last_day", "The last day.", {"type": "string"}, place="query"),
     "by": _parameter(
-        "by", "What to group by, separated by commas: day, model, key, tier.", {"type": "string"}, place="query"
+        "by", "The keys to group by, separated by commas: day, model, key, tier.", {"type": "string"}, place="query"
     ),
     "format": _parameter("format", "json or csv.", {"type": "string", "enum": ["json", "csv"]}, place="query"),
     "page_size": _parameter(
@@ -165,7 +167,7 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
         "schema": {"type": "string"},
     },
     FAILOVER: {
-        "description": "Whether an answer that continued on another shard has the tokens that it would have had.",
+        "description": "The answer continued on another shard. exact: it has the tokens that it would have had.",
         "schema": {"type": "string", "enum": ["exact", "resampled"]},
     },
     DROPPED_REASON: {
@@ -191,11 +193,11 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
         "schema": {"type": "string"},
     },
     COST: {
-        "description": "What the answer costs, in units of the currency, in a fabric with tenants.",
+        "description": "The cost of the answer, in units of the currency, in a fabric with tenants.",
         "schema": _DECIMAL,
     },
     BUDGET_REMAINING: {
-        "description": "What the caller's monthly budget has left, if there is one, as of a few seconds ago.",
+        "description": "The rest of the caller's monthly budget, if there is one, as of a few seconds ago.",
         "schema": _DECIMAL,
     },
     **{name: _limit_header(name) for name in (*OPENAI_LIMIT_HEADERS, *ANTHROPIC_LIMIT_HEADERS)},
@@ -203,7 +205,7 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     RESUME: {"description": "For how many seconds the stream can be resumed.", "schema": {"type": "string"}},
     SHARD: {"description": f"The shard that answers, if {EXPLAIN} asked for it.", "schema": {"type": "string"}},
     CACHE: {
-        "description": "Whether the result cache had the answer, if routers have one.",
+        "description": "hit: the result cache had the answer. Sent if routers have one.",
         "schema": {"type": "string", "enum": ["hit", "miss", "off"]},
     },
     BROWNOUT: {
@@ -221,9 +223,9 @@ EVERY_RESPONSE: Final = (REQUEST_ID, PROCESSING_MS)
 EVERY_ERROR: Final = (*EVERY_RESPONSE, RETRY_AFTER, RETRY_AFTER_MS, REASON, DROPPED_REASON, SHOULD_RETRY)
 OPENAI_LIMITS: Final = (*OPENAI_LIMIT_HEADERS, LIMITED_BY)
 ANTHROPIC_LIMITS: Final = (ANTHROPIC_REQUEST_ID, *ANTHROPIC_LIMIT_HEADERS, LIMITED_BY)
-"""What responses have that are charged to a caller's limits, and refusals."""
+"""The headers of responses that are charged to a caller's limits, and of refusals."""
 GENERATION: Final = (
     *(REQUEST_ID, "traceparent", SESSION_ID, DETAILS, EXPLAIN, CACHE, RECEIPT, RESUME, STRICT),
     *(IDEMPOTENCY_KEY, LAST_EVENT_ID, PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, DEADLINE, SLO_TTFT, SLO_TPOT),
 )
-"""What requests that generate take."""
+"""The parameters of requests that generate."""

@@ -38,7 +38,7 @@ class Route:
     method: str
     handler: Handler
     scope: Scope = "inference"
-    """What a key of a tenant needs for it."""
+    """A key of a tenant needs this scope for it."""
     is_of_fabric: bool = False
     """It concerns all tenants, so that only administrators of the whole fabric may use it."""
     has_head: bool = True

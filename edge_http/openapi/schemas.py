@@ -47,8 +47,8 @@ def field_texts(struct: type) -> dict[str, str]:
 
 @functools.cache
 def _texts_in(module: str) -> dict[str, dict[str, str]]:
-    """What the source says below the fields of a module's classes, by class. A struct that was made by a function has
-    none."""
+    """Returns what the source says below the fields of a module's classes, by class. A struct that was made by a
+    function has none."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: _texts_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
 
@@ -83,5 +83,5 @@ def _structs_in(types: Iterable[Any]) -> set[type]:
 
 
 def _qualified(struct: type) -> str:
-    """As msgspec names structs of which several have one name."""
+    """Returns the name that msgspec gives to structs of which several have one name."""
     return re.sub(r"[^a-zA-Z0-9.\-_]", "_", f"{struct.__module__}.{struct.__qualname__}")

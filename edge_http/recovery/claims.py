@@ -1,4 +1,5 @@
-"""Which edge holds a response that was taken over from another edge, and which response an idempotency key names.
+"""Decides which edge holds a response that was taken over from another edge, and which response an idempotency key
+names.
 
 A claim is a Redis key that only changes hands by compare-and-set. It is made before the journal of the edge that is
 taken to be dead is read, and that edge checks for claims after each write. So it never shows to a client what it wrote

@@ -62,7 +62,7 @@ def join_edges(
     if not redis.url or not resume.grace_seconds:
         return None
     if not resume.advertised_address and listening_at.rpartition(":")[0].strip("[]") in _WILDCARDS:
-        log.warning("edge.resume.advertised_address is not set: other edges cannot resume streams of this one")
+        log.warning("resume_sharing_disabled", cause="edge.resume.advertised_address is not set")
         return None
     advertised = resume.advertised_address
     if advertised and (shares_port or trust.has_secret):

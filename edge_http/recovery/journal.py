@@ -1,4 +1,4 @@
-"""What the edges share through Redis, so that any of them can resume a stream that another one began.
+"""Holds what the edges share through Redis, so that any of them can resume a stream that another one began.
 
 One key for each edge holds the address where it listens; the edge's tag is part of the ids of its responses. One hash
 for each resumable response describes it (edge_http/resume/records.py). One Redis stream for each edge, its journal, has
@@ -46,7 +46,7 @@ _RESPONSE: Final = b"e"
 _REQUESTS: Final = b"r"
 _SNAPSHOT: Final = b"p"
 _UNUSABLE: Final = (SealError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading a foreign value may raise."""
+"""Reading a foreign value may raise one of these."""
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class EdgeRecord(msgspec.Struct, frozen=True):
 
 
 class JournalBatch(msgspec.Struct):
-    """What one write adds to the journal; strings are response ids."""
+    """The changes that one write adds to the journal; strings are response ids."""
 
     deltas: list[ProgressDelta] = []
     opened: list[tuple[str, bytes, bytes, bytes]] = []
@@ -148,7 +148,7 @@ class ResumeJournal:
         try:
             return msgspec.json.decode(self._sealer.verified(self._edge_key(tag), value), type=EdgeRecord)
         except _UNUSABLE as error:
-            log.warning("the record of an edge is ignored", edge_tag=tag, cause=str(error)[:200])
+            log.warning("edge_record_ignored", edge_tag=tag, cause=str(error)[:200])
             return None
 
     async def write(
@@ -196,12 +196,12 @@ class ResumeJournal:
             requests = self._opened(key, _REQUESTS, values[1], decode_requests)
             snapshot = self._opened(key, _SNAPSHOT, values[2], decode_delta)
         except _UNUSABLE as error:
-            log.warning("a response in the journal is ignored", response_id=response_id, cause=str(error)[:200])
+            log.warning("journal_response_ignored", response_id=response_id, cause=str(error)[:200])
             return None
         if response is None:
             return None
         if requests is not None and not can_continue(response, requests):
-            log.warning("a response in the journal is ignored", response_id=response_id, cause="other requests")
+            log.warning("journal_response_ignored", response_id=response_id, cause="other requests")
             return None
         return ResponseRow(response, requests, snapshot)
 
@@ -223,7 +223,7 @@ class ResumeJournal:
                     found += decode_entry(self._sealer.decrypted(self._journal_key(tag), fields.get(_FIELD, b"")))
                 except _UNUSABLE as error:
                     # What it held is then missing, which readers notice.
-                    log.warning("an entry of a journal is ignored", edge_tag=tag, cause=str(error)[:200])
+                    log.warning("journal_entry_ignored", edge_tag=tag, cause=str(error)[:200])
             if len(rows) < _ENTRIES_PER_READ:
                 return found, after_row
 
@@ -290,7 +290,7 @@ class JournalCache:
 
 
 def _field_of(key: str, field: bytes) -> str:
-    """What a field of a hash is stored under."""
+    """Returns the context with which a field of a hash is encrypted."""
     return f"{key} {field.decode()}"
 
 

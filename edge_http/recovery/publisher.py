@@ -97,7 +97,7 @@ class ResumePublisher:
         try:
             await self.flush()
         except RedisError as error:
-            log.info("events of resumable responses were not written", error=str(error))
+            log.info("journal_flush_failed", error=str(error))
             self.gate.close()
             return False
         return True
@@ -111,11 +111,11 @@ class ResumePublisher:
             except RedisError as error:
                 self._keep_at = 0.0
                 if is_reachable:
-                    log.warning("resumable responses cannot be published", error=str(error))
+                    log.warning("journal_write_failed", error=str(error))
                 is_reachable = False
                 await self._pause(RETRY_SECONDS)
             except Exception:
-                log.exception("publishing resumable responses broke")
+                log.exception("journal_writer_broke")
                 await self._pause(RETRY_SECONDS)
             else:
                 await self._wait_for_work()
@@ -191,7 +191,7 @@ class ResumePublisher:
 
     def _write_again(self) -> None:
         """Redis has restarted and lost what it had."""
-        log.info("resumable responses are published again")
+        log.info("journal_write_resumed")
         self._written.clear()
         self._num_bytes = 0
         for publication in self._table.publications.values():
@@ -270,7 +270,7 @@ class ResumePublisher:
         """Other edges continue these responses: they took this edge to be dead."""
         if not taken:
             return
-        log.warning("other edges have taken over responses", num_responses=len(taken))
+        log.warning("responses_ceded", num_responses=len(taken))
         for response_id in taken:
             self._table.release(response_id)
 

@@ -61,7 +61,7 @@ class ResponseLocator:
                 try:
                     return await self._forward(request, response_id, claim)
                 except OwnerLostError as lost:
-                    log.info("the edge of a response is gone", response_id=response_id, error=str(lost))
+                    log.info("response_edge_lost", response_id=response_id, error=str(lost))
             try:
                 found = await self._recovery.recover(request, response_id, claim, caller, after)
             except RedisError as error:
@@ -111,7 +111,7 @@ class ResponseLocator:
         try:
             return await self._claims.name(name.tenant, name.idempotency_key, before, wanted, self._key_seconds)
         except RedisError as error:
-            log.info("an idempotency key cannot be looked up", error=str(error))
+            log.info("idempotency_lookup_failed", error=str(error))
             return wanted
 
     async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:

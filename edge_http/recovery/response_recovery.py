@@ -145,7 +145,7 @@ class ResponseRecovery:
         link_ids = await self._journal.link_ids({source, claim.holder})
         stream = take_over(self._edge, permit, response, row.requests, state, link_ids)
         self._edge.metrics.on_taken_over()
-        log.info("a response continues at this edge", response_id=response_id, num_events=state.num_events)
+        log.info("response_taken_over", response_id=response_id, num_events=state.num_events)
         return stream
 
     # -- reading the journal ------------------------------------------------------------------------------------------

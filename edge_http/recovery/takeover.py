@@ -6,7 +6,7 @@ import functools
 import time
 from array import array
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, Final, cast
+from typing import Final
 
 import msgspec
 
@@ -16,11 +16,10 @@ from edge_http.edge import AdmissionPermit, Edge
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
 from edge_http.openai.prompt_report import PromptReport
-from edge_http.resume.publication import Publication, packed
+from edge_http.resume.publication import Publication
 from edge_http.resume.records import (
     AnswerState,
     AttemptRecord,
-    RequestRecord,
     RequestsRecord,
     ResponseRecord,
     event_data,
@@ -29,9 +28,11 @@ from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.submission import OnSubmitted, Submission, run_resumable
 from edge_http.wire.headers import explanation
+from kvloom.objectives import delay_objectives
 from kvloom.router_link.group import give_seed
 from kvloom.router_link.link import ChoiceProgress, LinkRequest
-from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.text.token_ids import pack_token_ids, unpack_token_ids
+from kvloom.v1.router_service_pb2 import Submit
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from kvloom_common.text.tokenizer import ModelTokenizer
@@ -50,11 +51,11 @@ def register_for_recovery(
 ) -> OnSubmitted:
     """Let the journal have the response. Its requests get seeds, because an edge that continues the response has to
     draw the same random numbers."""
-    records: list[RequestRecord] = []
+    records: list[bytes] = []
     for request in submission.requests:
         assert request is not None
         give_seed(request)
-        records.append(_request_record(request))
+        records.append(_recorded(request))
     requests = RequestsRecord(time.time() + submission.timeout_seconds, records)
     return _publish(edge, Publication(stream, response, requests, answer, formatter.prefixes))
 
@@ -95,6 +96,8 @@ def take_over(
         parsed=parsed_outputs(shape, len(response.prompt_sizes) * response.n),
         with_details=response.with_details,
         with_explanation=response.with_explanation,
+        with_cache_use=edge.has_result_cache,
+        with_receipt=edge.receipt_keys is not None,
     )
     answer.restore(
         _progress(state, range(len(state.token_ids)), 0),
@@ -103,14 +106,15 @@ def take_over(
         state.num_events,
         functools.partial(_delivered_text, model.tokenizer, requests, response.n),
     )
-    attempts = _settle(edge, response, requests, state, link_ids)
+    submits = requests.submits()
+    attempts = _settle(edge, response, submits, state, link_ids)
     timeout_seconds = max(requests.deadline_unix_seconds - time.time(), LEAST_SECONDS)
     submission = Submission(
         operation=response.operation,
         model=response.model,
         num_prompt_tokens=sum(response.prompt_sizes),
         n=response.n,
-        requests=_remaining(response, requests, state, timeout_seconds),
+        requests=_remaining(response, submits, state, timeout_seconds),
         guide_field=response.guide_field,
         timeout_seconds=timeout_seconds,
         prompt_field=prompt_field_of(shape),
@@ -150,9 +154,7 @@ def recorded_formatter(
     )
     report = None
     if response.echoes and requests is not None:
-        prompts = [
-            Prompt(array("I", record.prompt_token_ids), record.prompt_text, "prompt") for record in requests.requests
-        ]
+        prompts = [Prompt(_prompt_of(submit), submit.prompt_text, "prompt") for submit in requests.submits()]
         report = PromptReport(prompts, response.n, response.echoes, response.echo_logprobs)
     return formatter_of(recorded_shape(response), envelope, model.tokenizer, report)
 
@@ -161,7 +163,7 @@ def _delivered_text(
     tokenizer: ModelTokenizer, requests: RequestsRecord, n: int, choice: ChoiceProgress
 ) -> Iterator[str]:
     """The text of a choice, token by token, as far as it was delivered."""
-    sampling = SamplingParams.FromString(requests.requests[choice.index // n].sampling)
+    sampling = Submit.FromString(requests.requests[choice.index // n]).request.sampling
     detokenizer = IncrementalDetokenizer(tokenizer, shown_special_token_ids=sampling.shown_special_token_ids)
     num_left = choice.num_chars
     for token_id in choice.token_ids:
@@ -171,12 +173,12 @@ def _delivered_text(
 
 
 def _settle(
-    edge: Edge, response: ResponseRecord, requests: RequestsRecord, state: AnswerState, link_ids: Set[str]
+    edge: Edge, response: ResponseRecord, submits: Sequence[Submit], state: AnswerState, link_ids: Set[str]
 ) -> list[list[AttemptRecord]]:
     """Report to the routers how many tokens of the other edges' attempts were delivered: none of an attempt that began
     too late for the journal to know it. Returns these attempts, which are all over now."""
     settled: list[list[AttemptRecord]] = []
-    for number, (request, attempts) in enumerate(zip(requests.requests, state.attempts, strict=True)):
+    for number, (submit, attempts) in enumerate(zip(submits, state.attempts, strict=True)):
         of_prompt = state.token_ids[number * response.n : (number + 1) * response.n]
         num_delivered = sum(map(len, of_prompt))
         over = [
@@ -190,17 +192,18 @@ def _settle(
         settled.append(over)
         if edge.losses is not None:
             for link_id in sorted(link_ids - {one.link_id for one in over}):
-                edge.losses.note_delegated_loss(link_id, request.request_id, 0)
+                edge.losses.note_delegated_loss(link_id, submit.request.request_id, 0)
             for one in over:
-                edge.losses.note_delegated_loss(one.link_id, request.request_id, one.num_tokens or 0)
+                edge.losses.note_delegated_loss(one.link_id, submit.request.request_id, one.num_tokens or 0)
     return settled
 
 
 def _remaining(
-    response: ResponseRecord, requests: RequestsRecord, state: AnswerState, timeout_seconds: float
+    response: ResponseRecord, submits: Sequence[Submit], state: AnswerState, timeout_seconds: float
 ) -> list[LinkRequest | None]:
+    """The requests of the choices that have not ended; None for a prompt without any."""
     remaining: list[LinkRequest | None] = []
-    for number, request in enumerate(requests.requests):
+    for number, submit in enumerate(submits):
         first = number * response.n
         indexes = [index for index in range(first, first + response.n) if index not in state.finishes]
         partial_choices = _progress(state, indexes, first)
@@ -208,10 +211,9 @@ def _remaining(
             remaining.append(None)
             continue
         ended = [index for index in range(first, first + response.n) if index in state.finishes]
-        num_ended_tokens = sum(len(state.token_ids[index]) for index in ended)
-        link_request = _link_request(response, request, partial_choices, timeout_seconds, num_ended_tokens)
-        link_request.num_ended_reasoning_tokens = sum(state.finishes[index].num_reasoning_tokens for index in ended)
-        remaining.append(link_request)
+        submit.num_ended_tokens = sum(len(state.token_ids[index]) for index in ended)
+        submit.num_ended_reasoning_tokens = sum(state.finishes[index].num_reasoning_tokens for index in ended)
+        remaining.append(_continued(submit, partial_choices, timeout_seconds))
     return remaining
 
 
@@ -229,48 +231,24 @@ def _progress(state: AnswerState, indexes: Sequence[int], first: int) -> list[Ch
     return choices
 
 
-def _request_record(request: LinkRequest) -> RequestRecord:
-    return RequestRecord(
-        request_id=request.request_id,
-        prompt_token_ids=packed(request.prompt_token_ids),
-        prompt_text=request.prompt_text,
-        sampling=request.sampling.SerializeToString(),
-        stop=request.stop.SerializeToString(),
-        traceparent=request.traceparent,
-        session_key=request.session_key,
-        tier=request.tier,
-        client_request_id=request.client_request_id,
-        priority_class=request.priority_class,
-        fairness_id=request.fairness_id,
-    )
+def _recorded(request: LinkRequest) -> bytes:
+    """The request as the journal has it: the whole message, with the prompt."""
+    submit = Submit()
+    submit.CopyFrom(request.submit)
+    submit.packed_prompt_token_ids = pack_token_ids(request.prompt_token_ids)
+    return submit.SerializeToString()
 
 
-def _link_request(
-    response: ResponseRecord,
-    record: RequestRecord,
-    partial_choices: list[ChoiceProgress],
-    timeout_seconds: float,
-    num_ended_tokens: int,
-) -> LinkRequest:
-    return LinkRequest(
-        no_result_cache=True,  # what the client wanted is not known here
-        request_id=record.request_id,
-        model=response.model,
-        prompt_token_ids=array("I", record.prompt_token_ids),
-        prompt_text=record.prompt_text,
-        sampling=SamplingParams.FromString(record.sampling),
-        stop=StopConditions.FromString(record.stop),
-        n=response.n,
-        timeout_seconds=timeout_seconds,
-        tenant=response.tenant,
-        key_id=response.key_id,
-        traceparent=record.traceparent,
-        session_key=record.session_key,
-        tier=cast(Any, record.tier),
-        partial_choices=partial_choices,
-        client_request_id=record.client_request_id,
-        adapter_checksum=response.adapter_checksum,
-        num_ended_tokens=num_ended_tokens,
-        priority_class=record.priority_class,
-        fairness_id=record.fairness_id,
-    )
+def _prompt_of(submit: Submit) -> array[int]:
+    return unpack_token_ids(submit.packed_prompt_token_ids)
+
+
+def _continued(submit: Submit, partial_choices: list[ChoiceProgress], timeout_seconds: float) -> LinkRequest:
+    """The recorded request for these choices. It has been on its way for as long as its time limit is shorter now."""
+    wanted = submit.request
+    if wanted.HasField("objectives"):
+        delay_objectives(wanted.objectives, wanted.timeout_seconds - timeout_seconds)
+    wanted.timeout_seconds = timeout_seconds
+    prompt_token_ids = _prompt_of(submit)
+    submit.ClearField("packed_prompt_token_ids")
+    return LinkRequest(submit, prompt_token_ids, partial_choices)

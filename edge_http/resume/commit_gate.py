@@ -96,7 +96,7 @@ class CommitGate(Generic[P]):
             publication.release(publication.num_published)
 
     def fail(self) -> None:
-        """What was taken could not be written. It is noted again, and no event waits for it."""
+        """Takes back what could not be written. It is noted again, and no event waits for it."""
         writing, self._writing = self._writing, []
         for publication in writing:
             if not publication.is_noted:

@@ -75,7 +75,7 @@ class KeptAnswers:
         """The same, by caller."""
         self._num_bytes_of_callers = KeyedCounts[str]()
         self.num_bytes = 0
-        """Of the complete answers."""
+        """The bytes of the complete answers."""
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -153,7 +153,7 @@ class KeptAnswers:
         except asyncio.CancelledError:
             answer.error = KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled.")
         except Exception:
-            log.exception("request broke")
+            log.exception("request_broke")
             answer.error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
         answer.ended.set_result(None)
         config = self._config

@@ -35,7 +35,7 @@ class _Progress:
 
 
 class Publication:
-    """What the journal knows of one response."""
+    """Tracks what the journal knows of one response."""
 
     def __init__(
         self,

@@ -16,13 +16,14 @@ import msgspec
 from google.protobuf.message import DecodeError, Message
 from msgspec import Meta
 
-from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, SequenceStart, StopConditions
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
+from kvloom.v1.router_service_pb2 import Submit
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""What is read may be of another version, or foreign: it is checked before it is used."""
+"""A number that is checked when it is read: the record may be of another version, or foreign."""
 _TOKEN_BYTES: Final = 4
 MAX_CHOICES: Final = 1024
-"""Of one prompt, and the largest number of prompts: above what requests may have."""
+"""The most choices of one prompt, and the largest number of prompts: above what requests may have."""
 
 RAW_EVENT = 0
 """The kind of an event that is stored in full. Other kinds are 1 + a choice's index: of these events only the choice's
@@ -55,34 +56,16 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     operation."""
     echoes: bool = False
     echo_logprobs: int | None = None
-    """As in PromptReport."""
-    adapter_checksum: str = ""
-    """If `model` is an adapter: which one of this name."""
-    key_id: str = ""
-    """The tenant's key with which it was requested; "" in a fabric without tenants."""
-
-
-class RequestRecord(msgspec.Struct, array_like=True):
-    """The request of one prompt to a router; protos are serialized."""
-
-    request_id: str
-    prompt_token_ids: bytes
-    """Four bytes for each token, in the byte order of the machine."""
-    prompt_text: str
-    sampling: bytes
-    """Includes a seed."""
-    stop: bytes
-    traceparent: str
-    session_key: str
-    tier: int
-    client_request_id: str = ""
-    priority_class: str = ""
-    fairness_id: str = ""
+    """The value of the same name in PromptReport."""
 
 
 class RequestsRecord(msgspec.Struct, array_like=True):
     deadline_unix_seconds: float
-    requests: list[RequestRecord]
+    requests: list[bytes]
+    """The request of each prompt to a router: a serialized Submit, with a seed and the prompt, without choices."""
+
+    def submits(self) -> list[Submit]:
+        return [Submit.FromString(request) for request in self.requests]
 
 
 class ChoiceProgressDelta(msgspec.Struct, array_like=True):
@@ -197,13 +180,16 @@ class AnswerState:
 
 
 def can_continue(response: ResponseRecord, requests: RequestsRecord) -> bool:
-    """Whether the requests can be those of the response."""
-    return len(requests.requests) == len(response.prompt_sizes) and all(
-        len(request.prompt_token_ids) % _TOKEN_BYTES == 0
-        and _is_message(SamplingParams, request.sampling)
-        and _is_message(StopConditions, request.stop)
-        for request in requests.requests
-    )
+    """Returns True when the requests can be those of the response."""
+    return len(requests.requests) == len(response.prompt_sizes) and all(map(_is_submit, requests.requests))
+
+
+def _is_submit(raw: bytes) -> bool:
+    try:
+        submit = Submit.FromString(raw)
+    except DecodeError:
+        return False
+    return submit.HasField("request") and len(submit.packed_prompt_token_ids) % _TOKEN_BYTES == 0
 
 
 def _is_message(kind: type[Message], raw: bytes) -> bool:

@@ -1,4 +1,5 @@
-"""What identifies a response that can be resumed: its id, which names the edge that began it, and its caller."""
+"""ResponseName identifies a response that can be resumed: its id, which names the edge that began it, and its
+caller."""
 
 from __future__ import annotations
 

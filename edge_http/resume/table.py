@@ -83,7 +83,7 @@ class ResumeTable:
                 self._gate.note(publication)
 
     def is_wanted(self, header: bool | None) -> bool:
-        """Whether a stream is to be resumable, also without an idempotency key. `header` is the client's wish, if it
+        """True when a stream is to be resumable, also without an idempotency key. `header` is the client's wish, if it
         sent one."""
         return self._config.grace_seconds > 0 and (self._config.by_default if header is None else header)
 

@@ -41,11 +41,11 @@ SILENT_PEER_SECONDS: Final = 30
 """A peer that acknowledges neither data nor keep-alive probes for about this long is considered gone."""
 RETRY_SECONDS: Final = 2.0
 MAX_PIPELINED_BYTES: Final = 64 * 2**10
-"""What requests may hold that wait behind another one of their connection, before no more is read."""
+"""Requests that wait behind another one of their connection may hold so many bytes before no more is read."""
 REQUEST_BYTES: Final = 2048
-"""What a request holds besides its body."""
+"""A request holds so many bytes besides its body."""
 _CODING_FAULTS: Final = ("nvalid `Transfer-Encoding`", "Duplicate 'Transfer-Encoding'")
-"""What aiohttp's parser says of transfer codings that it refuses by itself."""
+"""aiohttp's parser says this of transfer codings that it refuses by itself."""
 ROUTE: Final = "connection"
 """The route label in metrics for connections that ended before there was a request."""
 
@@ -73,7 +73,7 @@ class Connection(web.RequestHandler):
         self._num_head_bytes = 0
         """The number of bytes of an incomplete head."""
         self._pipelined: ByteLease | None = None
-        """What requests behind the one that is being handled may hold; None if there have been none."""
+        """The lease of requests behind the one that is being handled; None if there have been none."""
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
@@ -151,9 +151,9 @@ class Connection(web.RequestHandler):
             error = invalid_argument("The request is not valid HTTP.")
         else:
             if isinstance(exc, ConnectionError):  # the client or the peer edge has disconnected
-                log.info("a connection ended before its answer", error=str(exc))
+                log.info("connection_ended_early", error=str(exc))
             else:
-                log.error("the connection failed", exc_info=exc)
+                log.error("connection_failed", exc_info=exc)
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
         response = error_response(error, error_format_of(request.path))
         response.force_close()

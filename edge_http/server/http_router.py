@@ -37,7 +37,7 @@ log = structlog.get_logger()
 MAX_NAMED_MODELS: Final = 16
 UNKNOWN_ROUTE: Final = "unknown"
 _NO_IDS: Final = frozenset(("compact", "batches"))
-"""What stands in the place of an id in paths of these APIs that are not served."""
+"""These stand in the place of an id in paths of these APIs that are not served."""
 
 HANDLERS: Final[Mapping[str, Mapping[str, Handler]]] = {
     **{
@@ -112,13 +112,13 @@ class HttpRouter:
             if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
                 response.headers["Allow"] = ", ".join(HANDLERS[route])
             if error.kind.http_status >= 500:
-                log.info("request failed", route=route, reason=error.reason_name)
+                log.info("request_failed", route=route, reason=error.reason_name)
             return response
         except ConnectionError:
             raise  # the client has disconnected
         except Exception:
             record.error_type = "internal"
-            log.exception("request broke", route=route)
+            log.exception("request_broke", route=route)
             return _error_response(
                 request, KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
             )
@@ -162,7 +162,7 @@ def route_of(request: web.BaseRequest) -> str:
 
 
 def _methods(route: str) -> Sequence[str]:
-    """What a browser may send. A page also gets to read why a path does not exist."""
+    """Returns the methods that a browser may send. A page also gets to read why a path does not exist."""
     return tuple(HANDLERS.get(route, ("GET", "POST", "DELETE")))
 
 

@@ -151,7 +151,7 @@ class EdgeServer:
                 await self._edge.wait_idle()
         except TimeoutError:
             self._edge.drain()
-            log.warning("the drain timed out", num_running=self._edge.num_running)
+            log.warning("drain_timed_out", num_running=self._edge.num_running)
 
     async def _leave(self) -> None:
         self._edge.leave()

@@ -56,7 +56,7 @@ class EdgeListenOptions:
     peer_port: int | None = None
     """A port of this edge alone, for other edges and /metrics; 0 picks a free one; None if `port` is not shared."""
     shares_peer_port: bool = False
-    """Whether a successor may listen on `peer_port` too."""
+    """True when a successor may listen on `peer_port` too."""
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -214,7 +214,7 @@ def peers_at(tls: ssl.SSLContext, trust: FabricTrust) -> Callable[[asyncio.BaseT
 
 
 def _for_peers(config: KvloomConfig, address: str) -> str:
-    """What is announced to other edges. A wildcard is left as it is where no host is advertised."""
+    """Returns the address that is announced to other edges. A wildcard is left as it is where no host is advertised."""
     return advertised_address(config, address) if config.fabric.advertised_host else address
 
 

@@ -89,7 +89,7 @@ def _route(
 
 
 def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Route]:
-    """What can be done with a response that `path` has begun."""
+    """Returns what can be done with a response that `path` has begun."""
     return [
         _route(
             f"{path}/{{id}}", "GET", resume_stream, f"resume{name}", "Text", "Resume a stream",
@@ -219,27 +219,31 @@ ROUTES: Final[tuple[Route, ...]] = (
     ),
     _route(
         "/v1/models", "GET", list_models, "listModels", "Models", "List the models",
-        Answer("All.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
+        Answer("All models.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
     ),
     _route(
         "/v1/models/{id}", "GET", get_model, "getModel", "Models", "Describe a model",
         Answer("The model.", objects.ModelObject), errors=(404,), headers=(ANTHROPIC_REQUEST_ID,), takes_slashes=True,
     ),
     _route(
-        "/v1/usage", "GET", usage, "getUsage", "Usage", "What the own tenant has used",
+        "/v1/usage", "GET", usage, "getUsage", "Usage", "The usage of the own tenant",
         Answer("Sums, and budgets.", objects.TenantUsage), errors=(404, 503),
         parameters=("first_day", "last_day", "by", "format"), scope="usage",
     ),
     *(
-        _route(path, "GET", health, name, "Operation", summary, Answer("Yes.", objects.Status), is_open=True)
+        _route(
+            path, "GET", health, name, "Operation", summary,
+            Answer("The process runs.", objects.Status), is_open=True,
+        )
         for path, name, summary in (
-            ("/health", "health", "Whether the process runs"),
+            ("/health", "health", "Tell that the process runs"),
             ("/live", "live", "The same, under Kubernetes' name"),
         )
     ),
     _route(
-        "/ready", "GET", ready, "ready", "Operation", "Whether a shard can take work", Answer("Yes.", objects.Status),
-        Answer("Not yet, or no more.", objects.Status, status=503), is_open=True,
+        "/ready", "GET", ready, "ready", "Operation", "Tell if a shard can take work",
+        Answer("A shard can take work.", objects.Status),
+        Answer("No shard can take work yet, or any more.", objects.Status, status=503), is_open=True,
     ),
     _route(
         "/.well-known/kvloom-receipts.json", "GET", receipt_keys, "receiptKeys",
@@ -252,7 +256,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     ),
     _route(
         "/metrics", "GET", metrics, "metrics", "Operation", "Prometheus metrics",
-        Answer("Metrics.", content_type="text/plain"), scope="admin", is_of_fabric=True,
+        Answer("The metrics of this edge.", content_type="text/plain"), scope="admin", is_of_fabric=True,
     ),
     _route(
         "/metrics/targets", "GET", metrics_targets, "metricsTargets", "Operation",

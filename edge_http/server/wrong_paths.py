@@ -1,4 +1,4 @@
-"""What a client is told whose base URL is not the right one."""
+"""Helps a client whose base URL is not the right one."""
 
 from __future__ import annotations
 

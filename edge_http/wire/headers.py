@@ -28,7 +28,7 @@ LIMITED_BY: Final = "x-kvloom-limited-by"
 """The limit of the caller that cut an answer short."""
 COST: Final = "x-kvloom-cost"
 BUDGET_REMAINING: Final = "x-kvloom-budget-remaining"
-"""What an answer costs, and what its caller's monthly budget has left, in units of the currency."""
+"""The headers with an answer's cost, and with what its caller's monthly budget has left, in units of the currency."""
 PRIORITY_CLASS: Final = "x-kvloom-priority-class"
 """In a request: its class. In a response: the class with which it was served."""
 OBJECTIVE: Final = "x-llm-d-inference-objective"
@@ -41,8 +41,8 @@ way, e.g. "preempted" (docs/scheduling.md)."""
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 """The same of a request that no shard has seen, as clients of llm-d name it."""
 FAILOVER: Final = "x-kvloom-failover"
-"""Of an answer that continued on another shard: "exact" if its tokens are those that there would have been without,
-"resampled" if they may be others."""
+"""The header of an answer that continued on another shard: "exact" if its tokens are those that there would have been
+without, "resampled" if they may be others."""
 RETRY_AFTER: Final = "Retry-After"
 RETRY_AFTER_MS: Final = "retry-after-ms"
 SHOULD_RETRY: Final = "x-should-retry"
@@ -54,7 +54,7 @@ DEADLINE: Final = "x-kvloom-deadline-ms"
 SLO_TTFT: Final = "x-kvloom-slo-ttft-ms"
 SLO_TPOT: Final = "x-kvloom-slo-tpot-ms"
 SLO_TTFT_LLM_D: Final = "x-llm-d-slo-ttft-ms"
-"""The same, as clients of llm-d name it; likewise the next one."""
+"""The same, as clients of llm-d name it."""
 SLO_TPOT_LLM_D: Final = "x-llm-d-slo-tpot-ms"
 RECEIPT: Final = "x-kvloom-receipt"
 STRICT: Final = "x-kvloom-strict"
@@ -104,7 +104,7 @@ def new_request_id() -> str:
 
 
 def is_anthropic(request: web.BaseRequest) -> bool:
-    """Whether the response has Anthropic's shape."""
+    """True when the response has Anthropic's shape."""
     return error_format_of(request.path, has_anthropic_version=ANTHROPIC_VERSION in request.headers) is ANTHROPIC_ERRORS
 
 

@@ -41,10 +41,11 @@ class RequestCallers:
         """`trusted_proxies` are networks, as in the configuration."""
         self._callers = callers
         self.have_tenants = callers.identities is not None
-        """Whether every request has a principal."""
+        """True when every request has a principal."""
         self._cache_scope = callers.cache_salts().of
         self.cache_scope_of = self._scope_of_tenant if self.have_tenants else self.caller_of
-        """Of a request: only those with the same one may be served sooner because of each other's texts."""
+        """Returns the cache scope of a request: only those with the same one may be served sooner because of each
+        other's texts."""
         self._trusted_proxies = networks_of(trusted_proxies)
         self.revoked: RevokedCertificates | None = None
         """Certificates that no request may come with."""
@@ -65,7 +66,7 @@ class RequestCallers:
 
     @property
     def needs_key(self) -> bool:
-        """Whether requests without credentials are refused."""
+        """True when requests without credentials are refused."""
         return self._callers.are_authenticated
 
     @property
@@ -127,7 +128,7 @@ class RequestCallers:
             raise KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message)
 
     def have_limits(self, principal: Principal) -> bool:
-        """Whether a key, its tenant or its organisation has limits."""
+        """True when a key, its tenant or its organisation has limits."""
         return self._callers.identities is not None and self._callers.identities.tenants.have_limits(principal)
 
     def key_id_of(self, request: web.BaseRequest) -> str:

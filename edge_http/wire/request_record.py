@@ -1,4 +1,4 @@
-"""What is noted of an HTTP request while it is served: for its lines in the logs, of which one is written when it has
+"""Notes facts of an HTTP request while it is served: for its lines in the logs, of which one is written when it has
 ended, and for the headers that every response has."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_METHOD_CHARS: Final = 16
 
 
 class AnswerFigures(Protocol):
-    """What a line says about the answer of a model."""
+    """The facts that a line tells about the answer of a model."""
 
     error: KvloomError | None
     num_output_tokens: int
@@ -99,7 +99,7 @@ class RequestRecord:
         return headers
 
     def _add_limits(self, headers: dict[str, str], answer: AnswerFigures) -> None:
-        """What tells a caller of its limits, as its API writes it; nothing if it has none."""
+        """Adds the headers that tell a caller of its limits, as its API writes them; none if it has no limits."""
         error, message = answer.error, answer.limits
         state = None if error is None else error.limits
         if state is None:
@@ -142,7 +142,7 @@ class RequestRecord:
                 error_type = answer.error.reason_name.lower()
         if error_type:
             fields["error_type"] = error_type
-        log.info("http request", **self.log_fields(), **fields)
+        log.info("http_request_ended", **self.log_fields(), **fields)
 
 
 def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:
@@ -170,5 +170,10 @@ def log_refused_connection(access_log: AccessLog, status: int, error: KvloomErro
     """Write the line of a request that cannot be named, because its head is malformed or incomplete."""
     if access_log.is_on:
         log.info(
-            "http request", method="", path="", route="connection", status=status, error_type=error.reason_name.lower()
+            "http_request_ended",
+            method="",
+            path="",
+            route="connection",
+            status=status,
+            error_type=error.reason_name.lower(),
         )

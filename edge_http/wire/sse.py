@@ -49,7 +49,7 @@ def _chunk_head(num_bytes: int) -> bytes:
 
 
 def _numbered_chunk_head(num_bytes: int) -> bytes:
-    """As `_chunk_head`, for a numbered event; `num_bytes` counts from the event's number on."""
+    """Returns a head as `_chunk_head` does, for a numbered event; `num_bytes` counts from the event's number on."""
     return _chunk_head(len(b"id: ") + num_bytes) + b"id: "
 
 
@@ -285,7 +285,7 @@ class EventStream:
             asyncio.get_running_loop().call_later(linger_seconds, self._transport.abort)
 
     def response(self) -> web.StreamResponse:
-        """What the handler returns once the stream has ended."""
+        """Returns what the handler returns once the stream has ended."""
         self.uncork()  # the next response on this connection must not overtake this one
         return _STAYS_OPEN if self._keep_alive else _CLOSES
 

@@ -1,4 +1,4 @@
-"""What this edge does with fields of requests that it does not know, and how it tells its operator."""
+"""UnknownFields decides what this edge does with fields of requests that it does not know, and tells its operator."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ class UnknownFields:
         now = asyncio.get_running_loop().time()
         if now >= self._next_line_at:
             self._next_line_at = now + SECONDS_BETWEEN_LINES
-            log.info("unknown fields of requests were left out", fields=dict(self._since.most_common(MAX_NAMES)))
+            log.info("unknown_fields_ignored", fields=dict(self._since.most_common(MAX_NAMES)))
             self._since.clear()

@@ -324,7 +324,7 @@ class Client:
         num_choices = max(1, request.n)
         link = await self._connected_link()
         buffer = DeltaBuffer(self._max_buffered_tokens)
-        handle = link.submit(_link_request(request, num_choices), buffer)
+        handle = link.submit(_link_request(request), buffer)
         buffer.on_overflow = lambda: link.cancel(handle)
         finishes = Finishes(num_choices)
         try:
@@ -344,6 +344,7 @@ class Client:
                 self._client_id,
                 addresses,
                 reattach_seconds=self._reattach_seconds,
+                tells_refusals=True,
                 open_channel=self._open_channel,
             )
             await self._link.start()
@@ -351,6 +352,8 @@ class Client:
         try:
             async with asyncio.timeout(self._connect_timeout_seconds):
                 while not link.connected:
+                    if link.refusal is not None:
+                        raise link.refusal
                     await link.wait_fleet_change()
         except TimeoutError:
             message = f"No router answers at {', '.join(self._addresses)}."
@@ -358,21 +361,8 @@ class Client:
         return link
 
 
-def _link_request(request: router_service_pb2.GenerateRequest, num_choices: int) -> LinkRequest:
-    ids: Sequence[int] = request.token_ids.ids
-    return LinkRequest(
-        request_id=request.request_id,
-        model=request.model,
-        prompt_token_ids=ids,
-        prompt_text="",
-        sampling=request.sampling,
-        stop=request.stop,
-        n=num_choices,
-        timeout_seconds=request.timeout_seconds,
-        session_key=request.session_key,
-        tier=request.tier,
-        pooling=request.pooling if request.HasField("pooling") else None,
-        priority_class=request.priority_class,
-        fairness_id=request.fairness_id,
-        objectives=request.objectives if request.HasField("objectives") else None,
-    )
+def _link_request(request: router_service_pb2.GenerateRequest) -> LinkRequest:
+    """The same request over the link, whose prompt travels beside it."""
+    submit = router_service_pb2.Submit(request=request)
+    submit.request.ClearField("token_ids")
+    return LinkRequest(submit, request.token_ids.ids)

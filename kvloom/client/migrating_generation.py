@@ -8,7 +8,7 @@ from typing import Final
 
 from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
-from kvloom.objectives import objectives_later
+from kvloom.objectives import delay_objectives
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.sampling import draw_seed
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -58,10 +58,9 @@ class MigratingGeneration:
             request.continuation_ticket = self._ticket
             request.starting_after = self.last_event
             request.timeout_seconds = self._seconds_left()
-        if self._request.HasField("objectives"):
+        if request.HasField("objectives"):
             elapsed_seconds = time.monotonic() - self._began_at
-            later = objectives_later(self._request.objectives, elapsed_seconds, is_admitted=self.has_response)
-            request.objectives.CopyFrom(later)
+            delay_objectives(request.objectives, elapsed_seconds, is_admitted=self.has_response)
         self.current_request = request
         self.has_response_from_router = False
         self._num_tokens_before = self._num_tokens

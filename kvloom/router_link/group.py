@@ -27,7 +27,6 @@ from kvloom.router_link.tracked_request import LOSSES, Assignment, TrackedReques
 from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import (
     CancelRequest,
     ChargeCallRequest,
@@ -48,6 +47,10 @@ BATCH_SECONDS: Final = 0.03
 over thousands continues to serve its own."""
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 1.0
+REFUSED_CREDENTIALS: Final = frozenset(
+    {ErrorReason.ERROR_REASON_UNAUTHENTICATED, ErrorReason.ERROR_REASON_PERMISSION_DENIED}
+)
+"""Why routers refuse a client that no other router accepts, and not a moment later either."""
 AFFINITY_TOKENS: Final = 16
 """Requests that begin with the same block of tokens have affinity to the same router."""
 
@@ -61,13 +64,16 @@ class RouterGroup:
         addresses: Iterable[str] = (),
         *,
         reattach_seconds: float = REATTACH_SECONDS,
+        tells_refusals: bool = False,
         new_link: NewLink = GrpcRouterLink,
         open_channel: OpenChannel = open_plain_channel,
     ) -> None:
         """`reattach_seconds`: how long a request that has lost its router looks for another one; 0: it fails at
-        once."""
+        once. `tells_refusals`: callers learn why the routers refuse this process. Those of an edge do not, since it has
+        credentials of its own."""
         self._members = RouterMembers(client_id, new_link, self._on_members_change, open_channel)
         self._reattach_seconds = reattach_seconds
+        self._tells_refusals = tells_refusals
         self._loop = asyncio.get_running_loop()
         self._random = random.Random()
         self._attached: dict[int, tuple[TrackedRequest, RouterMember]] = {}
@@ -115,6 +121,12 @@ class RouterGroup:
         return self._members.connected
 
     @property
+    def refusal(self) -> KvloomError | None:
+        """Why no router accepts what this process calls itself, if its callers may know."""
+        refusal = self._members.refusal if self._tells_refusals else None
+        return refusal if refusal is not None and refusal.reason in REFUSED_CREDENTIALS else None
+
+    @property
     def addresses(self) -> list[str]:
         """The routers' addresses, with those first that accept requests."""
         return self._members.addresses()
@@ -136,9 +148,9 @@ class RouterGroup:
         if request.partial_choices and not request.is_new:
             self._park(tracked)
             return tracked.handle
-        member = self._members.pick(request.model, tracked.affinity_key)
+        member = self._members.pick(request.wanted.model, tracked.affinity_key)
         if member is None:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         self._attach(tracked, member)
         return tracked.handle
 
@@ -158,20 +170,20 @@ class RouterGroup:
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
         """Moderates as RouterLink does: any router can answer, because all use the same safety service."""
         if not self._members.available:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.moderate(request)
 
     async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
         """Charges as RouterLink does: any router can answer, because all share the limits."""
         if not self._members.available:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.charge_call(request)
 
     def channel_to(self, model: str) -> grpc.aio.Channel:
         """A channel for calls to a router that has shards of this model, if one has. Raises KvloomError."""
         member = self._members.pick(model, b"")
         if member is None:
-            raise self._members.unavailable_error()
+            raise self.refusal or self._members.unavailable_error()
         return member.link.channel_for_calls()
 
     def link_ids(self) -> list[str]:
@@ -214,10 +226,10 @@ class RouterGroup:
     def on_lost(self, tracked: TrackedRequest) -> None:
         attached = self._attached.get(tracked.handle)
         if attached is not None and tracked.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
-            self._report_loss(attached[1].link, tracked.request.request_id, tracked.num_assignment_tokens)
+            self._report_loss(attached[1].link, tracked.request.wanted.request_id, tracked.num_assignment_tokens)
         self._detach(tracked)
-        error = KvloomError.from_proto(tracked.error)
-        if self._closed or not self._reattach_seconds:
+        error = self.refusal or KvloomError.from_proto(tracked.error)
+        if error.reason in REFUSED_CREDENTIALS or self._closed or not self._reattach_seconds:
             tracked.fail(error)
         elif tracked.num_losses > MAX_LOSSES:
             self.num_given_up += 1
@@ -294,8 +306,8 @@ class RouterGroup:
         """Returns whether the request was sent to a router."""
         lost_at = tracked.lost_at
         assert lost_at is not None
-        member = self._members.pick(tracked.request.model, tracked.affinity_key)
-        if member is not None and tracked.request.model in member.ready_models:
+        member = self._members.pick(tracked.request.wanted.model, tracked.affinity_key)
+        if member is not None and tracked.request.wanted.model in member.ready_models:
             del self._parked[tracked.handle]
             try:
                 self._attach(tracked, member)
@@ -307,6 +319,9 @@ class RouterGroup:
             else:
                 self.num_reattached += 1
                 return True
+        if (refusal := self.refusal) is not None:
+            self._fail(tracked, refusal)
+            return False
         gives_up_at = lost_at + self._reattach_seconds
         if now >= gives_up_at:
             self.num_given_up += 1
@@ -333,17 +348,15 @@ class RouterGroup:
 def give_seed(request: LinkRequest) -> None:
     """Draw the request's seed if it has none. Otherwise each router would draw its own, but all of them must use the
     same one."""
-    if request.sampling.HasField("seed"):
-        return
-    fixed = SamplingParams()
-    fixed.CopyFrom(request.sampling)
-    fixed.seed = draw_seed()
-    request.sampling, request.seed_is_drawn = fixed, True
+    wanted = request.wanted
+    if not wanted.sampling.HasField("seed"):
+        wanted.sampling.seed, wanted.seed_is_drawn = draw_seed(), True
 
 
 def _affinity_key(request: LinkRequest) -> bytes:
     """Requests with the same key should go to the same router; b"": the request has no such key."""
-    if request.session_key:
-        return request.session_key.encode()
+    session_key = request.wanted.session_key
+    if session_key:
+        return session_key.encode()
     first_block = request.prompt_token_ids[:AFFINITY_TOKENS]
     return array("I", first_block).tobytes() if len(first_block) == AFFINITY_TOKENS else b""

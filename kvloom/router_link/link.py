@@ -16,13 +16,14 @@ from typing import Any, Final, Protocol
 import grpc
 
 from kvloom.errors import KvloomError
+from kvloom.router_link.earlier_submit import flatten
 from kvloom.router_link.identity import LinkIdentity
 from kvloom.router_link.open_choices import OpenChoices, Sink
 from kvloom.router_link.request import ChoiceProgress, LinkRequest
-from kvloom.text.token_ids import prompt_fields
+from kvloom.text.token_ids import pack_token_ids
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.transport.frame_writer import FrameWriter
-from kvloom.transport.grpc_errors import from_rpc_error
+from kvloom.transport.grpc_errors import error_from_peer, from_rpc_error
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
@@ -116,10 +117,13 @@ class GrpcRouterLink:
         self.owner_address = ""
         """The address at which only the connected router listens. "" while it is not known, or if it is the address
         that the link connects to: then the next connection reaches the same router."""
+        self.refusal: KvloomError | None = None
+        """Why the router has ended the last connection, in its own words; None while there is one, and if it did not
+        say."""
         self._heard_at = 0.0
         """The time of the last frame, or of the first request since none was open."""
         self._choices = OpenChoices(self.cancel)
-        self._submits: list[router_service_pb2.Submit] = []
+        self._submits: list[tuple[LinkRequest, Sequence[int]]] = []
         self._cancels: list[int] = []
         self._discarded: list[str] = []
         self._writer: FrameWriter[router_service_pb2.RouterServiceConnectRequest] | None = None
@@ -158,46 +162,7 @@ class GrpcRouterLink:
         if not self._choices:
             self._heard_at = time.monotonic()
         handle, slots = self._choices.open(request, sink)
-        submit = router_service_pb2.Submit(
-            request_id=request.request_id,
-            model=request.model,
-            prompt_text=request.prompt_text,
-            sampling=request.sampling,
-            stop=request.stop,
-            choices=_choices(request, slots),
-            timeout_seconds=request.timeout_seconds,
-            tenant=request.tenant,
-            traceparent=request.traceparent,
-            client_request_id=request.client_request_id,
-            session_key=request.session_key,
-            tier=request.tier,
-            pooling=request.pooling,
-            **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
-        )
-        if request.key_id:
-            submit.key_id = request.key_id
-        if request.adapter_checksum:
-            submit.adapter_checksum = request.adapter_checksum
-        if request.partial_choices:
-            submit.num_ended_tokens = request.num_ended_tokens
-            submit.num_ended_reasoning_tokens = request.num_ended_reasoning_tokens
-            submit.num_foreign_tokens = request.num_foreign_tokens
-            submit.continuation_ticket = request.continuation_ticket
-        if request.no_result_cache:
-            submit.no_result_cache = True
-        if request.receipt:
-            submit.receipt = True
-        if request.seed_is_drawn:
-            submit.seed_is_drawn = True
-        if request.priority_class:
-            submit.priority_class = request.priority_class
-        if request.fairness_id:
-            submit.fairness_id = request.fairness_id
-        if request.objectives is not None:
-            submit.objectives.CopyFrom(request.objectives)
-        if request.has_fallback_model:
-            submit.has_fallback_model = True
-        self._submits.append(submit)
+        self._submits.append((request, slots))
         self._wake_writer()
         return handle
 
@@ -251,6 +216,7 @@ class GrpcRouterLink:
                 async with contextlib.AsyncExitStack() as channels:
                     await self._serve_one_connection(await self._open(channels))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                self.refusal = error_from_peer(error) if isinstance(error, grpc.aio.AioRpcError) else None
                 log.debug("The link to the router broke: %s", error)
             except WrongRouterError as error:
                 log.warning("%s", error)
@@ -306,7 +272,9 @@ class GrpcRouterLink:
         losses = self.identity.take_unsent() if self._connected else []
         if not (submits or cancels or losses or self._discarded):
             return None
-        frame = router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels, lost=losses)
+        frame = router_service_pb2.RouterServiceConnectRequest(cancel_slots=cancels, lost=losses)
+        for request, slots in submits:
+            _fill(frame.submits.add(), request, slots, self._fleet)
         if self._discarded:
             frame.discarded.extend(self._discarded)
             self._discarded.clear()
@@ -319,7 +287,7 @@ class GrpcRouterLink:
                 self._check_incarnation(frame.incarnation_id)
             self._fleet = frame.fleet
             if not self._connected:
-                self._connected = True
+                self._connected, self.refusal = True, None
                 self.owner_address = "" if frame.router_address == self._address else frame.router_address
                 self.identity.note_hello_read()  # the first frame answers the hello
                 self._wake_writer()
@@ -369,6 +337,23 @@ class GrpcRouterLink:
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()
         self._on_fleet_change()
+
+
+def _fill(
+    submit: router_service_pb2.Submit,
+    request: LinkRequest,
+    slots: Sequence[int],
+    fleet: router_service_pb2.FleetState,
+) -> None:
+    """Make the submit of a request for a router with this fleet."""
+    submit.MergeFrom(request.submit)
+    submit.choices.extend(_choices(request, slots))
+    if fleet.reads_packed_token_ids:
+        submit.packed_prompt_token_ids = pack_token_ids(request.prompt_token_ids)
+    else:
+        submit.prompt_token_ids.extend(request.prompt_token_ids)
+    if not fleet.reads_submit_request:
+        flatten(submit)
 
 
 def _choices(request: LinkRequest, slots: Sequence[int]) -> list[generation_pb2.Choice]:

@@ -144,6 +144,13 @@ class RouterMembers:
             reason, message = ErrorReason.ERROR_REASON_ROUTER_LOST, "The router cannot be reached."
         return KvloomError(reason, message, retry_after_seconds=1.0)
 
+    @property
+    def refusal(self) -> KvloomError | None:
+        """Why a router refuses this process; None while one does not."""
+        if self.connected:
+            return None
+        return next((one.link.refusal for one in self._members.values() if one.link.refusal is not None), None)
+
     def _refresh(self) -> None:
         connected = [member for member in self._members.values() if member.link.connected]
         for member in connected:

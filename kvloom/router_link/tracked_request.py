@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
 from kvloom.errors import KvloomError
-from kvloom.objectives import objectives_later
+from kvloom.objectives import delay_objectives
 from kvloom.router_link.fast_path import FastPathSink
 from kvloom.router_link.link import ChoiceProgress, LinkRequest, Sink
 from kvloom.v1 import generation_pb2
@@ -122,7 +122,7 @@ class TrackedRequest:
         if progress.num_cached_tokens is None:
             progress.num_cached_tokens = start.num_cached_tokens
             if start.continuation_ticket:
-                self.request.continuation_ticket = start.continuation_ticket
+                self.request.wanted.continuation_ticket = start.continuation_ticket
             try:
                 self._sink.on_start(index, start)
             except Exception:
@@ -172,25 +172,19 @@ class TrackedRequest:
         """The request for the next router. Raises KvloomError (DEADLINE_EXCEEDED)."""
         if self.lost_at is None:
             return self.request
-        timeout_seconds = self.request.timeout_seconds
-        if timeout_seconds:
-            timeout_seconds -= self._owner.now() - self.arrived_at
-            if timeout_seconds <= 0:
-                raise KvloomError(_R.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
-        objectives = self.request.objectives
-        if objectives is not None:
-            objectives = objectives_later(objectives, self._owner.now() - self.arrived_at, is_admitted=True)
         partial_choices = [choice for choice in self.choices if not choice.is_done]
+        later = self.request.later(partial_choices)
+        seconds, wanted, submit = self._owner.now() - self.arrived_at, later.wanted, later.submit
+        if wanted.timeout_seconds:
+            wanted.timeout_seconds -= seconds
+            if wanted.timeout_seconds <= 0:
+                raise KvloomError(_R.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
+        if wanted.HasField("objectives"):
+            delay_objectives(wanted.objectives, seconds, is_admitted=True)
         # The choices that had ended before this object was made have no tokens here.
-        num_ended_tokens = sum(len(choice.token_ids) for choice in self.choices if choice.is_done)
-        return dataclasses.replace(
-            self.request,
-            partial_choices=partial_choices,
-            timeout_seconds=timeout_seconds,
-            objectives=objectives,
-            num_ended_tokens=self.request.num_ended_tokens + num_ended_tokens,
-            num_ended_reasoning_tokens=self.request.num_ended_reasoning_tokens + self._num_ended_reasoning_tokens,
-        )
+        submit.num_ended_tokens += sum(len(choice.token_ids) for choice in self.choices if choice.is_done)
+        submit.num_ended_reasoning_tokens += self._num_ended_reasoning_tokens
+        return later
 
     def on_submitted(self, link_id: str) -> None:
         """A link has accepted the `next_request`."""

@@ -100,7 +100,7 @@ class CallerVerifier:
         self._refusals = _Kept[_Refusal](min(kept_seconds, REFUSAL_SECONDS), now, max_kept)
         self._pending: dict[bytes, concurrent.futures.Future[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._failures = FailureLog("the auth provider fails", provider=name)
+        self._failures = FailureLog("auth_provider_failed", provider=name)
 
     async def verify(self, credentials: Credentials) -> str:
         """The caller's id. Raises KvloomError, also when the provider does not answer."""

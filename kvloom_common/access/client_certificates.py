@@ -71,5 +71,5 @@ def contents_of(certificate: bytes) -> tuple[Sequence[str], str, float]:
             return [], common_name, expires_at
         return extension.value.get_values_for_type(x509.UniformResourceIdentifier), common_name, expires_at
     except ValueError:
-        log.warning("a client's certificate cannot be read")
+        log.warning("client_certificate_read_failed")
         return [], "", 0.0

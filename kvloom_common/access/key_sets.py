@@ -82,7 +82,7 @@ class KeySet:
                 keys = await asyncio.to_thread(read_keys, self._config)
             except KeySetError as error:
                 if str(error) != reported:
-                    log.warning("the keys of an issuer cannot be read", issuer=self._config.name, cause=str(error))
+                    log.warning("issuer_keys_read_failed", issuer=self._config.name, cause=str(error))
                 reported = str(error)
             else:
                 reported = ""
@@ -90,7 +90,7 @@ class KeySet:
                     name: key.thumbprint() for name, key in self.keys.items()
                 }:
                     self.keys = keys
-                    log.info("the keys of an issuer", issuer=self._config.name, num_keys=len(keys))
+                    log.info("issuer_keys_read", issuer=self._config.name, num_keys=len(keys))
                     for callback in self._on_change:
                         callback()
             self._read_at = time.monotonic()
@@ -154,7 +154,7 @@ def parse_keys(content: bytes) -> PublicKeys:
         try:
             key = JWKRegistry.import_key({name: value for name, value in entry.items() if name not in _PRIVATE})
         except Exception:  # an entry that cannot be used leaves the others as they are
-            log.warning("a key of a key set cannot be used", key_id=str(entry.get("kid"))[:64])
+            log.warning("issuer_key_skipped", key_id=str(entry.get("kid"))[:64])
             continue
         found[str(entry.get("kid", ""))] = key
     if len(found) == 1:  # then a token need not say which key it is signed with

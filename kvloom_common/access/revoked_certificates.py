@@ -88,5 +88,5 @@ def _number_of(certificate: bytes) -> Number | None:
         found = x509.load_pem_x509_certificate(certificate) if is_pem else x509.load_der_x509_certificate(certificate)
         return found.issuer.public_bytes(), found.serial_number
     except ValueError:
-        log.warning("a client's certificate cannot be read")
+        log.warning("client_certificate_read_failed")
         return None

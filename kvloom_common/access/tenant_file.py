@@ -167,7 +167,7 @@ class TenantFile:
         self._is_whole = False
         if not self._has_failed:
             self._has_failed = True
-            log.warning("there is no copy of the table of tenants", path=str(self._path), cause=error.strerror)
+            log.warning("tenant_file_write_failed", path=str(self._path), cause=error.strerror)
 
 
 def _write(file: IO[bytes], part: FollowResponse) -> int:

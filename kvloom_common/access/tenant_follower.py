@@ -135,12 +135,12 @@ class TenantFollower:
             async with self._trust.open_channel(address, ROLE, options=CHANNEL_OPTIONS) as channel:
                 await self._follow(channel)
         except _StartAgainError:
-            log.info("the table of tenants is asked for again", address=address)
+            log.info("tenant_stream_reopened", address=address)
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
             code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
-            log.warning("control cannot be followed", address=address, cause=code)
+            log.warning("tenant_stream_failed", address=address, cause=code)
         except DecodeError:
-            log.exception("control sent something unexpected", address=address)
+            log.exception("tenant_stream_broke", address=address)
         finally:
             self.tenants.set_connected(False)
             self._stub = self.channel = None
@@ -163,13 +163,13 @@ class TenantFollower:
             await call.initial_metadata()
         async for response in call:
             await self._apply(response)
-        log.info("control has ended the stream of tenants")
+        log.info("tenant_stream_ended")
 
     def _connected(self) -> None:
         if not self.tenants.connected:
             self.tenants.set_connected(True)
             self._file.touch()
-            log.info("the table of tenants is followed", version=self.tenants.table.version)
+            log.info("tenant_table_received", version=self.tenants.table.version)
         self.tried.set()
 
     async def _apply(self, response: FollowResponse) -> None:

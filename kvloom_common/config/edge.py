@@ -83,8 +83,11 @@ class EdgeConfig(Section):
     max_buffered_bytes: PositiveInt = 256 * 2**10
     """The bytes that may wait for a slow reader, per stream. Beyond that the request is cancelled."""
     stream_keep_alive_seconds: Annotated[float, Meta(ge=0)] = 10.0
-    """After so long without an event a stream gets an SSE comment (of /v1/messages a `ping`), so that no proxy cuts it;
-    before the first token it begins with that. 0: never."""
+    """After so long without an event a stream gets an SSE comment (of /v1/messages a `ping`), so that no proxy cuts it.
+    0: never."""
+    stream_head_seconds: Annotated[float, Meta(ge=0)] = 0.5
+    """A stream that was not refused in this time begins, with status 200 and headers, before twice the time is over.
+    From then on an error is an event. 0: it begins with its first token, or with what keeps it alive."""
     max_concurrent_requests: PositiveInt = 8192
     max_concurrent_requests_per_caller: PositiveInt = 4096
     """Running requests of one caller (docs/http-api.md). Beyond that it gets a 429, while the others are served."""

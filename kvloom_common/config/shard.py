@@ -23,8 +23,8 @@ class SimConfig(Section):
     """A sequence gets a new token only in every n-th step, counted from its first token. This simulates many slow
     sequences that are not in lockstep."""
     stamp_tokens: bool = False
-    """True puts into tokens the time at which they were made, for `kvloom-lab bench data-plane`. Answers then depend
-    on the clock."""
+    """True puts into tokens the time at which they were made, for `kvloom-lab bench data-plane`. Answers then depend on
+    the clock."""
     opening: Annotated[str, Meta(max_length=1024)] = ""
     """Text with which every answer begins, for `kvloom-lab bench data-plane --compare tool-calls`."""
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 100.0

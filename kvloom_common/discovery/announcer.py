@@ -44,7 +44,7 @@ class Announcer(Generic[Record]):
             except NameTakenError as error:
                 if time.monotonic() > deadline:
                     raise
-                log.warning("The name of this process is taken; waiting until it is free.", cause=str(error))
+                log.warning("announcement_delayed", cause=str(error))
             else:
                 return
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -57,19 +57,19 @@ class Announcer(Generic[Record]):
                 await self._registry.announce(self._record)
             except NameTakenError as error:
                 if error.is_successor and error.holder.incarnation_id != taken_by:
-                    log.info("A successor has replaced this process in the registry.", address=error.holder.address)
+                    log.info("announcement_replaced", address=error.holder.address)
                 elif error.holder.incarnation_id != taken_by:
-                    log.error("Other processes do not find this one any more.", cause=str(error))  # noqa: TRY400
+                    log.error("announcement_lost", cause=str(error))  # noqa: TRY400
                 taken_by = error.holder.incarnation_id
             except (redis.exceptions.RedisError, OSError) as error:
                 if reachable:
-                    log.warning("The registry cannot be reached; retrying.", error=str(error))
+                    log.warning("announcement_failed", error=str(error))
                 reachable = False
             else:
                 if not reachable:
-                    log.info("The registry can be reached again.")
+                    log.info("announcement_resumed")
                 if taken_by:
-                    log.info("Other processes find this one again.")
+                    log.info("announcement_restored")
                 reachable, taken_by = True, ""
             await asyncio.sleep(seconds_to_aligned_tick(time.monotonic(), HEARTBEAT_SECONDS))
 
@@ -82,7 +82,7 @@ class Announcer(Generic[Record]):
         try:
             await self._registry.withdraw(self._record.key, self._record.incarnation_id)
         except (redis.exceptions.RedisError, OSError) as error:
-            log.warning("The process could not be withdrawn from the registry.", error=str(error))
+            log.warning("announcement_withdrawal_failed", error=str(error))
         await self._registry.close()
 
 
@@ -124,7 +124,7 @@ async def announced_process(
 
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("This process is not announced any more.", exc_info=error)
+        log.error("announcer_failed", exc_info=error)
 
 
 def process_record(config: KvloomConfig, name: str, address: str, url: str = "") -> ProcessRecord:

@@ -65,9 +65,9 @@ class ProcessFinder:
                         self._announced = [record.address for record in records.values()]
                         self.found.set()
                 except (redis.exceptions.RedisError, OSError) as error:
-                    log.warning("the registry cannot be read", role=self._role, cause=type(error).__name__)
+                    log.warning("registry_read_failed", role=self._role, cause=type(error).__name__)
                 except Exception:  # one bad announcement must not end the watch
-                    log.exception("the registry holds something unexpected", role=self._role)
+                    log.exception("registry_reader_broke", role=self._role)
                 raise_if_cancelled()
                 self.found.set()
                 await asyncio.sleep(RETRY_SECONDS)

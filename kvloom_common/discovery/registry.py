@@ -157,7 +157,7 @@ class Registry(Generic[Record]):
             return read_record(self._sealer, self._name(key), key, value, self._record_type)
         except RecordError as error:
             self._ignored[key] = value
-            log.warning("a record in the registry is ignored", key=self._name(key), cause=str(error)[:200])
+            log.warning("registry_record_ignored", key=self._name(key), cause=str(error)[:200])
             return None
 
     async def _read(self, keys: Sequence[str]) -> tuple[list[str], list[bytes | None]]:
@@ -171,7 +171,7 @@ class Registry(Generic[Record]):
                 members, *values = await pipe.execute()
             except redis.exceptions.ResponseError as error:
                 if "WRONGTYPE" in str(error):  # foreign; no process could be found or announced beside it
-                    log.warning("a foreign value in the registry was deleted", key=self._ids_name)
+                    log.warning("registry_value_deleted", key=self._ids_name)
                     await self._redis.delete(self._ids_name)
                 raise
         # No process has a name that is not UTF-8, so such a member is foreign.

@@ -95,8 +95,8 @@ class RouterFinder:
                     if self._last:
                         self._found(self._last)
             except (redis.exceptions.RedisError, OSError) as error:
-                log.warning("The registry of routers cannot be read.", cause=type(error).__name__)
+                log.warning("registry_read_failed", cause=type(error).__name__)
             except Exception:  # e.g. a record of another version: one bad announcement must not end the watch
-                log.exception("The registry of routers holds an unexpected record.")
+                log.exception("registry_reader_broke")
             self._found(dict.fromkeys(self._last, ""))
             await asyncio.sleep(RETRY_SECONDS)

@@ -39,7 +39,7 @@ class ConnectionSweep:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             if num_closed := await asyncio.to_thread(self.sweep):
-                log.warning("connections closed because their address has too many", num_connections=num_closed)
+                log.warning("excess_connections_closed", num_connections=num_closed)
 
     def sweep(self) -> int:
         """Returns how many connections were closed. The latest ones of an address are closed first."""

@@ -103,7 +103,7 @@ class MemoryWatch:
             self._on_level(verdict.level)
             tell = log.warning if verdict.level > before else log.info
             tell(
-                "memory level changed",
+                "memory_level_changed",
                 component=self._component,
                 level=verdict.level.name.lower(),
                 resident_mb=resident_bytes >> 20,

@@ -154,7 +154,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """Called while the exception is handled. Scrapers that leave, or fail in TLS, are no fault of this process."""
         if not isinstance(sys.exc_info()[1], OSError):
-            log.exception("a scrape failed")
+            log.exception("scrape_failed")
 
 
 class _Handler(WSGIRequestHandler):

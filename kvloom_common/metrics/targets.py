@@ -96,7 +96,7 @@ class TargetAnnouncement:
         try:
             await announcer.run()
         except SealError as error:  # addresses of others would be as good
-            log.warning("Prometheus must be told of this process by its configuration.", cause=str(error))
+            log.warning("metrics_announcement_failed", cause=str(error))
             await asyncio.Event().wait()
         finally:
             await announcer.close()

@@ -132,7 +132,7 @@ class Catalogue:
         if model.name != name:
             raise ModelCardError(f"the card of {name} is that of {model.name}")
         self.add(model)
-        log.info("model card fetched", model=name, checksum=checksum[:12], num_bytes=len(packed))
+        log.info("model_card_fetched", model=name, checksum=checksum[:12], num_bytes=len(packed))
 
     def release_caches(self) -> None:
         """Free the memory of texts that were tokenized before."""
@@ -209,7 +209,7 @@ class CatalogueFollower:
             served = {info.name for info in fleet.models}
             for name in self._seen - served:
                 self.catalogue.remove(name)
-                log.info("model withdrawn", model=name)
+                log.info("model_withdrawn", model=name)
             self._seen = served
             self.catalogue.set_adapters(adapters_of(fleet))
         return is_complete
@@ -219,7 +219,7 @@ class CatalogueFollower:
             await self.catalogue.ensure(name, checksum, lambda: self._fetch(name, checksum))
         except (KvloomError, ModelCardError) as error:
             if checksum not in self._failed:
-                log.warning("model card not fetched", model=name, cause=str(error))
+                log.warning("model_card_fetch_failed", model=name, cause=str(error))
                 self._failed.add(checksum)
             return False
         self._failed.discard(checksum)

@@ -77,9 +77,9 @@ class RolloutFollower:
         for name in sorted(rollouts.keys() | self._rollouts.keys()):
             rollout = rollouts.get(name)
             if rollout is None:
-                self._report("rollout ended", model=name)
+                self._report("rollout_ended", model=name)
             elif rollout != self._rollouts.get(name):
-                self._report("rollout", model=name, old=rollout.old, new=rollout.new, share=rollout.share)
+                self._report("rollout_share_changed", model=name, old=rollout.old, new=rollout.new, share=rollout.share)
         self._rollouts = rollouts
         self._routes.follow_rollouts(rollouts.values())
         self._on_change(rollouts.values())

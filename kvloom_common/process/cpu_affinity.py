@@ -87,7 +87,7 @@ def kept_on_one_cpu(first: int, *, wanted: bool = True, check_seconds: float = C
         # Opened once: while the process is short of descriptors, it could not be opened at each check.
         times = os.open(_TIMES, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        log.warning("The event loop cannot be kept on one CPU.", error=str(error))
+        log.warning("cpu_pinning_failed", error=str(error))
         yield
         return
     stay = _CpuPinning(CpuChoice(sorted(_process_cpus), first), check_seconds, times)
@@ -120,9 +120,9 @@ class _CpuPinning:
             try:
                 os.sched_setaffinity(0, cpus)
             except OSError as error:  # the process may no longer use that CPU
-                log.warning("The event loop cannot be kept on one CPU.", cpus=cpus, error=str(error))
+                log.warning("cpu_pinning_failed", cpus=cpus, error=str(error))
                 return
-            log.info("The event loop may use these CPUs.", cpus=cpus)
+            log.info("cpus_assigned", cpus=cpus)
         self._timer = self._loop.call_later(self._seconds_to_check(), self._check)
 
     def _seconds_to_check(self) -> float:

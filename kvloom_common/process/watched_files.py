@@ -51,12 +51,12 @@ class WatchedFiles:
             except (ConfigError, OSError) as error:
                 self._seen = None
                 if str(error) != reported:
-                    log.warning(f"{what} not reloaded", cause=str(error))
+                    log.warning("file_reload_failed", content=what, cause=str(error))
                 reported = str(error)
                 continue
             self._seen, reported = versions, ""
             use(loaded)
-            log.info(f"{what} reloaded")
+            log.info("file_reloaded", content=what)
 
     def _versions(self) -> list[_Version | None]:
         return [_version(path) for path in self._paths]
@@ -86,7 +86,7 @@ async def _kept_up(watcher: Watcher, retry_seconds: float) -> None:
         try:
             await watcher.watch()
         except Exception:
-            log.exception("a watched file could not be followed; retrying", watcher=type(watcher).__name__)
+            log.exception("file_watch_failed", watcher=type(watcher).__name__)
         else:
             return
         await asyncio.sleep(backoff.next_seconds(loop.time() - started))

@@ -143,7 +143,10 @@ def counting(records: Iterable[UsageRecord]) -> list[UsageRecord]:
         # it continues, unless that was killed: otherwise what its client claims would be charged beyond the budget.
         found = computed
     by_name = {(record.producer, record.number): record for record in found}
-    runs = (Run(one.num_resumed_tokens, one.num_output_tokens, name) for name, one in by_name.items())
+    runs = (
+        Run(one.num_resumed_tokens, one.num_output_tokens, name, one.outcome == OUTCOME_LOST)
+        for name, one in by_name.items()
+    )
     return [by_name[run.name] for run in last_runs(runs)]
 
 

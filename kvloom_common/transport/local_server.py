@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar
 
 import grpc
+import structlog
 from google.protobuf.message import DecodeError, Message
 
 from kvloom.transport.grpc_errors import to_grpc_status
@@ -17,7 +17,7 @@ from kvloom.transport.local_socket import local_socket_name
 from kvloom.transport.local_stream import LocalStream
 from kvloom_common.transport.checked_server import malformed_message
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 In = TypeVar("In", bound=Message)
 
@@ -47,7 +47,7 @@ class LocalServer(Generic[In]):
         except OSError as error:
             # The name is held by this process's predecessor, with which it shares its port, or by a foreign process.
             # Until it is free, all clients use gRPC.
-            log.info("The local socket of %s is not free yet: %s", address, error)
+            log.info("local_socket_awaited", address=address, error=str(error))
             self._waiting = asyncio.create_task(self._wait_for(name), name="local socket")
 
     async def _listen(self, name: str) -> None:
@@ -107,6 +107,6 @@ class LocalServer(Generic[In]):
                 raise
         except Exception:
             if not stream.closed.done():
-                log.exception("A local stream failed.")
+                log.exception("local_stream_failed")
         finally:
             stream.cancel()

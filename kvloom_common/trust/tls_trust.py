@@ -120,11 +120,11 @@ class TlsTrust:
             except SecretError as error:
                 self._seen = None  # the next check tries again
                 if str(error) != reported:
-                    log.warning("the fabric's secret was not reloaded", cause=str(error))
+                    log.warning("secret_reload_failed", cause=str(error))
                 reported = str(error)
             else:
                 reported = ""
-                log.info("the fabric's secret was reloaded")
+                log.info("secret_reloaded")
         await asyncio.Event().wait()
 
 

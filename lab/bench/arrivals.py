@@ -17,12 +17,12 @@ from lab.bench.streams import Stream, numbered_prompt, play_one
 from tools.failures import CommandError
 
 MAX_ARRIVALS: Final = 20_000
-"""Of one run. The client is one process, and could not send more in time."""
+"""One run has at most so many arrivals. The client is one process, and could not send more in time."""
 _CLIENTS_PER_PLACE: Final = 2
 
 
 class Requests(msgspec.Struct, frozen=True):
-    """What is asked: prompts and answers between half of these lengths and all of them."""
+    """Draws prompts and answers with lengths between half of these and all of them."""
 
     num_prompt_words: int
     max_tokens: int
@@ -46,7 +46,8 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 def arrival_times(rate: float, begin: float, end: float, rng: random.Random) -> list[float]:
-    """Of a Poisson process of `rate` per second, in seconds. Raises CommandError if there would be too many."""
+    """Returns the times of a Poisson process of `rate` per second, in seconds. Raises CommandError if there would be
+    too many."""
     if rate * (end - begin) > MAX_ARRIVALS:
         raise CommandError(
             f"{rate:.0f} requests/s for {end - begin:g} s are more than this client can send: ask for longer answers"

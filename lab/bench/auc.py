@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NORMAL_QUANTILE = 1.959964
-"""Of 97.5%: two-sided, 95%."""
+"""The quantile of 97.5%: two-sided, 95%."""
 
 
 class Auc(NamedTuple):

@@ -56,7 +56,7 @@ def shard_options(scope: str = "") -> Callable[[F], F]:
             default="cpu",
             show_default=True,
             scope=scope,
-            help="What the torch engine computes on.",
+            help="The device of the torch engine.",
         )
         return add_model(add_device(data_dir_option(function)))
 
@@ -161,7 +161,7 @@ class Fabric(msgspec.Struct, frozen=True):
         return [process for process in self.folder.require_running().processes if process.role == role]
 
     async def explain(self, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-        """What the router says of each stream, by its name. Raises CommandError."""
+        """Returns what the router says of each stream, by its name. Raises CommandError."""
         router = self.processes("router")[0]
         return await explain(trust_of_running(self.folder), router.internal_address or router.router_address, streams)
 

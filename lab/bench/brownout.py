@@ -66,7 +66,7 @@ _HEADINGS = (
     default="70b",
     show_default=True,
     scope="bench-brownout",
-    help="What a modelled shard is.",
+    help="The modelled shard: a model and its hardware.",
 )
 @option(
     "--load",

@@ -94,7 +94,7 @@ class PhasedCalls:
 
 
 class _Notes:
-    """What the router core did, besides the outcomes of calls."""
+    """Notes what the router core did, besides the outcomes of calls."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, int]] = []

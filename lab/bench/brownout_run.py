@@ -179,7 +179,7 @@ def report_of(run: Run, plan: FabricBrownoutPlan) -> dict[str, Any]:
 
 
 def effects_of(stream: Stream) -> list[str]:
-    """What the ladder did to a request, by its answer's header, or by the code of its refusal."""
+    """Returns what the ladder did to a request, by its answer's header, or by the code of its refusal."""
     if stream.error:
         return ["refused"] if stream.error_code == "brownout" else []
     return [effect.partition("=")[0].strip() for effect in stream.brownout.split(";")[1:]]

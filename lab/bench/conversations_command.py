@@ -155,12 +155,14 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 @click.command("conversations")
-@option("--shards", "num_shards", type=click.IntRange(1, 64), default=2, show_default=True, help="Of each fabric.")
-@option("--engine", type=click.Choice(["torch", "sim"]), default="torch", show_default=True, help="Of its shards.")
+@option(
+    "--shards", "num_shards", type=click.IntRange(1, 64), default=2, show_default=True, help="Shards of each fabric."
+)
+@option("--engine", type=click.Choice(["torch", "sim"]), default="torch", show_default=True, help="The shards' engine.")
 @option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
 @click.option("--conversations", "num_conversations", type=click.IntRange(1, 1000), default=8, show_default=True)
 @click.option("--turns", "num_turns", type=click.IntRange(1, 100), default=6, show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of an answer, at most.")
+@click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True, help="The longest answer.")
 @click.option(
     "--think-seconds",
     type=click.FloatRange(min=0),

@@ -57,7 +57,7 @@ _COLUMNS: Final = (
     default="70b",
     show_default=True,
     scope="bench-fairness",
-    help="What a modelled shard is.",
+    help="The modelled shard: a model and its hardware.",
 )
 @option(
     "--policy",
@@ -73,7 +73,7 @@ _COLUMNS: Final = (
     default=0.2,
     show_default=True,
     scope="bench-fairness",
-    help="What the calm tenant asks for, of what the fleet can serve.",
+    help="The calm tenant asks for this share of what the fleet can serve.",
 )
 @option(
     "--flood-factor",
@@ -137,7 +137,7 @@ def _run_modelled(seconds: float, settings: Mapping[str, Any], curves: dict[str,
 def _run_fabric(
     engine: str, seconds: float, settings: Mapping[str, Any], curves: dict[str, Curves]
 ) -> tuple[dict[str, Any], str]:
-    """Likewise."""
+    """Returns the report, and what a shard is. Raises CommandError."""
     config = bench_config(engine, **{name: settings[name] for name in SHARD_SETTINGS})
     config.router.placement.policy = settings["policy"]
     if settings["competing_prefill_seconds"] is not None:

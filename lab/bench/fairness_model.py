@@ -1,4 +1,5 @@
-"""What a tenant that floods the fleet costs another one, in virtual time: the real router core and modelled shards.
+"""Measures what a tenant that floods the fleet costs another one, in virtual time: the real router core and modelled
+shards.
 
 Both tenants send requests at random times. The calm one sends the same requests in every run: alone, and beside a
 tenant that sends many times as many, more than the fleet can serve.
@@ -36,7 +37,7 @@ class FairnessPlan:
     profile: str = "70b"
     policy: str = "ect"
     calm_load: float = 0.2
-    """What the calm tenant asks for, of what the fleet can serve."""
+    """The calm tenant asks for this share of what the fleet can serve."""
     flood_factor: float = 10.0
     """How many times as much the other tenant asks for."""
     seconds: float = 120.0

@@ -1,4 +1,4 @@
-"""What a tenant that floods a real fabric costs another one: the same experiment as `fairness_model.py`.
+"""Measures what a tenant that floods a real fabric costs another one: the same experiment as `fairness_model.py`.
 
 The calm tenant sends the same requests in every run: alone, beside a tenant that sends many times as many, and beside
 the same flood under its own API key, so that the router takes both for one tenant.
@@ -30,7 +30,7 @@ _MAX_WAIT_SECONDS: Final = 120.0
 class FabricFairnessPlan(msgspec.Struct, frozen=True, kw_only=True):
     requests: Requests
     calm_load: float
-    """What the calm tenant asks for, of what the fabric can serve."""
+    """The calm tenant asks for this share of what the fabric can serve."""
     flood_factor: float
     seconds: float
     """While requests are sent, in each run."""
@@ -144,7 +144,7 @@ def _per_second(
     plan: FabricFairnessPlan,
     tokens_of: Callable[[Stream], int],
 ) -> float:
-    """Of the answers that ended after the warm-up and while requests were sent."""
+    """Returns a figure per second of the answers that ended after the warm-up and while requests were sent."""
     begin, end = began_at + plan.warm_up_seconds, began_at + plan.seconds
     ended = [stream for _, stream in sent if stream.has_finished and begin <= stream.pieces_at[-1] <= end]
     return round(sum(map(tokens_of, ended)) / (plan.seconds - plan.warm_up_seconds), 1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachedRequest:
-    """What a request reads from the cache, and when its own blocks are there for others."""
+    """Says what a request reads from the cache, and when its own blocks are there for others."""
 
     prompt_token_ids: Sequence[int]
     num_output_tokens: int

@@ -35,7 +35,7 @@ _TIMEOUT_SECONDS: Final = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvSharesPlan:
-    """What is played. In every round each conversation asks one question, in the middle of a flood."""
+    """Describes a run. In every round each conversation asks one question, in the middle of a flood."""
 
     num_blocks: int = 256
     percent: int = 50
@@ -59,7 +59,8 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hits:
-    """Of the conversations. The totals are without their first turns, which nothing cached can answer."""
+    """The cache hits of the conversations. The totals are without their first turns, which nothing cached can
+    answer."""
 
     turns: Sequence[Turn]
     num_last_resorts: int
@@ -200,7 +201,7 @@ def run_bench(config: KvloomConfig, plan: KvSharesPlan) -> list[dict[str, Any]]:
 
 
 @click.command("kv-shares")
-@option("--engine", type=click.Choice(["sim", "torch"]), default="sim", show_default=True, help="What computes.")
+@option("--engine", type=click.Choice(["sim", "torch"]), default="sim", show_default=True, help="The engine.")
 @click.option("--blocks", "num_blocks", type=click.IntRange(64), default=256, show_default=True, help="KV blocks.")
 @click.option(
     "--share",

@@ -1,4 +1,4 @@
-"""What `kvloom-lab bench memory` sends: bursts that once made a process grow, or hold up its event loop."""
+"""Sends for `kvloom-lab bench memory` the bursts that once made a process grow, or hold up its event loop."""
 
 from __future__ import annotations
 

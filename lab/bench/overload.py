@@ -25,7 +25,7 @@ _TITLES = {"shedding": "Requests are refused early", "without": "Only a full que
     default="70b",
     show_default=True,
     scope="bench-overload",
-    help="What a shard is.",
+    help="The modelled shard: a model and its hardware.",
 )
 @option(
     "--policy",

@@ -12,7 +12,7 @@ import msgspec
 from tools.simulate.plot import figure_class, save
 
 _NUM_BINS: Final = 40
-"""Of a timeline."""
+"""A timeline has so many bins."""
 
 
 class Timeline(msgspec.Struct, frozen=True):

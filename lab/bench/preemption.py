@@ -38,7 +38,7 @@ _COUNTS: Final = (
     default="torch",
     show_default=True,
     scope="bench-preemption",
-    help="Of the shards.",
+    help="The engine of the shards.",
 )
 @option("--shards", "num_shards", type=click.IntRange(1, 16), default=2, show_default=True, scope="bench-preemption")
 @option(

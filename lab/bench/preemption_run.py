@@ -35,12 +35,13 @@ _POLL_SECONDS: Final = 0.01
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True):
-    """What the clients send."""
+    """Says what the clients send."""
 
     num_batch: int
     num_prompt_words: int
     max_tokens: int
-    """Of the longest batch answer; the shortest has half as many, so that they do not end at the same time."""
+    """The tokens of the longest batch answer; the shortest has half as many, so that they do not end at the same
+    time."""
     num_urgent: int
     max_urgent_tokens: int
 
@@ -56,7 +57,7 @@ class PreemptionRow(msgspec.Struct, frozen=True):
     num_preemptions: int
     num_tokens_computed_again: int
     num_errors: int
-    """Of batch and urgent requests."""
+    """The errors of batch and urgent requests together."""
     num_differing_answers: int
     """Batch answers whose text is not that of the run in which nothing disturbed them."""
     batch_seconds: float

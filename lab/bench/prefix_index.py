@@ -205,7 +205,7 @@ def _rss_bytes() -> int:
     type=click.IntRange(256, 131_072),
     default=8192,
     show_default=True,
-    help="Of a looked-up prompt.",
+    help="The length of a looked-up prompt.",
 )
 @click.option("--block-size", type=click.IntRange(1, 128), default=16, show_default=True, help="Tokens in a block.")
 @click.option(

@@ -61,7 +61,7 @@ class NoticeReport(msgspec.Struct, frozen=True):
     shard_ended_after_seconds: float
     """After the notice."""
     shard_was_killed: bool
-    """Whether it had not ended by itself when the time was over."""
+    """True when the shard had not ended by itself when the time was over."""
 
 
 async def run(config: KvloomConfig, plan: NoticePlan) -> NoticeReport:

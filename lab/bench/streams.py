@@ -33,14 +33,14 @@ class Stream(msgspec.Struct):
     priority_class: str = ""
     api_key: str = ""
     is_batch: bool = False
-    """Whether it is in the batch tier."""
+    """True when it is in the batch tier."""
     text: str = ""
     finish_reason: str = ""
     error: str = ""
     error_code: str = ""
-    """As the API names it, of a request that was refused."""
+    """The code that the API gives to a request that was refused."""
     status: int = 0
-    """Of the response, 0 if there was none."""
+    """The status of the response, 0 if there was none."""
     brownout: str = ""
     """Its `x-kvloom-brownout`: the step and its effects."""
     sent_at: float = 0.0
@@ -48,7 +48,7 @@ class Stream(msgspec.Struct):
     pieces_at: list[float] = []
     """When each piece of text came, in seconds since the epoch."""
     num_preemptions: int = 0
-    """As its last event says."""
+    """The number of preemptions, as its last event says."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     """Both as its usage says, 0 if it had none: it failed, or its client left."""
@@ -138,7 +138,7 @@ def _take(stream: Stream, chunk: Mapping[str, Any]) -> None:
 
 
 async def explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-    """What the router says of each stream, by its name. Raises CommandError."""
+    """Returns what the router says of each stream, by its name. Raises CommandError."""
     async with trust.open_channel(router_address, "router") as channel:
         stub = RouterServiceStub(channel)
         answers: dict[str, ExplainResponse] = {}

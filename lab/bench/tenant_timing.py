@@ -54,10 +54,10 @@ _NUM_WARM_UP: Final = 20
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """What an attacker learns of a victim's prompts."""
+    """Measures what an attacker learns of a victim's prompts."""
 
     num_prompts: int
-    """Of each half."""
+    """The number of prompts of each half."""
     auc: float
     low: float
     high: float
@@ -162,7 +162,7 @@ def _show(what: str, timing: Timing) -> None:
 async def _measure(
     config: KvloomConfig, num_prompts: int, num_prompt_tokens: int, max_seconds: float, seed: int
 ) -> tuple[Timing, Timing]:
-    """Of prompts of another tenant, and of those of the attacker's own."""
+    """Measures the prompts of another tenant, and those of the attacker's own."""
     folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
     try:
         async with child_fabric(config, folder):

@@ -68,7 +68,7 @@ class ChaosPlan:
     num_models: int = 1
     """More only with simulated shards: all have the files of `model`, and each has answers of its own."""
     num_shards: int = 3
-    """Of each model."""
+    """The number of shards of each model."""
     num_tenants: int = 0
     """0: users are callers without keys."""
     num_edges: int = 2
@@ -79,7 +79,7 @@ class ChaosPlan:
     """A single fault: a hostile neighbour for so long, with quiet before and after it. 0: as `kinds` and `minutes`
     say."""
     attacks: Sequence[str] = ()
-    """What hostile neighbours do; everything if it is empty."""
+    """The attacks of hostile neighbours; all of them if it is empty."""
 
     @property
     def seconds(self) -> float:
@@ -134,7 +134,7 @@ class ChaosPlan:
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """What the progress line of a run shows."""
+    """The figures of a run's progress line."""
 
     seconds: float = 0.0
     num_requests: int = 0
@@ -208,7 +208,7 @@ class _Run:
         return self._report(problems)
 
     def _may_attack(self) -> bool:
-        """Of the hostile tenant, which attacks all the time, or only when all attackers do."""
+        """True when the hostile tenant attacks now: all the time, or only when all attackers do."""
         if not self._plan.attack_seconds:
             return True
         return any(one.ended_at is None for one in self._injector.disturbances)

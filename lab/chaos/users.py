@@ -51,7 +51,7 @@ class QuestionSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UserContext:
-    """What all users share."""
+    """The things that all users share."""
 
     http: HttpClient
     sdks: Sequence[SdkClient]
@@ -63,7 +63,7 @@ class UserContext:
     tenants: Sequence[ChaosTenant] = ()
     """Users are theirs in turn. Empty: all users are callers without a tenant."""
     open_answers: dict[str, OpenAnswer] = dataclasses.field(default_factory=dict)
-    """Of tenants, by the names of their requests."""
+    """The open answers of tenants, by the names of their requests."""
 
 
 async def run_user(context: UserContext, seed: int, number: int, stop: asyncio.Event) -> None:

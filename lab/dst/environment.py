@@ -1,5 +1,5 @@
-"""What all nodes of one simulation share: virtual time, the source of randomness, the checkers and the record of what
-happened."""
+"""Environment holds what all nodes of one simulation share: virtual time, the source of randomness, the checkers and
+the record of what happened."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class ObservedLeg(NamedTuple):
 
 
 class ObservedHandoff(NamedTuple):
-    """What a leg has ended with."""
+    """The hand-off with which a leg has ended."""
 
     handoff: bytes
     shard: ShardDescription
@@ -149,7 +149,7 @@ class ObservedRequest:
         self.leg: ObservedLeg | None = None
         """That for whose end it waits."""
         self.handoff: ObservedHandoff | None = None
-        """Of its last leg, unless an attempt has used it or gone without."""
+        """The hand-off of its last leg, unless an attempt has used it or gone without."""
         self.sent_handoff: ObservedHandoff | None = None
         """That of its last attempt, which may come back unused."""
         self.avoid_shard_id = ""
@@ -157,9 +157,9 @@ class ObservedRequest:
         self.is_duplicate = False
         self.is_ending = False
         self.is_held = False
-        """Whether it had to wait for a lease of its limits."""
+        """True when it had to wait for a lease of its limits."""
         self.had_notice = False
-        """Whether a shard that it was on had notice: it may then move more often than otherwise."""
+        """True when a shard that it was on had notice: it may then move more often than otherwise."""
         self.left_by = Departure.FAILURE
         """How it left its last shard when that ended its attempt."""
         self.num_ends = 0
@@ -172,22 +172,22 @@ class ObservedRequest:
 
     @property
     def is_continued(self) -> bool:
-        """Whether it brings along the beginning of an answer."""
+        """True when it brings along the beginning of an answer."""
         return any(choice.spec.output_token_ids for choice in self.choices)
 
     @property
     def is_believed(self) -> bool:
-        """Whether that is believed: a process of the fabric says so, or a ticket proves it."""
+        """True when its beginning is believed: a process of the fabric says so, or a ticket proves it."""
         return self.is_continued and not self.request.num_claimed_tokens
 
     @property
     def has_deadline(self) -> bool:
-        """Whether its caller gave it one."""
+        """True when its caller gave it one."""
         return self.request.objectives is not None and self.request.objectives.deadline_seconds is not None
 
     @property
     def may_be_impossible(self) -> bool:
-        """Whether it may be refused because its objectives cannot be met: no router has admitted it yet."""
+        """True when it may be refused because its objectives cannot be met: no router has admitted it yet."""
         objectives = self.request.objectives
         if objectives is None or objectives.is_admitted or self.is_continued:
             return False
@@ -205,7 +205,7 @@ class ObservedRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has had an attempt or a leg: it does not give way to more urgent requests then."""
+        """True when it has had an attempt or a leg: it does not give way to more urgent requests then."""
         return self.num_attempts > 0 or self.num_legs > 0
 
     @property
@@ -266,8 +266,8 @@ class ObservedShard:
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch
         """How many sequences it may have at most."""
         self.open: dict[int, ObservedChoice | None] = {}
-        """What the shard was sent and has not finished, by slot, including cancelled choices. None stands for a probe,
-        a prefill chunk or a leg."""
+        """The choices that the shard was sent and has not finished, by slot, including cancelled choices. None stands
+        for a probe, a prefill chunk or a leg."""
         self.leg_tenants: dict[int, str] = {}
         """By slot: the tenants of the legs among them."""
 
@@ -276,7 +276,7 @@ class ObservedShard:
         return len(self.open) < self.limit
 
     def may_finish_prefill_first(self, tenant: str) -> bool:
-        """Whether the shard may get no more of the tenant's, which has more than its share of the sequences there,
+        """True when the shard may get no more of the tenant's, which has more than its share of the sequences there,
         before something that it was sent has started."""
         tenants = [one.request.request.tenant for one in self.open.values() if one is not None]
         tenants += self.leg_tenants.values()
@@ -307,8 +307,8 @@ class ObservedShard:
         return max(1, num_blocks - max(0, num_used - sum(map(self.num_held_blocks_at_least, tenants))))
 
     def num_free_blocks_at_least(self) -> int:
-        """What is free once everything that has not started has its blocks. Probes and prefill chunks may need any
-        number."""
+        """Returns the blocks that are free once everything that has not started has its own. Probes and prefill chunks
+        may need any number."""
         num_free = self.load.num_available_blocks
         for slot, choice in self.open.items():
             if choice is None:
@@ -318,7 +318,7 @@ class ObservedShard:
         return num_free
 
     def num_held_blocks_at_least(self, tenant: str) -> int:
-        """What the tenant's sequences held when the load was reported."""
+        """Returns the blocks that the tenant's sequences held when the load was reported."""
         held = 0
         for slot in self.open:
             choice = self.current(slot)
@@ -332,7 +332,7 @@ class ObservedShard:
         return held
 
     def num_held_blocks_at_most(self, tenant: str) -> int:
-        """What the tenant's sequences hold or will hold once they start."""
+        """Returns the blocks that the tenant's sequences hold or will hold once they start."""
         choices = [choice for choice in map(self.current, self.open) if choice is not None]
         return sum(self.num_blocks(choice) for choice in choices if choice.request.request.tenant == tenant)
 
@@ -357,7 +357,7 @@ class ObservedShard:
         self.num_reported_tokens = {slot: choice.num_tokens for slot, choice in choices if choice is not None}
 
     def may_be_left_free(self, tenant: str, fairness: FairnessConfig | None) -> bool:
-        """Whether the tenant has its share of the shard, so that the rest of the batch or of the blocks is left to
+        """True when the tenant has its share of the shard, so that the rest of the batch or of the blocks is left to
         other tenants. Probes and prefill chunks may be anyone's."""
         if fairness is None:
             return False
@@ -383,7 +383,7 @@ class ObservedShard:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no work from this router or any other."""
+        """True when it has no work from this router or any other."""
         return not self.open and not self.load.num_running and not self.load.num_waiting
 
     def current(self, slot: int) -> ObservedChoice | None:
@@ -395,22 +395,22 @@ class ObservedShard:
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether it computes prompts for other shards."""
+        """True when it computes prompts for other shards."""
         return self.description.role in ("prefill", "both")
 
     def can_fetch_from(self, other: ShardDescription) -> bool:
-        """Whether it can answer with the KV that another shard has computed."""
+        """True when it can answer with the KV that another shard has computed."""
         own = self.description
         is_alike = (own.model, own.engine, own.variant) == (other.model, other.engine, other.variant)
         return own.role in ("decode", "both") and own.shard_id != other.shard_id and is_alike
 
     def has_adapter_of(self, request: ObservedRequest) -> bool:
-        """Whether it has the very adapter of the request, if that has one."""
+        """True when it has the very adapter of the request, if that has one."""
         adapter = request.request.adapter
         return adapter is None or self.adapters.get(adapter.name) == adapter.checksum
 
     def can_take(self, request: ObservedRequest) -> bool:
-        """Whether it serves the model and the adapter, does not drain, and has a large enough window. It may have no
+        """True when it serves the model and the adapter, does not drain, and has a large enough window. It may have no
         room."""
         return (
             not self.is_draining

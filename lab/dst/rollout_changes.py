@@ -66,7 +66,7 @@ class RolloutChanges:
                 self._env.count_fault("new_version_fails")
 
     def old_version_slow(self) -> None:
-        """What it has begun takes long to end."""
+        """Slows the old version's shards, so that what they have begun takes long to end."""
         for one in self._rollouts.supervisor.running.values():
             for shard in self._shards(one.old.name):
                 shard.slowness = 10.0

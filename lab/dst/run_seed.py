@@ -34,7 +34,7 @@ class Failure:
     """Virtual time since the start."""
     history: tuple[str, ...]
     with_limits: bool = False
-    """Whether it was told to have limits, which not all seeds have by themselves."""
+    """True when it was told to have limits, which not all seeds have by themselves."""
 
     @property
     def replay(self) -> str:

@@ -1,4 +1,4 @@
-"""What a seed determines in advance: sizes, settings, and the kinds and rates of faults."""
+"""Draws what a seed determines in advance: sizes, settings, and the kinds and rates of faults."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ MODEL_CHANGES_PER_SECOND: Final[dict[str, float]] = {
     "model_unloaded": 1.5,
     "unload_taken_back": 0.7,
 }
-"""What an operator does while traffic runs, in about a third of the seeds. It is counted when it has been done."""
+"""An operator does this while traffic runs, in about a third of the seeds. It is counted when it has been done."""
 
 ADAPTER_CHANGES_PER_SECOND: Final[dict[str, float]] = {
     "adapter_loaded": 6.0,
     "adapter_unloaded": 1.5,
     "adapter_replaced": 1.0,
 }
-"""Likewise, in about a quarter of the seeds; in the others there are no adapters."""
+"""An operator does this while traffic runs, in about a quarter of the seeds; in the others there are no adapters."""
 
 ROLLOUT_CHANGES_PER_SECOND: Final[dict[str, float]] = {
     "rollout_begun": 2.0,
@@ -153,7 +153,7 @@ class ShardShape:
     variant: str = ""
     """See ShardInfo.variant in shard_service.proto."""
     has_scarce_blocks: bool = False
-    """Whether sequences wait, and are preempted by the engine, when all blocks are held."""
+    """True when sequences wait, and are preempted by the engine, when all blocks are held."""
     role: str = ""
     """See ShardInfo.role."""
 
@@ -180,7 +180,7 @@ class Scenario:
     rates: Mapping[str, float]
     """Kind of fault to rate per second, or to probability. Kinds that this seed does not have are left out."""
     has_result_cache: bool = False
-    """Whether routers keep answers, and clients repeat requests."""
+    """True when routers keep answers, and clients repeat requests."""
     kv_shares: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Tenant → its guaranteed share of every shard's blocks, in percent. Tenants without one are left out."""
 
@@ -194,7 +194,7 @@ class Scenario:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether nothing happens that breaks off an answer."""
+        """True when nothing happens that breaks off an answer."""
         return self.rates.keys() <= HARMLESS_KINDS
 
     @property

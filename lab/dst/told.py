@@ -1,4 +1,4 @@
-"""What an edge told a request."""
+"""Records what an edge told a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvloom_common.discovery.records import RolloutRecord
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told:
     script_key: str
-    """Of the request's answer, which it keeps wherever it is continued."""
+    """The key of the request's answer, which it keeps wherever it is continued."""
     name: str
     """By which the client asked for the model."""
     session: str
@@ -18,10 +18,10 @@ class Told:
     models: tuple[str, ...]
     """The first one gets the request, the others if it can not take it."""
     rollout: RolloutRecord | None
-    """What the edge knew of a rollout of that name; None: of none."""
+    """The rollout of that name that the edge knew; None: it knew of none."""
     is_continued: bool
-    """Whether the request brings along the beginning of an answer."""
+    """True when the request brings along the beginning of an answer."""
     is_chosen: bool
-    """Whether there was a choice. Otherwise an answer is continued, the edge knows only one of the versions (it fetches
-    the card of the other one, or that has been withdrawn or unloaded), or a model before this one could not take the
-    request."""
+    """True when there was a choice. Otherwise an answer is continued, the edge knows only one of the versions (it
+    fetches the card of the other one, or that has been withdrawn or unloaded), or a model before this one could not
+    take the request."""

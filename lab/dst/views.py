@@ -38,7 +38,7 @@ class WitnessView(Protocol):
     def waiting(self) -> list[ObservedRequest]: ...
 
     def knows(self, model: str) -> bool:
-        """Whether routers report the model, and it has its card."""
+        """True when routers report the model, and it has its card."""
         ...
 
     def refuses(self, observed: ObservedRequest) -> bool: ...
@@ -46,7 +46,7 @@ class WitnessView(Protocol):
     def is_withdrawn(self, model: str) -> bool: ...
 
     def keeps(self, observed: ObservedRequest) -> bool:
-        """Whether it waits for a later shard until its deadline."""
+        """True when it waits for a later shard until its deadline."""
         ...
 
     def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool: ...
@@ -148,7 +148,7 @@ class EdgeView(Protocol):
     name: str
     is_harmless: bool
     rollouts: Mapping[str, RolloutRecord]
-    """What it knows, by each name that the requests may have."""
+    """The rollouts that it knows, by each name that the requests may have."""
 
     @property
     def now(self) -> float: ...

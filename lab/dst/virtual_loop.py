@@ -61,7 +61,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise error
 
     def _raise_violation(self, task: asyncio.Task[Any]) -> None:
-        """What a checker has found must not be kept by a task whose result nothing waits for."""
+        """Raises what a checker has found: a task whose result nothing waits for must not keep it."""
         if not task.cancelled() and isinstance(error := task.exception(), Violation) and self.is_alive:
             raise error
 

@@ -63,9 +63,9 @@ class Witness:
         self.models: set[str] = set()
         """Models that a shard has served, without those whose last shard left after it was withdrawn."""
         self.has_served = False
-        """Whether a shard has ever been connected."""
+        """True when a shard has ever been connected."""
         self.policy: tuple[bool, bool] | None = None
-        """Whether the safety service screens prompts and answers. None means that it is down."""
+        """True when the safety service screens prompts and answers. None means that it is down."""
         self.safety_waited_for_until: float | None = None
         """While the service is down, requests that need it wait until then."""
         self.arriving: ObservedRequest | None = None
@@ -94,11 +94,11 @@ class Witness:
         return self._waiting
 
     def knows(self, model: str) -> bool:
-        """Whether requests for the model may be sent again later if they cannot be served now."""
+        """True when requests for the model may be sent again later if they cannot be served now."""
         return model in self.models or not self.has_served
 
     def refuses(self, observed: ObservedRequest) -> bool:
-        """Whether the model or the adapter of a request that arrives now does not exist, or takes no new requests."""
+        """True when the model or the adapter of a request that arrives now does not exist, or takes no new requests."""
         model = observed.request.model
         if not self.knows(model) or (self.is_withdrawn(model) and not observed.is_continued):
             return True
@@ -107,7 +107,7 @@ class Witness:
         return is_served and not any(shard.has_adapter_of(observed) for shard in shards)
 
     def keeps(self, observed: ObservedRequest) -> bool:
-        """Whether a request for which there is no shard waits until its deadline, as its last one was stopped on
+        """True when a request for which there is no shard waits until its deadline, as its last one was stopped on
         purpose and another may come."""
         request = observed.request
         if observed.left_by is Departure.FAILURE or not self.knows(request.model) or self.is_withdrawn(request.model):
@@ -116,12 +116,12 @@ class Witness:
         return not shards or any(shard.has_adapter_of(observed) for shard in shards)
 
     def is_withdrawn(self, model: str) -> bool:
-        """Whether all shards of the model are."""
+        """True when all shards of the model are withdrawn."""
         shards = [shard for shard in self.shards.values() if shard.description.model == model]
         return bool(shards) and all(shard.is_withdrawn for shard in shards)
 
     def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool:
-        """Whether the shard certainly has room for that request's tenant and class."""
+        """True when the shard certainly has room for that request's tenant and class."""
         if self.config.classes:
             return False  # it may be left to others
         if self.config.fairness is not None and shard.may_finish_prefill_first(observed.request.tenant):

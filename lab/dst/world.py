@@ -118,7 +118,7 @@ class World:
         return {key: record.incarnation_id for key, record in (self.registry.list_shards() or {}).items()}
 
     def is_quiescent(self) -> bool:
-        """Whether nothing is in flight and every process is up and connected."""
+        """True when nothing is in flight and every process is up and connected."""
         return (
             not self.unloading
             and not (self.rollouts is not None and self.rollouts.is_running)
@@ -131,7 +131,7 @@ class World:
         )
 
     def describe_activity(self) -> str:
-        """What keeps the world from being quiescent."""
+        """Says what keeps the world from being quiescent."""
         running = sum(len(shard.engine.sequences) for shard in self.shards)
         live = [name for node in self.nodes for name in node.witness.live]
         connected = sum(len(node.streams) for node in self.nodes)

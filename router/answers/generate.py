@@ -23,9 +23,10 @@ from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived
 from router.core.frames import Finish, Start, Step
 from router.core_driver import CoreDriver
-from router.intake import AcceptedGenerate, Intake, new_request_id, seed_of, within_deadline
+from router.intake import AcceptedGenerate, Intake, seed_of
 from router.links.step_outbox import StepOutbox
 from router.partial_choices import named_for_callers
+from router.request_builder import new_request_id, within_deadline
 
 EXPLAIN_KEY: Final = "kvloom-explain"
 """The request metadata that asks for the trailers kvloom-shard and kvloom-cached-tokens."""

@@ -27,7 +27,7 @@ _NOUNS: Final = Nouns("response", "answer", "call")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerName:
-    """What identifies an answer."""
+    """Identifies an answer."""
 
     key: str
     """Identifies it among all callers' answers (router/answers/named_calls.py)."""

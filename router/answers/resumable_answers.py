@@ -23,8 +23,10 @@ from router.answers.resumable_answer import AnswerName, ResumableAnswer
 from router.caller_scope import TRUSTED, CallerScope
 from router.core.events import ClientGone, RequestArrived
 from router.core_driver import CoreDriver
-from router.intake import MAX_NAME_CHARS, Intake, new_request_id, seed_of
+from router.intake import Intake, seed_of
 from router.partial_choices import num_wanted_choices
+from router.prompt_checks import MAX_NAME_CHARS
+from router.request_builder import new_request_id
 
 log = structlog.get_logger()
 
@@ -112,7 +114,7 @@ class ResumableAnswers:
         )
 
     def is_wanted(self, request: GenerateRequest) -> bool:
-        """Whether its answer is to be resumable."""
+        """True when its answer is to be resumable."""
         wanted = request.resumable if request.HasField("resumable") else self._config.by_default
         return wanted and self._config.grace_seconds > 0
 
@@ -204,7 +206,7 @@ class ResumableAnswers:
             return
         except Exception:
             names = request_fields(request.request_id, client_request_id, traceparent)
-            log.exception("taking a request in failed", **names)
+            log.exception("request_intake_failed", **names)
             answer.end(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request."))
             return
         if not answer.ended:
@@ -232,7 +234,7 @@ class ResumableAnswers:
 
     def _on_settled(self, answer: ResumableAnswer) -> None:
         """Its client has continued the answer at another router, and will not come back."""
-        answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "Its client has left it."))
+        answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client has gone on at another router."))
         self._remove(answer)
 
     def _remove(self, answer: ResumableAnswer) -> None:

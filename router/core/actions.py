@@ -35,7 +35,7 @@ class SubmitAttempt(msgspec.Struct, frozen=True):
     """The name of the request of which this attempt only computes a prefill chunk in advance; "" for an ordinary
     attempt. The attempt_id is 0 then, and the token that ends it reaches no client."""
     prefill_only: bool = False
-    """Whether the KV of the prompt is to be handed to another shard. `prepares` is set then."""
+    """True hands the KV of the prompt to another shard. `prepares` is set then."""
     handoff: bytes = b""
     """Not empty: the KV of the prompt is fetched with it from the shard that has computed it. With the attempt_id 0, it
     is fetched only so that this shard frees it: the token that ends it reaches no client."""
@@ -135,7 +135,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
     traceparent: str = ""
     is_result_cache_hit: bool = False
     usage: RequestUsage | None = None
-    """What a usage record needs beyond this; None where no usage records are made."""
+    """The facts that a usage record needs beyond this; None where no usage records are made."""
     is_admitted: bool = True
     moves: Moves = NO_MOVES
     priority_class: PriorityClass = INTERACTIVE
@@ -150,7 +150,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
     @property
     def judged_prediction(self) -> list[JudgedTerm]:
-        """What was predicted when it was first placed, and what happened; [] if it was never placed."""
+        """The predictions made when it was first placed, with what happened; [] if it was never placed."""
         if self.prediction is None:
             return []
         is_whole = self.num_attempts == 1 and self.reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
@@ -173,7 +173,7 @@ class CompletedChoice(msgspec.Struct, frozen=True):
     index: int
     token_ids: Sequence[int]
     num_chars: int
-    """Of its text."""
+    """The number of characters of its text."""
     finish: Finish
 
 
@@ -189,9 +189,9 @@ class AnswerCompleted(msgspec.Struct, frozen=True):
     """The last shard; "" for an answer from the result cache."""
     is_result_cache_hit: bool
     is_exact: bool
-    """Whether its tokens are those of an answer that was neither moved nor cut short."""
+    """True when its tokens are those of an answer that was neither moved nor cut short."""
     is_screened: bool
-    """Whether it was screened as a whole, as far as the policy wants it."""
+    """True when it was screened as a whole, as far as the policy wants it."""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):
@@ -231,7 +231,7 @@ class SequencesPreempted(msgspec.Struct, frozen=True):
 
 
 class LegOutcome(enum.StrEnum):
-    """What became of a prefill leg (dispatch/prefill_legs.py)."""
+    """Says what became of a prefill leg (dispatch/prefill_legs.py)."""
 
     USED = "used"
     """An attempt was sent with its hand-off."""

@@ -165,7 +165,7 @@ class RouterCore:
             self._fleet, self._attempt_sender.queue, self._overload, relay, shard_events.handle_part
         )
         self.deadlines_stand = False
-        """Whether the last event left `next_deadline` unchanged."""
+        """True when the last event left `next_deadline` unchanged."""
         self._sent_fleet = self._fleet.state()
         self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
@@ -237,11 +237,11 @@ class RouterCore:
         return None if self._brownout is None else self._brownout.preview(request)
 
     def prefers_others(self, model: str, tier: Tier) -> bool:
-        """Whether a request that names several models should go to another one, since this one is overloaded."""
+        """True when a request that names several models should go to another one, since this one is overloaded."""
         return self._brownout is not None and self._brownout.prefers_others(model, tier)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request of this name is live."""
+        """True when a request of this name is live."""
         return request_id in self._lifecycle.requests
 
     def progress(self, arrived_before: float, now: float) -> list[RequestEnded]:
@@ -276,12 +276,12 @@ class RouterCore:
         return self._sent_fleet
 
     def has_ready_shard(self, model: str) -> bool:
-        """Whether a shard accepts new requests for the model."""
+        """True when a shard accepts new requests for the model."""
         return bool(self._fleet.ready(model)) and not self._fleet.is_withdrawn(model)
 
     def has_spare_room(self, model: str) -> bool:
-        """Whether a request for the model would start at once and none of a client would wait for it: nothing waits for
-        the model, and a shard has at most half of its batch to do."""
+        """True when a request for the model would start at once and none of a client would wait for it: nothing waits
+        for the model, and a shard has at most half of its batch to do."""
         if self._attempt_sender.queue.queues.num_waiting(model):
             return False
         return any(self._is_half_idle(shard) for shard in self._fleet.ready(model) if not shard.is_suspected)
@@ -308,7 +308,7 @@ class RouterCore:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is live, reserved or waiting for a verdict."""
+        """True when nothing is live, reserved or waiting for a verdict."""
         return not self._lifecycle.requests and not self._ledger.keys() and not self._screening.num_open
 
     def check_integrity(self) -> None:

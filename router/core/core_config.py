@@ -48,7 +48,7 @@ class CoreConfig:
     """gate: text is withheld until it is screened. async: text is sent at once, and halted on a hit. off: text is not
     screened."""
     safety_required: bool = _SAFETY.on_unavailable == "refuse"
-    """Whether requests are refused and ended rather than served without screening."""
+    """True refuses and ends requests rather than serve them without screening."""
     safety_patience_seconds: float = _SAFETY.patience_seconds
     """How long a request that needs a verdict waits for a safety service that has disconnected; 0: not at all."""
     max_held_tokens: int = MAX_HELD_TOKENS
@@ -56,16 +56,16 @@ class CoreConfig:
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are reported as PlacementDecided."""
     meters_usage: bool = False
-    """Whether RequestEnded has `usage`."""
+    """True gives RequestEnded a `usage`."""
     health: HealthConfig | None = None
     """When a shard is suspected; None: never. Shards must report every step for this."""
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split into chunks, under a policy that lets requests wait; None: they are never split."""
     disaggregation: DisaggregationConfig = dataclasses.field(default_factory=DisaggregationConfig)
-    """Which prompts are computed on shards for prompts, if there are any."""
+    """Says which prompts are computed on shards for prompts, if there are any."""
     handoffs: HandoffAbilities = dataclasses.field(default_factory=HandoffAbilities)
     overload: OverloadConfig = dataclasses.field(default_factory=lambda: NO_OVERLOAD_CONTROL)
-    """What is done under overload; by default nothing is shed, and a queue that is full refuses."""
+    """Says what is done under overload; by default nothing is shed, and a queue that is full refuses."""
     brownout: BrownoutConfig | None = None
     """How answers are degraded under overload; None: never."""
     fairness: FairnessConfig | None = None
@@ -73,5 +73,5 @@ class CoreConfig:
     classes: Sequence[PriorityClass] = ()
     """The declared classes, with the built-in ones; (): none is declared."""
     prompt_token_weight: float = _ROUTER.fairness.prompt_token_weight
-    """What a prompt token that has to be computed counts as service of its tenant."""
+    """A prompt token that has to be computed counts as so much service of its tenant."""
     output_token_weight: float = _ROUTER.fairness.output_token_weight

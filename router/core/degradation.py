@@ -21,7 +21,7 @@ class Degradation(msgspec.Struct, frozen=True):
         return (*capped, "no_speculation") if self.no_speculation else capped
 
     def __str__(self) -> str:
-        """As clients see it: `2; max_tokens=256; no_speculation`."""
+        """Returns it as clients see it: `2; max_tokens=256; no_speculation`."""
         parts = [str(self.step)]
         if self.max_tokens is not None:
             parts.append(f"max_tokens={self.max_tokens}")

@@ -34,7 +34,7 @@ class Tier(enum.IntEnum):
 SHADOW_TIER: Final = Tier.SHADOW
 """Looking up the member of an enumeration takes calls, which every request would pay."""
 SHADOW_TENANT: Final = "shadow\0"
-"""What the tenant of a request of shadow traffic begins with; the tenant of the sampled request follows."""
+"""The tenant of a request of shadow traffic begins with it; the tenant of the sampled request follows."""
 SHADOW_CLIENT_ID: Final = "router-shadow"
 """The client name of the requests of that tier."""
 
@@ -84,7 +84,7 @@ class Request(msgspec.Struct, frozen=True):
     """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core computes
     them."""
     tier: Tier = Tier.INTERACTIVE
-    """What it costs, and the class that it has if no other is named."""
+    """The tier decides the price, and the class if no other is named."""
     priority_class: PriorityClass | None = None
     """When it is served; None: as its tier says."""
     fairness_id: str = ""
@@ -100,7 +100,7 @@ class Request(msgspec.Struct, frozen=True):
     num_ended_tokens: int = 0
     """Output tokens of other choices of the answer: they had ended when it was submitted here, to be continued."""
     num_foreign_tokens: int = 0
-    """Of those that the choices have: what another request has generated with another model."""
+    """The number of those tokens of the choices that another request has generated with another model."""
     num_claimed_tokens: int = 0
     """Those that the choices have, if only a client outside the fabric says that they were generated here. They are
     computed as the prompt is, and count as a part of it: nothing else follows from them."""
@@ -117,14 +117,14 @@ class Request(msgspec.Struct, frozen=True):
     """How many of a choice's output tokens are reasoning: a pure function, called when the choice ends. None: usage is
     not metered, or the model writes none."""
     is_cacheable: bool = False
-    """Whether its answer may come from the result cache and enter it, as far as the request itself says."""
+    """True when its answer may come from the result cache and enter it, as far as the request itself says."""
     wants_receipt: bool = False
     discards_blocks: bool = False
-    """Whether none of the blocks that it computes are kept; it uses those of its cache salt."""
+    """True keeps none of the blocks that it computes; it uses those of its cache salt."""
     has_fallback_model: bool = False
-    """Whether its client has another model for it, so that this one may refuse it in a brownout."""
+    """True when its client has another model for it, so that this one may refuse it in a brownout."""
     objectives: Objectives | None = None
-    """What its caller expects of its speed; None: nothing."""
+    """The speed that its caller expects; None: none."""
     degradation: Degradation | None = None
     """How its answer is degraded. The core sets this when it admits the request; None: it is not."""
 
@@ -135,13 +135,13 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def has_output(self) -> bool:
-        """Whether one of its choices has output already, as its client says."""
+        """True when one of its choices has output already, as its client says."""
         return any(choice.output_token_ids for choice in self.choices)
 
     @property
     def is_continued(self) -> bool:
-        """Whether another router, edge or model has begun its answer, and a process of the fabric says so, or has given
-        its client a ticket (router/continuation_tickets.py)."""
+        """True when another router, edge or model has begun its answer, and a process of the fabric says so, or has
+        given its client a ticket (router/continuation_tickets.py)."""
         return (self.num_ended_tokens > 0 or self.has_output) and not self.num_claimed_tokens
 
     @property
@@ -152,7 +152,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """What counts as its prompt, for limits and usage records."""
+        """The number of tokens that count as its prompt, for limits and usage records."""
         return len(self.prompt_token_ids) + self.num_claimed_tokens
 
 
@@ -189,7 +189,7 @@ class ShardDescription(msgspec.Struct, frozen=True):
     max_model_len: int
     capabilities: frozenset[str] = frozenset()
     variant: str = ""
-    """See ShardInfo.variant in shard_service.proto; the following likewise."""
+    """See ShardInfo in shard_service.proto, as for the fields that follow."""
     model_version: str = ""
     model_checksum: str = ""
     card_checksum: str = ""
@@ -212,11 +212,11 @@ class ShardLoad(msgspec.Struct):
     decode_step_seconds: float = 0.0
     draining: bool = False
     hand_over: bool = False
-    """Whether the shard drains and its running sequences are to continue elsewhere."""
+    """True when the shard drains and its running sequences are to continue elsewhere."""
     withdrawn: bool = False
-    """Whether its model is to end: see ShardService.Withdraw."""
+    """True when its model is to end: see ShardService.Withdraw."""
     asleep: bool = False
-    """Whether it sleeps, or is about to: see ShardService.Sleep."""
+    """True when it sleeps, or is about to: see ShardService.Sleep."""
     empty_within_seconds: float | None = None
     """While it drains and has to be empty soon, the time that is left."""
     num_own_running: int = 0
@@ -404,7 +404,7 @@ class SideCallArrived(msgspec.Struct, frozen=True):
     tenant: str
     key_id: str
     num_tokens: int
-    """What it is expected to read."""
+    """The number of tokens that it is expected to read."""
 
 
 class SideCallSettled(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Final
 FIRST_GUESS: Final = 256
 """Tokens of one choice, before any answer was seen."""
 WEIGHT: Final = 0.1
-"""Of the latest answer."""
+"""The weight of the latest answer in the mean."""
 MAX_KNOWN: Final = 16_384
 """Keys and models that are remembered; the least recently used ones are forgotten."""
 
@@ -18,7 +18,7 @@ class ExpectedOutput:
         self._means: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def tokens(self, key_id: str, model: str) -> int:
-        """Of one choice."""
+        """Returns the expected number of output tokens of one choice."""
         mean = self._means.get((key_id, model))
         return FIRST_GUESS if mean is None else max(1, round(mean))
 

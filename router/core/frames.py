@@ -26,7 +26,7 @@ class Start(msgspec.Struct):
     prompt_logprobs: Sequence[object] = ()
     """Opaque to the core."""
     limits: LimitsState | None = None
-    """What is left of the caller's limits, if it has any. Set by the router."""
+    """The caller's remaining limits, if it has any. Set by the router."""
     result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
     brownout: str = ""
     """How the answer is degraded; see SequenceStart.brownout in generation.proto. Set by the router."""
@@ -54,7 +54,7 @@ class Finish(msgspec.Struct):
     limited_by: str = ""
     """See SequenceFinish.limited_by in generation.proto."""
     limits: LimitsState | None = None
-    """As in Start, if there was none."""
+    """The caller's remaining limits, if no Start had them."""
     result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
     num_reasoning_tokens: int | None = None
     """None: they are not counted. Set by the router."""
@@ -77,11 +77,11 @@ class Step(msgspec.Struct):
     starts: list[Start] = msgspec.field(default_factory=list)
     finishes: list[Finish] = msgspec.field(default_factory=list)
     has_replay: bool = False
-    """Whether it has whole answers from the result cache: their slots have an entry for each piece, in order."""
+    """True when it has whole answers from the result cache: their slots have an entry for each piece, in order."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the step has one token for each of some sequences, and nothing else."""
+        """True when the step has one token for each of some sequences, and nothing else."""
         return not (self.starts or self.finishes or self.num_tokens or self.logprobs) and bool(self.slots)
 
     def __bool__(self) -> bool:

@@ -1,5 +1,5 @@
-"""What the core asks of the owners of shared limits, and what they answer. Redis has the rates and the slots, `control`
-has the budgets. And what limits did to requests."""
+"""Defines what the core asks of the owners of shared limits and what they answer, and what limits did to requests.
+Redis has the rates and the slots, `control` has the budgets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LeaseName(NamedTuple):
     """"key:ID", "tenant:ORGANISATION/PROJECT" or "org:ORGANISATION"."""
     kind: LeaseKind
     period: str = ""
-    """Of a budget: the day ("2026-11-25") or the month ("2026-11"), in UTC."""
+    """A budget's day ("2026-11-25") or month ("2026-11"), in UTC."""
 
 
 class LeaseWant(msgspec.Struct, frozen=True):
@@ -43,19 +43,20 @@ class LeaseWant(msgspec.Struct, frozen=True):
     debt: int = 0
     """Units that the router has used beyond its lease. Only of rates."""
     held: int = 0
-    """What the router keeps of its lease."""
+    """The part of its lease that the router keeps."""
     asked_at: float = 0.0
     number: int = 0
-    """Of budgets: tells what is asked for again, because there was no answer, from what is asked for once more."""
+    """Numbers the questions about budgets: it tells one that is repeated, because there was no answer, from a new
+    one."""
 
 
 class LeaseGrant(msgspec.Struct, frozen=True):
     name: LeaseName
     granted: int
     remaining: int
-    """What is left for all routers after this grant. Of rates it may be negative."""
+    """The part that is left for all routers after this grant. Of rates it may be negative."""
     limit: int = 0
-    """Of a budget, as its owner knows it; 0: there is none any more."""
+    """A budget's limit, as its owner knows it; 0: there is none any more."""
     asked_at: float = 0.0
     """From the want."""
     number: int = 0
@@ -63,14 +64,14 @@ class LeaseGrant(msgspec.Struct, frozen=True):
 
 
 class LimitCount(NamedTuple):
-    """What a limit did to a request, or would have done if it were not in shadow mode."""
+    """Records what a limit did to a request, or would have done if it were not in shadow mode."""
 
     kind: str
     """A field of Limits, or "all"."""
     outcome: str
     """"held", "refused", "capped", "would_refuse" or "would_cap"."""
     account: str = ""
-    """Whose limit it is; "" for "all"."""
+    """The account whose limit it is; "" for "all"."""
 
 
 class SideCallDecided(msgspec.Struct, frozen=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import (
     FINISH_REASON_CANCELLED,
@@ -16,17 +18,19 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
     ResultCacheUse,
 )
-from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter
+from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter, Tier, class_of
 from router.core.frames import Finish, Step
 from router.core.load.load_view import ReservationKey
 from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import LiveObjectives
-from router.core.priority_classes import CLASS_OF_TIER
+from router.core.priority_classes import INTERACTIVE, PriorityClass
 from router.core.request_end import NO_MOVES, Moves
 from router.core.request_usage import UsageMeter
 from router.core.tenancy.request_charge import RequestCharge
 from router.core.withheld_output import WithheldOutput
 
+_INTERACTIVE_TIER: Final = Tier.INTERACTIVE
+"""Looking up the member of an enumeration takes calls, which every request would pay."""
 _SEVERITY: Final[dict[int, int]] = {
     FINISH_REASON_STOP: 0,
     FINISH_REASON_LENGTH: 1,
@@ -131,13 +135,13 @@ class Split:
         """The shard of the last leg."""
         self.num_legs = 0
         self.num_cached_tokens = 0
-        """Of the prompt, those that the prefill shard found in its cache."""
+        """The number of the prompt's tokens that the prefill shard found in its cache."""
         self.handoff = b""
         """Not empty: KV waits to be fetched with it."""
         self.is_used = False
-        """Whether the last attempt was sent with the hand-off."""
+        """True when the last attempt was sent with the hand-off."""
         self.is_counted = False
-        """Whether the outcome of the last leg has been counted."""
+        """True when the outcome of the last leg has been counted."""
 
     @property
     def prefill_shard_id(self) -> str:
@@ -162,72 +166,56 @@ class Split:
         return handoff if is_usable else b""
 
 
-class Choice:
+class Choice(msgspec.Struct, eq=False):
     """One requested choice, from admission to the finish that the client gets."""
 
-    __slots__ = (
-        "client",
-        "client_slot",
-        "index",
-        "is_done",
-        "is_screened",
-        "last_skipped_char",
-        "max_tokens",
-        "num_attempts",
-        "num_cached_tokens",
-        "num_chars",
-        "num_counted_tokens",
-        "num_moves",
-        "num_resumed_chars",
-        "num_resumed_tokens",
-        "num_skipped_chars",
-        "output_token_ids",
-        "prefilter",
-        "request",
-        "screening_slot",
-        "shard_id",
-        "shard_slot",
-        "withheld",
-    )
+    request: LiveRequest
+    client: Client
+    spec: ChoiceSpec
+    """The choice as its client has asked for it."""
+    client_slot: int = 0
+    index: int = 0
+    output_token_ids: list[int] = []
+    """The client's own tokens, then all that shards have emitted (delivered or withheld)."""
+    num_resumed_tokens: int = 0
+    """The number of tokens that the client already had when it sent the request; they are not metered again."""
+    num_counted_tokens: int = 0
+    """The number of tokens that count as the tenant's service already."""
+    num_resumed_chars: int = 0
+    max_tokens: int | None = None
+    """The limit of its last attempt: the requested one, or the rest of that shard's window."""
+    num_chars: int = 0
+    """Characters of text that shards have emitted, delivered or withheld."""
+    num_attempts: int = 0
+    num_moves: int = 0
+    """Attempts that ended through no fault of the choice: it was moved, or its shard handed it over."""
+    num_cached_tokens: int | None = None
+    """Cached tokens of the first attempt that started."""
+    is_done: bool = False
+    shard_id: str = ""
+    """The shard that runs it; "" while none does."""
+    shard_slot: int = 0
+    withheld: WithheldOutput | None = None
+    is_screened: bool = False
+    screening_slot: int | None = None
+    """None until there is text to screen."""
+    prefilter: TextFilter | None = None
+    """The prefilter of the policy in force when its text was first sent to be screened; None before."""
+    num_skipped_chars: int = 0
+    """Text that was cleared here and that the safety service has not been notified of."""
+    last_skipped_char: str = ""
 
-    def __init__(self, request: LiveRequest, client: Client, spec: ChoiceSpec) -> None:
-        self.request = request
-        self.client = client
-        self.client_slot = spec.slot
-        self.index = spec.index
-        self.output_token_ids: list[int] = list(spec.output_token_ids)
-        """The client's own tokens, then all that shards have emitted (delivered or withheld)."""
-        self.num_resumed_tokens = len(self.output_token_ids)
-        """Tokens that the client already had when it sent the request; they are not metered again."""
-        self.num_counted_tokens = self.num_resumed_tokens
-        """Tokens that count as the tenant's service already."""
-        self.num_resumed_chars = spec.num_delivered_chars
-        self.max_tokens: int | None = None
-        """The limit of its last attempt: the requested one, or the rest of that shard's window."""
-        self.num_chars = 0
-        """Characters of text that shards have emitted, delivered or withheld."""
-        self.num_attempts = 0
-        self.num_moves = 0
-        """Attempts that ended through no fault of the choice: it was moved, or its shard handed it over."""
-        self.num_cached_tokens: int | None = None
-        """Cached tokens of the first attempt that started."""
-        self.is_done = False
-        self.shard_id = ""
-        """The shard that runs it; "" while none does."""
-        self.shard_slot = 0
-        self.withheld: WithheldOutput | None = None
-        self.is_screened = False
-        self.screening_slot: int | None = None
-        """None until there is text to screen."""
-        self.prefilter: TextFilter | None = None
-        """The prefilter of the policy in force when its text was first sent to be screened; None before."""
-        self.num_skipped_chars = 0
-        """Text that was cleared here and that the safety service has not been notified of."""
-        self.last_skipped_char = ""
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.client_slot, self.index = spec.slot, spec.index
+        if spec.output_token_ids:
+            self.output_token_ids = list(spec.output_token_ids)
+            self.num_resumed_tokens = self.num_counted_tokens = len(self.output_token_ids)
+            self.num_resumed_chars = spec.num_delivered_chars
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether it has all the tokens that it may have. An embedding has none, and ends with its vector."""
+        """True when it has all the tokens that it may have. An embedding has none, and ends with its vector."""
         return bool(self.max_tokens) and len(self.output_token_ids) >= (self.max_tokens or 0)
 
     def record_forwarded(self, token_ids: Sequence[int], text: str) -> None:
@@ -242,130 +230,92 @@ class Choice:
                 self.num_skipped_chars += len(text)
 
 
-class LiveRequest:
+class LiveRequest(msgspec.Struct, eq=False):
     """A request that was admitted and has not ended."""
 
-    __slots__ = (
-        "arrived_at",
-        "avoid_shard_id",
-        "cached",
-        "charge",
-        "check_id",
-        "choices",
-        "deadline",
-        "ended_with",
-        "failure",
-        "first_dispatched_at",
-        "first_sent_at",
-        "hashes",
-        "is_admitted",
-        "is_displaced",
-        "is_exact",
-        "is_screened",
-        "kept_ends",
-        "last_shard_id",
-        "max_held_tokens",
-        "moves",
-        "num_attempts",
-        "num_cached_tokens",
-        "num_open_choices",
-        "num_output_tokens",
-        "num_prefill_chunks",
-        "num_prepared_tokens",
-        "num_ready_tokens",
-        "objectives",
-        "own_seconds",
-        "pending",
-        "placed_at",
-        "prediction",
-        "prefill_chunk",
-        "priority_class",
-        "prompt_verdict_open",
-        "queue_deadline",
-        "queue_id",
-        "request",
-        "result_cache",
-        "split",
-        "ticket",
-        "unschedulable_at",
-        "usage",
-        "variant",
-    )
+    request: Request
+    client: Client
+    arrived_at: float
+    priority_class: PriorityClass = INTERACTIVE
+    choices: list[Choice] = []
+    num_open_choices: int = 0
+    pending: list[Choice] = []
+    """Choices that are to be dispatched."""
+    objectives: LiveObjectives | None = None
+    """The objectives that its caller has given; None: it has none."""
+    deadline: float = 0.0
+    queue_deadline: float = 0.0
+    queue_id: QueueId | None = None
+    """The queue in which it waits; None while it does not wait."""
+    own_seconds: float = 0.0
+    """Prefill time on the shard for which it waits."""
+    placed_at: float = 0.0
+    """When it entered that shard's queue."""
+    prediction: PlacementPrediction | None = None
+    """The prediction of its first placement; None: it has not been placed."""
+    prefill_chunk: tuple[Attempt, int] | None = None
+    """The chunk of its prompt that the shard it waits for is computing, and that chunk's slot there."""
+    num_prefill_chunks: int = 0
+    num_ready_tokens: int = 0
+    """How far into the prompt the chunks on that shard reach."""
+    num_prepared_tokens: int = 0
+    """Prompt tokens that chunks have computed; they are not reported to the client as cached."""
+    avoid_shard_id: str = ""
+    """The shard on which it has just failed."""
+    failure: KvloomError | None = None
+    """The reason why it waits for another shard."""
+    unschedulable_at: float | None = None
+    """When it will have waited long enough for a shard that does not exist; None: such a shard exists."""
+    hashes: dict[int, Sequence[int]] = {}
+    """Block size → hashes of the prompt's blocks; kept only while the request waits."""
+    max_held_tokens: int = 0
+    """The limit of withheld tokens per choice."""
+    num_attempts: int = 0
+    last_shard_id: str = ""
+    is_displaced: bool = False
+    """True when it was last preempted for a more urgent class."""
+    variant: str = ""
+    """That of the last shard; see ShardInfo.variant in shard_service.proto."""
+    first_dispatched_at: float | None = None
+    first_sent_at: float | None = None
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    is_admitted: bool = False
+    moves: Moves = NO_MOVES
+    prompt_verdict_open: bool = False
+    check_id: int = 0
+    charge: RequestCharge | None = None
+    """The charge to its limits; None: it has none."""
+    usage: UsageMeter | None = None
+    """None where no usage records are made."""
+    ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
+    """The most severe end among its choices."""
+    result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    kept_ends: list[tuple[Choice, Finish]] | None = None
+    """The choices that have ended, if the whole answer is to be reported; None: it is not."""
+    split: Split | None = None
+    """None: its prompt is computed where its answer is."""
+    ticket: object = None
+    cached: Sequence[CachedChoice] = ()
+    """Its whole answer, if the result cache has it."""
+    is_exact: bool = True
+    """True while its tokens are those of an answer that was neither moved nor cut short."""
+    is_screened: bool = True
+    """True when all of it is screened, as far as the policy wants it, before its end is sent."""
 
-    def __init__(self, request: Request, client: Client, now: float) -> None:
-        self.request = request
-        self.priority_class = request.priority_class or CLASS_OF_TIER[request.tier]
-        self.arrived_at = now
-        self.deadline = 0.0
-        self.queue_deadline = 0.0
-        self.choices = [Choice(self, client, spec) for spec in request.choices]
+    def __post_init__(self) -> None:
+        request = self.request
+        if request.priority_class is not None or request.tier is not _INTERACTIVE_TIER:
+            self.priority_class = class_of(request)
+        self.choices = [Choice(self, self.client, spec) for spec in request.choices]
         self.num_open_choices = len(self.choices)
-        self.pending: list[Choice] = list(self.choices)
-        """Choices that are to be dispatched."""
-        self.queue_id: QueueId | None = None
-        """The queue in which it waits; None while it does not wait."""
-        self.own_seconds = 0.0
-        """Prefill time on the shard for which it waits."""
-        self.placed_at = 0.0
-        """When it entered that shard's queue."""
-        self.prediction: PlacementPrediction | None = None
-        """That of its first placement; None: it has not been placed."""
-        self.prefill_chunk: tuple[Attempt, int] | None = None
-        """The chunk of its prompt that the shard it waits for is computing, and that chunk's slot there."""
-        self.num_prefill_chunks = 0
-        self.num_ready_tokens = 0
-        """How far into the prompt the chunks on that shard reach."""
-        self.num_prepared_tokens = 0
-        """Prompt tokens that chunks have computed; they are not reported to the client as cached."""
-        self.avoid_shard_id = ""
-        """The shard on which it has just failed."""
-        self.failure: KvloomError | None = None
-        """The reason why it waits for another shard."""
-        self.unschedulable_at: float | None = None
-        """When it will have waited long enough for a shard that does not exist; None: such a shard exists."""
-        self.hashes: dict[int, Sequence[int]] = {}
-        """Block size → hashes of the prompt's blocks; kept only while the request waits."""
-        self.max_held_tokens = 0
-        """The limit of withheld tokens per choice."""
-        self.num_attempts = 0
-        self.last_shard_id = ""
-        self.is_displaced = False
-        """Whether it was last preempted for a more urgent class."""
-        self.variant = ""
-        """That of the last shard; see ShardInfo.variant in shard_service.proto."""
-        self.first_dispatched_at: float | None = None
-        self.first_sent_at: float | None = None
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
-        self.is_admitted = False
-        self.moves: Moves = NO_MOVES
-        self.prompt_verdict_open = False
-        self.check_id = 0
-        self.charge: RequestCharge | None = None
-        """What it has taken of its limits; None: it has none."""
-        self.usage: UsageMeter | None = None
-        """None where no usage records are made."""
-        self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
-        """The most severe end among its choices."""
-        self.result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
-        self.kept_ends: list[tuple[Choice, Finish]] | None = None
-        """The choices that have ended, if the whole answer is to be reported; None: it is not."""
-        self.split: Split | None = None
-        """None: its prompt is computed where its answer is."""
-        self.ticket: object = None
-        self.cached: Sequence[CachedChoice] = ()
-        """Its whole answer, if the result cache has it."""
-        self.is_exact = True
-        """Whether its tokens are those of an answer that was neither moved nor cut short."""
-        self.objectives: LiveObjectives | None = None
-        """What its caller expects of its speed; None: nothing."""
+        self.pending = self.choices[:]
         if request.objectives is not None:
-            self.objectives = LiveObjectives(request.objectives, now, is_continued=request.is_continued)
-        self.is_screened = True
-        """Whether all of it is screened, as far as the policy wants it, before its end is sent."""
+            self.objectives = LiveObjectives(request.objectives, self.arrived_at, is_continued=request.is_continued)
 
     def capped(self, max_tokens: float) -> float:
-        """What the limits of its caller and the brownout of its model leave of this many output tokens of a choice."""
+        """Returns what the limits of its caller and the brownout of its model leave of this many output tokens of a
+        choice."""
         if self.charge is not None and self.charge.max_tokens is not None:
             max_tokens = min(max_tokens, self.charge.max_tokens)
         degradation = self.request.degradation
@@ -375,7 +325,7 @@ class LiveRequest:
 
     @property
     def continues_answer(self) -> bool:
-        """Whether it waits for a shard that continues what another one has computed."""
+        """True when it waits for a shard that continues what another one has computed."""
         return self.num_attempts > 0 and any(choice.output_token_ids for choice in self.pending)
 
     def rank(self, now: float) -> int:
@@ -391,18 +341,18 @@ class LiveRequest:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether a part of its prompt has been computed, or all of it on another shard. This does not change while it
-        waits."""
+        """True when a part of its prompt has been computed, or all of it on another shard. This does not change while
+        it waits."""
         return self.num_prefill_chunks > 0 or self.split is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits for a lease of a limit, before anything else is done for it."""
+        """True when it waits for a lease of a limit, before anything else is done for it."""
         return self.charge is not None and not self.charge.is_admitted
 
     @property
     def has_leg(self) -> bool:
-        """Whether it waits for another shard to compute its prompt."""
+        """True when it waits for another shard to compute its prompt."""
         return self.split is not None and self.split.attempt is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What the caller of a request expects of its speed (docs/deadlines.md), and what has become of that."""
+"""Follows what the caller of a request expects of its speed (docs/deadlines.md), and what has become of that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Objectives(msgspec.Struct, frozen=True):
     elapsed_seconds: float = 0.0
     """How long ago it had arrived elsewhere when it arrived here."""
     is_admitted: bool = False
-    """Whether a router has admitted it before, so that it is not refused as impossible here."""
+    """True when a router has admitted it before, so that it is not refused as impossible here."""
 
     @property
     def seconds_left(self) -> float:
@@ -80,7 +80,7 @@ class LiveObjectives:
         """When the first token is due."""
         self.tpot_seconds = math.inf if wanted.tpot_seconds is None else wanted.tpot_seconds
         self.is_refusable = not (wanted.is_admitted or is_continued)
-        """Whether it may be refused as impossible."""
+        """True when it may be refused as impossible."""
         self.predicted_ttft_seconds: float | None = None
         self.refused: Cause | None = None
 
@@ -92,7 +92,7 @@ class LiveObjectives:
         tokens_per_choice: float,
         now: float,
     ) -> ObjectivesOutcome:
-        """What has become of them, at the end of the request."""
+        """Returns what has become of them, at the end of the request."""
         wanted, predicted = self.wanted, self.predicted_ttft_seconds
         if self.refused is not None:
             return ObjectivesOutcome(wanted, priority_class, predicted, self.refused)

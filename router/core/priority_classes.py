@@ -22,7 +22,7 @@ all while a more urgent one waits."""
 
 
 class PriorityClass(msgspec.Struct, frozen=True):
-    """What kvloom_common.config.PriorityClassConfig configures."""
+    """The settings of kvloom_common.config.PriorityClassConfig."""
 
     name: str
     rank: int
@@ -37,7 +37,7 @@ class PriorityClass(msgspec.Struct, frozen=True):
 
     @property
     def is_parked(self) -> bool:
-        """Whether its requests are parked while more urgent ones wait."""
+        """True when its requests are parked while more urgent ones wait."""
         return self.rank > MAX_PLACED_RANK
 
     def rank_after(self, waited_seconds: float) -> int:

@@ -42,11 +42,11 @@ class Moves(msgspec.Struct, frozen=True):
     num_notice_migrations: int = 0
     """Those of the migrations for which the shard had notice that it ends."""
     is_exact: bool = True
-    """Whether its tokens are those that there would have been without the moves."""
+    """True when its tokens are those that there would have been without the moves."""
 
     @property
     def words(self) -> list[str]:
-        """What has happened to the request, one word for each kind."""
+        """Returns what has happened to the request, one word for each kind."""
         counts = {
             "preempted": self.num_preemptions,
             "migrated": self.num_migrations,

@@ -1,4 +1,5 @@
-"""What a usage record needs of a request beyond what metrics need: kept only where usage is metered for tenants."""
+"""Counts what a usage record needs of a request beyond what metrics need: kept only where usage is metered for
+tenants."""
 
 from __future__ import annotations
 
@@ -22,25 +23,25 @@ class RequestUsage(msgspec.Struct, frozen=True):
     """KV blocks times the seconds for which shards held them: an estimate, by what the attempts reserved for the prompt
     and half of the blocks of the output, since these were taken one after another."""
     num_reasoning_tokens: int = 0
-    """Of the output tokens that its record has, those of choices that have ended."""
+    """The reasoning tokens among the output tokens that its record has, from choices that have ended."""
     charges: tuple[Charge, ...] = ()
-    """What it has used of hard budgets."""
+    """The amounts of hard budgets that it has used."""
     limits: str = ""
     """The limits that applied, for explanations."""
 
 
 class UsageMeter:
-    """Of one live request."""
+    """Counts the usage of one live request."""
 
     __slots__ = ("_block_seconds", "_block_size", "_held_since", "_num_blocks", "num_reasoning_tokens")
 
     def __init__(self) -> None:
         self.num_reasoning_tokens = 0
-        """Of the choices that have ended, as far as the record of this request counts them."""
+        """The reasoning tokens of the choices that have ended, as far as the record of this request counts them."""
         self._block_seconds = 0.0
-        """Of earlier attempts."""
+        """The block seconds of earlier attempts."""
         self._num_blocks = 0
-        """What the attempt has reserved; 0 while there is none."""
+        """The blocks that the attempt has reserved; 0 while there is none."""
         self._block_size = 1
         self._held_since = 0.0
 

@@ -160,7 +160,7 @@ class DecisionWriter:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             num_dropped = len(entries)
             if not self._is_failing:
-                log.warning("decisions cannot be written", path=str(self._file.path), cause=str(error))
+                log.warning("decision_write_failed", path=str(self._file.path), cause=str(error))
             self._is_failing = True
         else:
             self._is_failing = False

@@ -155,7 +155,7 @@ def _fleet_line(shards: Iterable[ShardState], policy: str, router_id: str, at: f
 
 
 def _is_alike(one: FleetLine, other: FleetLine) -> bool:
-    """Whether both have the same shards, with speeds that differ by less than SPEED_TOLERANCE."""
+    """True when both have the same shards, with speeds that differ by less than SPEED_TOLERANCE."""
     return len(one.shards) == len(other.shards) and all(map(_are_alike, one.shards, other.shards))
 
 

@@ -30,9 +30,9 @@ class FleetShard(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_model_len: int
     draining: bool = False
     prefill_tokens_per_second: float = 0.0
-    """As the shard measured it, or 0 if it is not known yet."""
+    """The speed that the shard measured, or 0 if it is not known yet."""
     decode_step_seconds: float = 0.0
-    """As the shard measured it, or 0 if it is not known yet."""
+    """The duration that the shard measured, or 0 if it is not known yet."""
     prefill_seconds: dict[str, float] = {}
     """The coefficients that the router has learned, see router/core/load/speed_model.py."""
 
@@ -110,7 +110,7 @@ class OutcomeRecord(msgspec.Struct, kw_only=True):
     """From arrival to the first token sent to the client, or null if none was sent."""
     e2e_latency_seconds: float
     predictions: list[JudgedRecord] = []
-    """What was predicted when it was first placed, and what happened. Earlier routers did not write it."""
+    """The predictions made when it was first placed, with what happened. Earlier routers did not write it."""
 
 
 class RequestLine(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):

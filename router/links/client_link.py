@@ -34,10 +34,11 @@ from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
-from router.intake import MAX_NAME_CHARS, Intake
+from router.intake import Intake
 from router.links.link_sessions import LinkSessions
 from router.links.step_outbox import StepOutbox
 from router.links.submit_queue import SubmitQueue
+from router.prompt_checks import MAX_NAME_CHARS
 
 log = structlog.get_logger()
 
@@ -158,7 +159,7 @@ class ClientLink:
         if self._link_id:
             self._link_sessions.open(self._link_id, self)
         self._on_lost(frame.hello.lost)
-        log.info("client connected", client_id=self._client_id)
+        log.info("client_connected", client_id=self._client_id)
 
     async def _read_frames(self) -> None:
         await deliver(self._context, RouterServiceConnectRequest, self._on_frame)  # returns once the client half-closes
@@ -246,7 +247,7 @@ class ClientLink:
         self._driver.dispatch(ClientGone(self._client_id))
         self._link_sessions.close(self._link_id, self)
         self._end_with(None)
-        log.info("client gone", client_id=self._client_id)
+        log.info("client_disconnected", client_id=self._client_id)
 
     async def _finish_stream(self, results: Sequence[BaseException | None]) -> None:
         """Ends the stream with an error status if there is an error."""
@@ -257,7 +258,7 @@ class ClientLink:
             elif isinstance(result, DecodeError):
                 error = error or malformed_message()
             elif isinstance(result, Exception) and not isinstance(result, grpc.RpcError | asyncio.InvalidStateError):
-                log.error("client stream failed", client_id=self._client_id, exc_info=result)
+                log.error("client_stream_failed", client_id=self._client_id, exc_info=result)
                 error = error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this stream.")
         if error is not None:
             await abort(self._context, error)

@@ -1,5 +1,5 @@
-"""Which shards a router keeps links to, and which process may answer at the other end: decisions without I/O, which
-`kvloom-lab dst` runs under faults of the registry."""
+"""Decides which shards a router keeps links to, and which process may answer at the other end, without I/O, so that
+`kvloom-lab dst` can run it under faults of the registry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LinkTarget:
     def __init__(self, record: ShardRecord) -> None:
         self.record = record
         self.registered = True
-        """Whether the link reconnects once its connection has broken."""
+        """True when the link reconnects once its connection has broken."""
         self.expected_incarnation_id = record.incarnation_id
         """The incarnation that must answer at the shard's address. It is "" while the registry cannot be read, because
         a process with the shard's id may then be its new incarnation."""
@@ -58,7 +58,7 @@ class LinkState(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has given up, so that it will not reconnect."""
+        """True when it has given up, so that it will not reconnect."""
         ...
 
 

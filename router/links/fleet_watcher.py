@@ -86,10 +86,10 @@ class FleetWatcher:
                     self._follow(await self._registry.list_shards(), links)
                     self._registry_read.set()
             except (redis.exceptions.RedisError, OSError) as error:
-                log.warning("the shard registry cannot be read", cause=type(error).__name__, num_links=len(self._links))
+                log.warning("registry_read_failed", cause=type(error).__name__, num_links=len(self._links))
                 lose_registry(running.target for running in self._links.values())
             except Exception:  # e.g. a malformed ShardRecord: one bad announcement must not end the watch
-                log.exception("the shard registry holds something unexpected")
+                log.exception("registry_reader_broke")
             raise_if_cancelled()
             self._registry_read.set()
             await asyncio.sleep(backoff.next_seconds(loop.time() - started))

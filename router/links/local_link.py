@@ -152,7 +152,7 @@ class LocalRouterLink:
                 names = request_fields(
                     request.request_id, request.client_request_id, request.traceparent, request.tenant
                 )
-                log.exception("the core failed on a request", **names)
+                log.exception("core_request_failed", **names)
                 self._fail(request)
         for finish in refused:
             self._choices.on_finish(convert.finish_to_proto(finish))
@@ -162,7 +162,7 @@ class LocalRouterLink:
             try:
                 self._driver.dispatch(SlotsCancelled(self._client_id, slots))
             except Exception:
-                log.exception("the core failed on a cancel")
+                log.exception("core_cancel_failed")
         if discarded:
             self._driver.answers_discarded(self._client_id, discarded)
 

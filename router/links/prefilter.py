@@ -177,9 +177,9 @@ class _Answer:
         """How many characters at the end the service has not received."""
         self.last_char = ""
         self.is_open = False
-        """Whether the service has received any of its text."""
+        """True when the service has received any of its text."""
         self.is_clear = True
-        """Whether the service has cleared everything that it received."""
+        """True when the service has cleared everything that it received."""
 
 
 def _expression(beginnings: Iterable[str], space: str) -> re.Pattern[str] | None:

@@ -1,4 +1,4 @@
-"""What the router's links to shards and to the safety service share: timeouts, backoff and errors."""
+"""The router's links to shards and to the safety service share these: timeouts, backoff and errors."""
 
 from __future__ import annotations
 

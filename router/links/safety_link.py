@@ -59,12 +59,12 @@ class SafetyLink:
 
     @property
     def screens_prompts(self) -> bool:
-        """Whether the service needs prompts' text. This is True while the policy is not known."""
+        """True when the service needs prompts' text. This is True while the policy is not known."""
         return self._current is None or self._current.policy.screens_prompts
 
     @property
     def policy_revision(self) -> str | None:
-        """Of the policy in force; None while it is not known."""
+        """The revision of the policy in force; None while it is not known."""
         return None if self._current is None else self._current.policy.revision
 
     async def classify(self, texts: Iterable[str]) -> safety_service_pb2.ClassifyResponse:
@@ -91,9 +91,9 @@ class SafetyLink:
             try:
                 await self._serve_connections()
             except _BREAKS as error:
-                log.warning("safety link broke", cause=cause_of(error))
+                log.warning("safety_link_broke", cause=cause_of(error))
             except Exception:
-                log.exception("safety link failed")
+                log.exception("safety_link_failed")
             raise_if_cancelled()
             self.tried.set()
             await asyncio.sleep(backoff.next_seconds(self._driver.now() - started))
@@ -170,7 +170,7 @@ class SafetyLink:
             try:
                 return await self._open()
             except _BREAKS as error:
-                log.info("the safety service drains, and has no successor yet", cause=cause_of(error))
+                log.info("safety_successor_awaited", cause=cause_of(error))
             await asyncio.sleep(backoff.next_seconds(0.0))
 
     async def _open(self) -> SafetyStream:
@@ -191,7 +191,7 @@ class SafetyLink:
             old.hand_over_to(stream)
         self._report_policy(stream)
         self.tried.set()
-        log.info("safety service up", address=stream.address, policy_revision=stream.policy.revision)
+        log.info("safety_link_opened", address=stream.address, policy_revision=stream.policy.revision)
 
     async def _serve(self, stream: SafetyStream) -> None:
         """Returns when the stream has been replaced and is done, and raises when it breaks."""

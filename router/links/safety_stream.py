@@ -97,7 +97,7 @@ class SafetyStream:
         was_too_much = self._num_waiting_chars > MAX_WAITING_CHARS
         self._num_waiting_chars += num_chars
         if self._num_waiting_chars > MAX_WAITING_CHARS and not was_too_much:
-            log.error("the safety service does not keep up", num_waiting_chars=self._num_waiting_chars)
+            log.error("safety_service_fell_behind", num_waiting_chars=self._num_waiting_chars)
             self._call.cancel()  # The reader then ends the connection.
         self._wake.set()
 
@@ -118,7 +118,7 @@ class SafetyStream:
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream has been replaced and no verdict is outstanding."""
+        """True when the stream has been replaced and no verdict is outstanding."""
         return self.is_replaced and not self._open_checks and not self.answers.num_open
 
     async def read(self) -> safety_service_pb2.ScreenResponse:
@@ -139,7 +139,7 @@ class SafetyStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # The reader sees the same break.
         except Exception:
-            log.exception("writing to the safety service failed")
+            log.exception("safety_write_failed")
         self._call.cancel()  # The reader then ends the connection, whatever the cause.
 
     def _take_frame(self) -> safety_service_pb2.ScreenRequest:

@@ -82,7 +82,7 @@ class ShardLink:
         """Set once the core knows this shard, or it could not be reached."""
         self._connected = False
         self._packs_token_ids = False
-        """Whether the connected shard reads packed token ids."""
+        """True when the connected shard reads packed token ids."""
         self._submits: list[SubmitAttempt] = []
         self._cancels: dict[int, int | None] = {}
         """Slot -> how many of its tokens had arrived, or None if the sequence is resumed elsewhere."""
@@ -99,7 +99,7 @@ class ShardLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the core regards this shard as up."""
+        """True when the core regards this shard as up."""
         return self._connected
 
     async def run(self) -> None:
@@ -110,9 +110,9 @@ class ShardLink:
             try:
                 await self._serve_one_connection()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError) as error:
-                log.info("shard link broke", shard_id=self.record.shard_id, cause=cause_of(error))
+                log.info("shard_link_broke", shard_id=self.record.shard_id, cause=cause_of(error))
             except Exception:
-                log.exception("shard link failed", shard_id=self.record.shard_id)
+                log.exception("shard_link_failed", shard_id=self.record.shard_id)
             raise_if_cancelled()
             self.tried.set()
             if self.target.registered:
@@ -128,7 +128,7 @@ class ShardLink:
                 self._cancels.pop(choice.slot, None)
         self._submits.append(attempt)
         if len(self._submits) == MAX_WAITING_SUBMITS and self._writer is not None:
-            log.error("shard takes no work", shard_id=self.record.shard_id)
+            log.error("shard_stalled", shard_id=self.record.shard_id)
             self._writer.give_up()  # The reader then ends the connection.
         self._wake_writer()
 
@@ -178,7 +178,7 @@ class ShardLink:
         """Raises LinkError for a shard whose tokenizer is not that of the other shards of its model."""
         refusal = self._tokenizers.claim(self, info.shard_id, info.model, info.tokenizer_checksum)
         if refusal and refusal != self._reported_refusal:  # it is tried again and again
-            log.warning("shard refused", shard_id=info.shard_id, cause=refusal)
+            log.warning("shard_refused", shard_id=info.shard_id, cause=refusal)
         self._reported_refusal = refusal
         if refusal:
             raise LinkError(refusal)
@@ -208,7 +208,7 @@ class ShardLink:
         writer = asyncio.create_task(self._write_frames(self._writer, call), name=f"{shard_id} writer")
         try:
             self._driver.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
-            log.info("shard up", shard_id=shard_id, address=self.record.address)
+            log.info("shard_joined", shard_id=shard_id, address=self.record.address)
             self._on_frame(first)
             self.tried.set()
             await deliver(call, shard_service_pb2.ShardServiceConnectResponse, self._on_frame)
@@ -218,7 +218,7 @@ class ShardLink:
             self._driver.remove_shard(shard_id)
             writer.cancel()
             self._driver.dispatch(ShardDown(shard_id))
-            log.info("shard down", shard_id=shard_id)
+            log.info("shard_left", shard_id=shard_id)
             await asyncio.gather(writer, return_exceptions=True)
 
     def _on_frame(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> None:
@@ -243,8 +243,8 @@ class ShardLink:
             self._driver.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
 
     def _is_steady(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> bool:
-        """Whether the frame is routine: its KV events follow without a gap, and it has no snapshot, no adapters and no
-        draining."""
+        """Returns True when the frame is routine: its KV events follow without a gap, and it has no snapshot, no
+        adapters and no draining."""
         expected = self._next_kv_number
         if frame.more_kv_events or frame.HasField("kv_snapshot"):
             self._next_kv_number = None
@@ -263,7 +263,7 @@ class ShardLink:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # The reader sees the same break.
         except Exception:
-            log.exception("writing to a shard failed", shard_id=self.record.shard_id)
+            log.exception("shard_write_failed", shard_id=self.record.shard_id)
         call.cancel()  # The reader then ends the connection, whatever the cause.
 
     def _wake_writer(self) -> None:

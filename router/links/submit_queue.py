@@ -1,5 +1,5 @@
-"""What one client has sent and the router has not processed: submits, of which one long prompt is processed per event
-loop turn, cancels and discards.
+"""Queues what one client has sent and the router has not processed: submits, of which one long prompt is processed per
+event loop turn, cancels and discards.
 
 An edge's frame may bring several long prompts that arrived there at the same time. Processing them all in one turn
 would delay the tokens of all other streams by several milliseconds.

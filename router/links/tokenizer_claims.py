@@ -1,4 +1,4 @@
-"""Which tokenizer the connected shards of each model have, as a decision without I/O.
+"""Decides which tokenizer the connected shards of each model have, without I/O.
 
 Prompts are tokenized once for all shards of a model, and a shard with another tokenizer would read other words.
 """

@@ -145,7 +145,7 @@ class Forwarder:
         if first is not None and self._sent and self._sent[0] is first and not found[0]:
             first.num_missed_polls += 1
             if first.num_missed_polls >= MAX_MISSED_POLLS:
-                log.warning("Redis has lost usage records; they are sent again", producer=self._producer)
+                log.warning("usage_records_lost", producer=self._producer)
                 self._sent.clear()
                 self._next_number = self.stored.number + 1
                 self._is_end_sent = False
@@ -165,7 +165,7 @@ class Forwarder:
         while self._next_number <= self._last_number and self._next_number - self.stored.number <= MAX_UNSTORED:
             records = await self._records()
             if not records:
-                log.error("usage records are missing in the spool", producer=self._producer, number=self._next_number)
+                log.error("spool_gap_found", producer=self._producer, number=self._next_number)
                 self._next_number = self._last_number + 1
                 break
             parts = [records[at : at + MAX_ENTRY_RECORDS] for at in range(0, len(records), MAX_ENTRY_RECORDS)]
@@ -200,10 +200,10 @@ class Forwarder:
 
     def _note_failure(self, error: Exception) -> None:
         if not self._is_failing:
-            log.warning("usage records cannot be forwarded; they are kept", cause=type(error).__name__)
+            log.warning("usage_forward_failed", cause=type(error).__name__)
         self._is_failing = True
 
     def _note_success(self) -> None:
         if self._is_failing:
-            log.info("usage records are forwarded again")
+            log.info("usage_forward_resumed")
         self._is_failing = False

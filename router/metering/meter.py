@@ -51,7 +51,7 @@ class Meter:
         return _encode(self._record(running, 0, OUTCOME_LOST, False))
 
     def correction(self, encoded: bytes, number: int, num_lost_tokens: int) -> bytes:
-        """What replaces a record: so many of its tokens were lost in transit."""
+        """Returns the record that replaces another one: so many of its tokens were lost in transit."""
         record = _decode(encoded)
         num_output = max(0, record.num_output_tokens - num_lost_tokens)
         corrected = msgspec.structs.replace(
@@ -67,7 +67,7 @@ class Meter:
         return _encode(msgspec.structs.replace(corrected, charges=tuple(charges)))
 
     def discard(self, encoded: bytes, number: int) -> bytes:
-        """What replaces a record whose answer reached nobody."""
+        """Returns the record that replaces one whose answer reached nobody."""
         record = _decode(encoded)
         charges = tuple(Charge(each.account, each.unit, each.period, 0, 0) for each in record.charges)
         discarded = msgspec.structs.replace(

@@ -116,7 +116,7 @@ class Metering:
             await self._in_thread(self._spool.open)
             self._writer.recent.open(self._spool.folder)
         except OSError as error:
-            log.warning("the spool of usage records cannot be opened", cause=str(error))
+            log.warning("spool_open_failed", cause=str(error))
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -168,7 +168,7 @@ class Metering:
         loop = asyncio.get_running_loop()
         earlier: tuple[int, list[RequestEnded]] = 0, []
         is_written = False
-        """Whether the file has any request."""
+        """True when the file has any request."""
         while True:
             began_at = loop.time()
             latest = self._writer.last_number, self._progress(CHECKPOINT_SECONDS)

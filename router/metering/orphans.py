@@ -76,14 +76,14 @@ class Orphans:
         except SpoolInUseError:
             return
         except OSError as error:
-            log.warning("a spool of usage records cannot be opened", folder=str(folder), cause=str(error))
+            log.warning("orphaned_spool_open_failed", folder=str(folder), cause=str(error))
             return
         producer = f"{folder.parent.name}/{folder.name}"
         try:
             value = await self._client.hget(self._stream.stored, producer)  # pyright: ignore[reportGeneralTypeIssues]
             stored = self._stream.read_stored(producer, value)
             last_number = await self._in_thread(lambda: finish(spool, stored.number))
-            log.info("finishing a spool of usage records", producer=producer, num_records=last_number - stored.number)
+            log.info("orphaned_spool_found", producer=producer, num_records=last_number - stored.number)
             forwarder = Forwarder(
                 producer,
                 self._client,
@@ -97,7 +97,7 @@ class Orphans:
             await self._in_thread(spool.remove)
             await self._client.hdel(self._stream.stored, producer)  # pyright: ignore[reportGeneralTypeIssues]
         except (redis.exceptions.RedisError, OSError) as error:
-            log.warning("a spool of usage records is not finished yet", producer=producer, cause=type(error).__name__)
+            log.warning("orphaned_spool_delayed", producer=producer, cause=type(error).__name__)
         finally:
             await asyncio.shield(self._in_thread(spool.close))
 

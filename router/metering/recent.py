@@ -60,7 +60,8 @@ class RecentRecords:
 
 
 def read_recent(folder: Path) -> Iterator[tuple[int, bytes]]:
-    """What a dead process has left, in no particular order, and some of it older than the spool. Raises OSError."""
+    """Yields what a dead process has left, in no particular order, and some of it older than the spool. Raises
+    OSError."""
     try:
         content = (folder / FILE).read_bytes()
     except FileNotFoundError:

@@ -166,7 +166,7 @@ class Spool:
                 os.close(fd)
 
     def _undo(self) -> None:
-        """What an append has written in part must not stand before what the next one writes."""
+        """Removes what an append has written in part: it must not stand before what the next one writes."""
         assert self._fd is not None
         try:
             os.ftruncate(self._fd, self._fd_bytes)

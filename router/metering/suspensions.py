@@ -30,7 +30,7 @@ class Suspensions:
         """The end of the last one, in seconds since 1970; 0: there was none."""
 
     def is_since(self, began_at: float) -> bool:
-        """Whether one has ended since then."""
+        """True when a suspension has ended since then."""
         return self._last_at >= began_at
 
     async def watch(self) -> None:
@@ -48,7 +48,7 @@ class Suspensions:
 
 
 def is_believed(record: bytes, suspensions: Suspensions) -> bool:
-    """Whether what its client says of the lost tokens of a request with this usage record (JSON) counts: that of a
+    """True when what its client says of the lost tokens of a request with this usage record (JSON) counts: that of a
     process of the fabric always."""
     found = msgspec.json.decode(record, type=UsageRecord)
     return not found.answer_id or suspensions.is_since(found.began_at)

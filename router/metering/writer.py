@@ -118,11 +118,11 @@ class RecordWriter:
             await loop.run_in_executor(self._thread, self._spool.append, batch)
         except OSError as error:
             if not self._is_failing:
-                log.warning("usage records cannot be written; they stay in memory", cause=str(error))
+                log.warning("usage_write_failed", cause=str(error))
             self._is_failing = True
             return False
         if self._is_failing:
-            log.info("usage records are written again")
+            log.info("usage_write_resumed")
         self._is_failing = False
         return True
 

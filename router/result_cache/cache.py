@@ -1,4 +1,4 @@
-"""What is looked up for an arriving request, and what is kept of a complete answer.
+"""Looks up answers for arriving requests, and keeps complete ones.
 
 An answer is reused for a request that has the same key (request_key.py). The key has everything that the answer depends
 on, so a change of the model, an adapter or the safety policy leaves nothing to invalidate. An answer is kept only if
@@ -26,7 +26,7 @@ class SharedResults(Protocol):
 
     @property
     def is_asked(self) -> bool:
-        """Whether a look-up makes sense now."""
+        """True when a look-up makes sense now."""
         ...
 
     def look_up(self, key: bytes, scope: str, on_found: Callable[[bytes | None], None]) -> None:
@@ -78,7 +78,7 @@ class ResultCache:
         return cached
 
     def has(self, key: bytes, now: float) -> bool:
-        """Whether this router itself has an answer."""
+        """True when this router itself has an answer."""
         return self.memory.get(key, now) is not None
 
     def take(self, key: bytes, answer: bytes, scope: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What an answer depends on, as a key that says nothing about it."""
+"""Makes a key of what an answer depends on, which says nothing about it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class SharedResultCache:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a look-up makes sense now."""
+        """True when a look-up makes sense now."""
         return len(self._lookups) < MAX_LOOKUPS and time.monotonic() >= self._paused_until
 
     def look_up(self, key: bytes, scope: str, on_found: Callable[[bytes | None], None]) -> None:
@@ -97,7 +97,7 @@ class SharedResultCache:
                 sealed: Any = await self._redis.get(name)
             answer = None if sealed is None else self._sealer.decrypted(name, sealed)
         except SealError as error:
-            log.warning("a shared answer is ignored", cause=str(error))
+            log.warning("shared_answer_ignored", cause=str(error))
         except (redis.exceptions.RedisError, OSError) as error:  # with TimeoutError
             self._pause(error)
         finally:
@@ -105,7 +105,7 @@ class SharedResultCache:
 
     def _pause(self, error: Exception) -> None:
         self._paused_until = time.monotonic() + PAUSE_SECONDS
-        log.info("the shared result cache is not used for a while", cause=repr(error)[:200])
+        log.info("shared_cache_paused", cause=repr(error)[:200])
 
     def _name(self, key: bytes, scope: str) -> str:
         return f"{self._prefix}:{_tag(scope)}:{key.hex()}"

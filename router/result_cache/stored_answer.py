@@ -16,7 +16,7 @@ from router.core.frames import Finish
 class StoredChoice(msgspec.Struct, frozen=True, array_like=True):
     packed_token_ids: bytes
     num_chars: int
-    """Of its text, by which a tokenizer that makes another one of the tokens is noticed."""
+    """The characters of its text, by which a tokenizer that makes another text of the tokens is noticed."""
     reason: int
     num_cached_tokens: int
     stop_string: str = ""

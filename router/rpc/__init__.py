@@ -1,4 +1,4 @@
-"""What stands in front of every RPC: who may call, and how much at a time.
+"""Guards every RPC: who may call, and how much at a time.
 
 own_rpcs.py       the RPCs of kvloom's own services, as interceptors see them
 api_key_check.py  refuses RPCs without a valid API key

@@ -58,7 +58,7 @@ class RpcAccessLog(OwnRpcInterceptor):
             return
         caller = caller_name(self._callers, context)
         log.info(
-            "rpc",
+            "rpc_ended",
             **request_fields("", client_request_id, metadata.get("traceparent", "")[:MAX_ID_CHARS], caller),
             method=method,
             code=code,

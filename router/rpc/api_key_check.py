@@ -70,7 +70,7 @@ class ApiKeyCheck(OwnRpcInterceptor):
                 self._revoked.add(task)
                 task.cancel()
         if self._revoked:
-            log.info("streams end because their API keys are no longer accepted", num_streams=len(self._revoked))
+            log.info("streams_revoked", cause="api_key", num_streams=len(self._revoked))
 
 
 def _refusal(error: KvloomError) -> Any:

@@ -65,4 +65,4 @@ class CertificateCheck(OwnRpcInterceptor):
                 self._ended[task] = error
                 task.cancel()
         if self._ended:
-            log.info("streams end because their clients' certificates were revoked", num_streams=len(self._ended))
+            log.info("streams_revoked", cause="certificate", num_streams=len(self._ended))

@@ -51,7 +51,7 @@ class RpcLimits(grpc.aio.ServerInterceptor):
         self.requests = ByteBudget(
             config.max_pending_request_bytes, "requests", least_share_bytes=config.max_message_bytes
         )
-        """Of all RPCs that have begun and not ended."""
+        """The bytes of all RPCs that have begun and not ended."""
         self._level = MemoryLevel.NORMAL
 
     @property

@@ -79,7 +79,7 @@ class ProviderCheck(OwnRpcInterceptor):
             if refusal is None:
                 raise
             task.uncancel()
-            log.info("a stream ends because its caller is no longer known")
+            log.info("streams_revoked", cause="caller", num_streams=1)
             raise refusal from None
         finally:
             rechecks.cancel()

@@ -1,4 +1,5 @@
-"""Which requests are being received. Only their senders know how large they will be, so their number is bounded."""
+"""Counts the requests that are being received. Only their senders know how large they will be, so their number is
+bounded."""
 
 from __future__ import annotations
 

@@ -116,4 +116,4 @@ class TenantCheck(OwnRpcInterceptor):
             if error.reason != ErrorReason.ERROR_REASON_AUTH_UNAVAILABLE and task not in self._ended:
                 self._ended[task] = error
                 task.cancel()
-                log.info("a stream ends because its credential is no longer accepted")
+                log.info("streams_revoked", cause="tenant", num_streams=1)

@@ -1,4 +1,4 @@
-"""What a router exports of its shadow traffic, by model and candidate."""
+"""Exports a router's shadow traffic, by model and candidate."""
 
 from __future__ import annotations
 

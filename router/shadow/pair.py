@@ -77,7 +77,8 @@ class Running:
 
 
 class Pair:
-    """What waits is bounded by `max_queued` and by time, what is under way by `max_in_flight`."""
+    """Holds the shadow requests of a model and its candidate. Those that wait are bounded by `max_queued` and by time,
+    those under way by `max_in_flight`."""
 
     def __init__(self, config: ShadowConfig, metrics: ShadowMetrics) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Which answers are sampled, what is kept of them, and the requests that candidates get. Pure."""
+"""Decides which answers are sampled, what is kept of them, and the requests that candidates get. Pure."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
     request: Request
     token_ids: Sequence[int]
-    """Of the answer, as delivered."""
+    """The tokens of the answer, as delivered."""
     surprisal: float
     """The sum of -log p over them under the model that served them, in nats. 0 if it was not wanted."""
     ended_at: float
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """The number of tokens of prompt and answer."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
 

@@ -66,11 +66,11 @@ class FollowedAnswer:
     request: Request
     pairs: Sequence[Pair]
     takes_logprobs: bool
-    """Whether its logprobs are wanted for a score."""
+    """True when its logprobs are wanted for a score."""
     hides_logprobs: bool
-    """Whether its client has not asked for them."""
+    """True when its client has not asked for them."""
     max_tokens: int
-    """Of the answer; beyond that it is skipped."""
+    """The longest answer that is followed; beyond that it is skipped."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     surprisal: float = 0.0
     num_logprobs: int = 0
@@ -101,7 +101,7 @@ class ShadowTraffic:
 
     @property
     def num_in_flight(self) -> int:
-        """Of its own requests."""
+        """The number of its own requests in flight."""
         return len(self._running)
 
     @property
@@ -126,7 +126,7 @@ class ShadowTraffic:
             self._end_if_done()
 
     def configure(self, shadows: Sequence[ShadowConfig]) -> None:
-        """As `set_shadows`, for those in the configuration, which hold beside those of rollouts."""
+        """Does what `set_shadows` does for those in the configuration, which hold beside those of rollouts."""
         self._configured = tuple(shadows)
         self.set_shadows(self._configured)
 
@@ -293,7 +293,7 @@ class ShadowTraffic:
         return reading if num_found and num_found >= self._num_cached_tokens(request) else request
 
     def _num_cached_tokens(self, request: Request) -> int:
-        """Of its prompt, at the shard that has the most."""
+        """Returns the cached tokens of its prompt, at the shard that has the most."""
         plan = self._core.plan(request, self._driver.now())
         return max((shard.num_overlap_tokens for shard in plan.shards), default=0)
 
@@ -329,7 +329,7 @@ class ShadowTraffic:
         try:
             self._driver.dispatch(event)
         except Exception:
-            log.exception("the core failed on a shadow request")
+            log.exception("shadow_request_failed")
 
     def _end_if_done(self) -> None:
         """Without shadows, the driver is left alone once no client's step has to be changed any more."""

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 ANSWER_SECONDS: Final = 0.75
 """How long the service may take: less than the core holds a request (limiter.HOLD_SECONDS)."""
 MAX_CHANGES: Final = 512
-"""Of one request."""
+"""A request names at most so many changes."""
 
 Call = grpc.aio.StreamStreamCall[LeaseBudgetsRequest, LeaseBudgetsResponse]
 _FAILURES: Final = (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError, DecodeError, EOFError)
@@ -59,7 +59,7 @@ class BudgetLeases:
         self._call: Call | None = None
         self._turn = 0
         self.is_up = True
-        """Whether the service answered last."""
+        """True when the service answered last."""
 
     def ask(self, wants: Sequence[LeaseWant]) -> None:
         self._wants.update((want.name, want) for want in wants)
@@ -127,9 +127,9 @@ class BudgetLeases:
         if is_up != self.is_up:
             self.is_up = is_up
             if is_up:
-                log.info("budgets are leased again")
+                log.info("budget_lease_resumed")
             else:
-                log.warning("budgets cannot be leased: only what this router holds of them is spent", cause=cause)
+                log.warning("budget_lease_failed", cause=cause)
 
 
 def _change(want: LeaseWant) -> BudgetChange:

@@ -88,7 +88,7 @@ def routers_key(prefix: str) -> str:
 
 
 def lease_arguments(router: str, wants: Sequence[LeaseWant]) -> list[str | int]:
-    """Of wants of one account."""
+    """Returns the script's arguments for the wants of one account."""
     arguments: list[str | int] = [router]
     for want in wants:
         arguments += [want.name.kind.value, want.limit, want.wanted, want.returned, want.debt, want.held]

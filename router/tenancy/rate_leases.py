@@ -51,7 +51,7 @@ class RateLeases:
         self._wake = asyncio.Event()
         self._num_routers = 1
         self.is_up = True
-        """Whether Redis answered last."""
+        """True when Redis answered last."""
 
     def ask(self, wants: Sequence[LeaseWant]) -> None:
         self._wants.update((want.name, want) for want in wants)
@@ -120,6 +120,6 @@ class RateLeases:
         if is_up != self.is_up:
             self.is_up = is_up
             if is_up:
-                log.info("limits are shared through Redis again")
+                log.info("limit_sharing_resumed")
             else:
-                log.warning("limits cannot be shared: this router has its share of them", cause=cause)
+                log.warning("limit_sharing_failed", cause=cause)

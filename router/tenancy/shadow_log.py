@@ -32,7 +32,7 @@ class ShadowLog:
             logged_at, logged = now, num_requests
             num_requests = 0
             log.info(
-                "limit in shadow mode",
+                "shadow_limit_exceeded",
                 account=count.account,
                 limit=count.kind,
                 outcome=count.outcome,

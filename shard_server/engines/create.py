@@ -27,7 +27,7 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
         from shard_server.engines.torch_engine.engine import TorchEngine
 
         def on_load_progress(message: str) -> None:
-            log.info("loading", model=config.model.name, stage=message)
+            log.info("model_load_advanced", model=config.model.name, stage=message)
 
         return TorchEngine(
             model_dir,

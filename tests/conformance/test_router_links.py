@@ -129,7 +129,7 @@ class FakeRig:
         request = fake.request
         begun = {choice.index: len(choice.token_ids) for choice in request.partial_choices}
         indexes = list(begun) or list(range(request.n))
-        if request.model not in self._models:
+        if request.wanted.model not in self._models:
             for index in indexes:
                 fake.fail(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, index=index)
             return
@@ -137,7 +137,7 @@ class FakeRig:
         try:
             for index in indexes:
                 fake.start(index)
-            for position in range(request.stop.max_tokens):
+            for position in range(request.wanted.stop.max_tokens):
                 await self._may_step.wait()
                 await asyncio.sleep(0)
                 for index in indexes:

@@ -119,7 +119,7 @@ async def test_tokens_stream_and_facts_follow(browser: Browser, world: EdgeWorld
     await expect(page.get_by_role("button", name="Send")).to_be_visible()
 
     second = await ask(page, world, "Write a function that adds two numbers.")
-    assert second.request.prompt_text.split("\n") == [
+    assert second.request.submit.prompt_text.split("\n") == [
         "What is the capital of France?",
         "The capital of France is Paris.",
         "Write a function that adds two numbers.",
@@ -148,7 +148,7 @@ async def test_stop_button_cancels(browser: Browser, world: EdgeWorld) -> None:
         await request.cancelled.wait()
     await expect(last_answer(page).locator(".facts")).to_contain_text("stopped")
     following = await ask(page, world, "Go on")
-    assert following.request.prompt_text == "Count\none two\nGo on"
+    assert following.request.submit.prompt_text == "Count\none two\nGo on"
     await page.keyboard.press("Escape")
     async with asyncio.timeout(5):
         await following.cancelled.wait()
@@ -297,7 +297,7 @@ async def test_an_answer_is_made_again_and_a_message_is_edited(browser: Browser,
     await expect(page.get_by_role("button", name="Regenerate")).to_have_count(1)
     await page.get_by_role("button", name="Regenerate").click()
     again = await world.link.next_request()
-    assert again.request.prompt_text == "First\none\nSecond"
+    assert again.request.submit.prompt_text == "First\none\nSecond"
     again.tokens("zwei")
     again.finish()
     await expect(last_answer(page).locator(".facts")).to_be_visible()
@@ -329,8 +329,8 @@ async def test_settings_are_sent_and_kept(browser: Browser, world: EdgeWorld) ->
     await screenshot(page, "settings")
     await page.get_by_role("button", name="Done").click()
     request = await ask(page, world, "Hello")
-    assert request.request.prompt_text == "Be brief.\nHello"
-    assert request.request.sampling.temperature == pytest.approx(0.3)
+    assert request.request.submit.prompt_text == "Be brief.\nHello"
+    assert request.request.wanted.sampling.temperature == pytest.approx(0.3)
     request.tokens("Hi")
     request.finish()
     await expect(last_answer(page).locator(".facts")).to_be_visible()
@@ -340,7 +340,7 @@ async def test_settings_are_sent_and_kept(browser: Browser, world: EdgeWorld) ->
     await page.get_by_label("System prompt").fill("")
     await page.get_by_label("Temperature").fill("")
     second = await ask(page, world, "More")
-    assert second.request.prompt_text == "Hello\nHi\nMore"
+    assert second.request.submit.prompt_text == "Hello\nHi\nMore"
     await close_page(page)
 
 
@@ -480,7 +480,7 @@ async def test_page_asks_for_the_api_key(browser: Browser) -> None:
         await expect(field).to_be_hidden()
         await expect(page.get_by_label("Model")).to_be_enabled()
         request = await ask(page, world, "Hello")
-        assert request.request.tenant == "key-alice"
+        assert request.request.submit.tenant == "key-alice"
         request.start()
         request.tokens("Hi")
         await expect(last_answer(page).locator(".text")).to_have_text("Hi")

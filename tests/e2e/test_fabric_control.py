@@ -114,4 +114,4 @@ def test_a_restart_of_control_is_not_noticed(fabric: RunningFabric) -> None:
     assert after["pid"] != before["pid"]
     other = kvloom(fabric, "keys", "create", "--project", "gamma/app").strip()
     eventually("the edge knows of the key", lambda: status_of(fabric, other) == 200, REVOKED_SECONDS)
-    assert "serving" in kvloom(fabric, "logs", "control")
+    assert "control_started" in kvloom(fabric, "logs", "control")

@@ -226,7 +226,7 @@ async def test_running_answers_go_on_after_the_death_of_their_edge(
 
     def metered() -> list[int]:
         (log,) = (Path(sim_fabric.env["KVLOOM_DATA_DIR"]) / "logs").glob("router*.log")
-        lines = [line for line in log.read_text().splitlines() if "request ended" in line or "request credited" in line]
+        lines = [line for line in log.read_text().splitlines() if "request_ended" in line or "request_credited" in line]
         return [sum(tokens_of(line) for line in lines if one.response_id in line) for one in clients]
 
     await asyncio.to_thread(

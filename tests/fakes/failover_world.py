@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.router_link.link import GrpcRouterLink, LinkRequest
+from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import SequenceFinish, StopConditions, TokenLogprobs
 from kvloom_common.config import KvloomConfig, ShardConfig
 from kvloom_common.discovery.records import ShardRecord
@@ -19,6 +19,7 @@ from shard_server.engines.base import Engine
 from shard_server.server import ShardServer
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.failing_engine import FailingEngine
+from tests.fakes.link_requests import link_request
 from tests.fakes.router_world import Answer, RouterWorld
 
 MODEL = "model"
@@ -140,7 +141,7 @@ class FailoverWorld(RouterWorld):
     def submit(self, prompt: Sequence[int], max_tokens: int, answer: Collected, **fields: Any) -> int:
         stop = StopConditions(max_tokens=max_tokens, **fields.pop("stop", {}))
         model = fields.pop("model", MODEL)
-        request = LinkRequest("", model, prompt, "", fields.pop("sampling"), stop, **fields)
+        request = link_request("", model, prompt, "", fields.pop("sampling"), stop, **fields)
         return self.link.submit(request, answer)
 
     def metered(self) -> Mapping[str, float]:

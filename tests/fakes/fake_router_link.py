@@ -51,6 +51,7 @@ class FakeRequest:
         queue_time_seconds: float = 0.0,
         prompt_logprobs: Sequence[TokenLogprobs] = (),
         limits: LimitsState | None = None,
+        brownout: str = "",
     ) -> None:
         self._num_cached_tokens = num_cached_tokens
         if not self.cancelled.is_set():
@@ -60,6 +61,7 @@ class FakeRequest:
                 queue_time_seconds=queue_time_seconds,
                 prompt_logprobs=prompt_logprobs,
                 limits=limits,
+                brownout=brownout,
             )
             self._sink.on_start(index, start)
 

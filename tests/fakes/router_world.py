@@ -18,6 +18,7 @@ from kvloom_common.discovery.registry import ShardRegistry
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer
+from tests.fakes import link_requests
 from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.served_models import catalogue_of
@@ -80,9 +81,11 @@ class Answer:
 
 
 def link_request(prompt: Sequence[int], max_tokens: int, **fields) -> LinkRequest:
-    defaults = {"request_id": "", "model": MODEL, "prompt_text": "", "sampling": generation_pb2.SamplingParams()}
-    stop = generation_pb2.StopConditions(max_tokens=max_tokens)
-    return LinkRequest(**{**defaults, "prompt_token_ids": prompt, "stop": stop, **fields})
+    """A request with an id of its own for MODEL, for so many tokens."""
+    stop = fields.pop("stop", None) or generation_pb2.StopConditions(max_tokens=max_tokens)
+    return link_requests.link_request(
+        **{"request_id": "", "model": MODEL, "prompt_token_ids": prompt, "stop": stop, **fields}
+    )
 
 
 class RouterWorld:

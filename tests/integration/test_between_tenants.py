@@ -21,6 +21,7 @@ from kvloom_common.trust.shared_secret import SharedSecret
 from router.server import RouterServer
 from shard_server.engines.sim_engine import SimEngine
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, SEARCH_KEY_2, FakeControl, key_of, two_organisations
+from tests.fakes.link_requests import make_submit
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
 from tests.fakes.shard_world import EOS, VOCABULARY, sim_config
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
@@ -192,7 +193,7 @@ async def test_a_link_of_anothers_name_ends_nothing(rig: Rig) -> None:
     """A client names its link, and a new stream of the link ends the earlier one: only the same caller's. Nor does what
     one caller says of another one's lost requests end them."""
     stream = await opened(rig, SEARCH_KEY, "the link")
-    submit = pb.Submit(
+    submit = make_submit(
         request_id="r", model=MODEL, prompt_token_ids=PROMPT, choices=[{"slot": 1, "index": 0}],
         stop=StopConditions(max_tokens=400, ignore_eos=True),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from kvloom.v1.generation_pb2 import Choice, SamplingParams, StopConditions
 from kvloom_common.tenancy.limits import Limits
 from kvloom_common.tenancy.usage_record import UsageRecord
 from tests.fakes.fake_control import key_of
+from tests.fakes.link_requests import make_submit
 from tests.fakes.metered_world import FIRST, MeteredWorld, metered
 from tests.fakes.outside_client import PROMPT, OutsideClient, generate_request
 from tests.fakes.router_world import eventually
@@ -159,4 +160,4 @@ async def test_an_answer_of_a_shared_stream_continues_with_its_ticket(world: Met
 def submit(**fields: Any) -> pb.Submit:
     stop = StopConditions(max_tokens=20, ignore_eos=True)
     base: dict[str, Any] = {"choices": [Choice(slot=1)], "stop": stop, "sampling": SamplingParams(temperature=0.0)}
-    return pb.Submit(request_id="r", model=FIRST, prompt_token_ids=PROMPT, **(base | fields))
+    return make_submit(request_id="r", model=FIRST, prompt_token_ids=PROMPT, **(base | fields))

@@ -183,6 +183,6 @@ async def test_log_lines_have_no_secrets(tmp_path: Path) -> None:
         made = await service.directory.CreateKey(request, timeout=TIMEOUT_SECONDS)
         await service.stop()
         log = b"".join(await service.process.communicate()).decode()
-    assert "directory changed" in log
+    assert "directory_changed" in log
     assert made.secret not in log
     assert made.secret[8:] not in log

@@ -26,7 +26,7 @@ async def lines_of(world: EdgeWorld, capture: LogCapture, num_lines: int) -> lis
     """The lines of the access log; a line may be written just after the client has its answer."""
     async with asyncio.timeout(5):
         while True:
-            lines = [dict(entry) for entry in capture.entries if entry["event"] == "http request"]
+            lines = [dict(entry) for entry in capture.entries if entry["event"] == "http_request_ended"]
             if len(lines) >= num_lines:
                 return lines
             await asyncio.sleep(0.01)
@@ -80,7 +80,9 @@ async def test_a_client_that_leaves_is_logged_with_its_answer() -> None:
             async with asyncio.timeout(5):
                 while not world.link.requests:  # noqa: ASYNC110  (a fake sends no event)
                     await asyncio.sleep(0.01)
-            assert world.link.requests[0].request.client_request_id == "mine-1", "the router gets the caller's id"
+            assert world.link.requests[0].request.submit.client_request_id == "mine-1", (
+                "the router gets the caller's id"
+            )
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             (line,) = await lines_of(world, capture, 1)
@@ -98,7 +100,7 @@ async def test_nothing_is_logged_when_it_is_off() -> None:
         async with edge_world() as world:
             switch_on(world.edge, access="off")
             await world.http.get(f"{world.url}/v1/models")
-        assert [entry for entry in capture.entries if entry["event"] == "http request"] == []
+        assert [entry for entry in capture.entries if entry["event"] == "http_request_ended"] == []
     finally:
         structlog.reset_defaults()
 

@@ -44,7 +44,7 @@ async def test_an_adapter_is_requested_by_either_name_or_by_a_route(world: EdgeW
     status, body = await world.chat(model=name)
     assert status == 200
     assert body["model"] == "tiny:law"
-    (wanted,) = [request.request for request in world.link.requests]
+    (wanted,) = [request.request.wanted for request in world.link.requests]
     assert (wanted.model, wanted.adapter_checksum) == ("tiny:law", "law-1")
 
 
@@ -52,7 +52,7 @@ async def test_an_adapter_is_requested_by_either_name_or_by_a_route(world: EdgeW
 async def test_names_of_models_and_routes_have_precedence(world: EdgeWorld, name: str, model: str) -> None:
     """Whoever registers an adapter must not redirect the requests of others; its full name still works."""
     assert (await world.chat(model=name))[1]["model"] == model
-    assert world.link.requests[0].request.adapter_checksum == ("tiny-1" if ":" in model else "")
+    assert world.link.requests[0].request.wanted.adapter_checksum == ("tiny-1" if ":" in model else "")
 
 
 async def test_every_api_that_generates_takes_adapters(world: EdgeWorld) -> None:
@@ -65,7 +65,7 @@ async def test_every_api_that_generates_takes_adapters(world: EdgeWorld) -> None
     ):
         status, answered = await world.post(path, body)
         assert (status, answered["model"]) == (200, "tiny:law")
-    assert {request.request.adapter_checksum for request in world.link.requests} == {"law-1"}
+    assert {request.request.wanted.adapter_checksum for request in world.link.requests} == {"law-1"}
     assert (await world.post("/tokenize", {"model": "law", "prompt": "the fox"}))[0] == 200
 
 
@@ -105,5 +105,5 @@ async def test_an_adapter_that_was_replaced_is_another_one(world: EdgeWorld) -> 
     catalogue.set_adapters({"tiny": {"law": "law-2"}})
     world.edge.models = catalogue.by_name
     await world.chat(**chat_body(model="law"))
-    assert world.link.requests[0].request.adapter_checksum == "law-2"
+    assert world.link.requests[0].request.wanted.adapter_checksum == "law-2"
     assert catalogue.by_name["law"].adapter == Adapter("law", "law-2")

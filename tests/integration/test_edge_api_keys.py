@@ -52,7 +52,7 @@ async def test_a_valid_key_names_the_caller() -> None:
         for headers in ({"Authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
             status, _ = await world.post("/v1/chat/completions", chat_body(), headers=headers)
             assert status == 200
-            assert world.link.requests[-1].request.tenant == "key-alice"
+            assert world.link.requests[-1].request.submit.tenant == "key-alice"
 
 
 async def test_the_official_client_reports_the_error() -> None:

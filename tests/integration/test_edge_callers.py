@@ -27,7 +27,7 @@ async def tenant_of(world: EdgeWorld, **headers: str) -> str:
     """The tenant of a request with these headers, as the router gets it."""
     async with world.http.post(world.url + CHAT, json=chat_body(), headers=headers) as response:
         assert response.status == 200
-    return world.link.requests[-1].request.tenant
+    return world.link.requests[-1].request.submit.tenant
 
 
 async def post_from(world: EdgeWorld, address: str, **fields: Any) -> str:
@@ -135,7 +135,7 @@ async def test_answer_that_is_taken_over_keeps_its_caller(redis_url: str) -> Non
         rest = await second.link.next_request()
         script.play(rest, 4)
         await back
-        assert rest.request.tenant == request.request.tenant == Callers().name("secret", "")
+        assert rest.request.submit.tenant == request.request.submit.tenant == Callers().name("secret", "")
 
 
 async def test_answer_that_is_taken_over_keeps_its_key(redis_url: str, tmp_path: Path) -> None:
@@ -151,5 +151,5 @@ async def test_answer_that_is_taken_over_keeps_its_key(redis_url: str, tmp_path:
         rest = await second.link.next_request()
         script.play(rest, 4)
         await back
-        for found in (rest.request, request.request):
+        for found in (rest.request.submit, request.request.submit):
             assert (found.tenant, found.key_id) == ("acme/search", "id-secret")

@@ -60,10 +60,10 @@ def small_says(world: EdgeWorld, text: str, logprob: float = -0.1, **finish: Any
     """The large model answers "Paris."."""
 
     def play(request: FakeRequest) -> None:
-        if request.request.model == "large":
+        if request.request.wanted.model == "large":
             answer("Par", "is.")(request)
             return
-        has_logprobs = request.request.sampling.HasField("logprobs")
+        has_logprobs = request.request.wanted.sampling.HasField("logprobs")
         for index in range(request.request.n):
             request.start(index)
             for word in text.split(" "):
@@ -83,7 +83,7 @@ async def ask(world: EdgeWorld, path: str = "/v1/chat/completions", **fields: An
 
 
 def asked(world: EdgeWorld) -> list[str]:
-    return [request.request.model for request in world.link.requests]
+    return [request.request.wanted.model for request in world.link.requests]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,7 +149,7 @@ async def test_all_choices_must_pass(world: EdgeWorld) -> None:
     def play(request: FakeRequest) -> None:
         for index in range(request.request.n):
             request.start(index)
-            request.tokens(REFUSAL if index and request.request.model == "tiny" else "Paris.", index)
+            request.tokens(REFUSAL if index and request.request.wanted.model == "tiny" else "Paris.", index)
         for index in range(request.request.n):
             request.finish(index=index)
 
@@ -163,7 +163,7 @@ async def test_a_candidate_that_is_lost_is_passed(world: EdgeWorld) -> None:
     """Nothing of it has reached the client, even if its shard was lost in the middle."""
 
     def play(request: FakeRequest) -> None:
-        if request.request.model == "large":
+        if request.request.wanted.model == "large":
             answer("Paris.")(request)
             return
         request.start()
@@ -229,7 +229,7 @@ async def test_a_delivered_answer_is_the_one_that_was_generated(stream: bool) ->
         body = bodies[-1] if stream else json.loads(text)
         assert body["usage"]["completion_tokens"] == len(words)
         assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 10
-        assert body["id"] == world.link.requests[0].request.request_id
+        assert body["id"] == world.link.requests[0].request.wanted.request_id
         assert sum(said.count("Paris") for said in _texts(text, stream=stream)) == 9000
         assert not world.edge.collected.num_bytes
 
@@ -244,7 +244,7 @@ async def test_a_client_that_leaves_ends_the_candidate(world: EdgeWorld) -> None
     async with asyncio.timeout(5):
         await request.cancelled.wait()
         await world.edge.wait_idle()
-    assert [each.request.model for each in world.link.requests] == ["tiny"]
+    assert [each.request.wanted.model for each in world.link.requests] == ["tiny"]
     counted = 'discarded_tokens_total{model="tiny",reason="failed",route="chat"} 1.0'
     assert counted in world.edge.metrics.exposition().decode()
 
@@ -262,7 +262,7 @@ async def test_all_models_together_have_the_time_of_one_request() -> None:
         second = await link.next_request()
         answer("Paris.")(second)
         assert (await asking)[0] == 200
-        assert second.request.timeout_seconds < first.request.timeout_seconds <= 600
+        assert second.request.wanted.timeout_seconds < first.request.wanted.timeout_seconds <= 600
 
 
 async def test_aliases_may_be_candidates(world: EdgeWorld) -> None:

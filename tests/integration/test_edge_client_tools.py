@@ -120,7 +120,7 @@ async def test_a_demanded_custom_tool_is_called(world: EdgeWorld) -> None:
     )
     assert body["output"][0]["input"] == TEXT
     assert body["tool_choice"] == choice
-    guide = json.loads(world.link.requests[-1].request.sampling.guide.json_schema)
+    guide = json.loads(world.link.requests[-1].request.wanted.sampling.guide.json_schema)
     assert guide["properties"]["name"] == {"const": "apply_patch"}
 
 

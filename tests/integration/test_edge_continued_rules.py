@@ -72,8 +72,8 @@ def play(world: EdgeWorld, **of_models: list[str | KvloomError]) -> None:
     """What each model does: it sends texts, and then it ends with an error or regularly."""
 
     def script(request: FakeRequest) -> None:
-        texts = [text for text in of_models[request.request.model] if isinstance(text, str)]
-        errors = [error for error in of_models[request.request.model] if isinstance(error, KvloomError)]
+        texts = [text for text in of_models[request.request.wanted.model] if isinstance(text, str)]
+        errors = [error for error in of_models[request.request.wanted.model] if isinstance(error, KvloomError)]
         if texts:
             request.start()
         for text in texts:
@@ -87,7 +87,7 @@ def play(world: EdgeWorld, **of_models: list[str | KvloomError]) -> None:
 
 
 def asked(world: EdgeWorld) -> list[str]:
-    return [request.request.model for request in world.link.requests]
+    return [request.request.wanted.model for request in world.link.requests]
 
 
 def events_of(text: str) -> list[Any]:
@@ -110,10 +110,10 @@ async def test_the_next_model_gets_the_text_as_progress(world: EdgeWorld) -> Non
     assert model_tokenizer().decode(progress.token_ids.tolist()) == "the quick"
     assert progress.num_chars == len("the quick")
     assert second.is_new
-    assert (second.stop.max_tokens, second.stop.min_tokens) == (10, 4)
+    assert (second.wanted.stop.max_tokens, second.wanted.stop.min_tokens) == (10, 4)
     assert second.prompt_token_ids == first.prompt_token_ids
-    assert (second.request_id, second.sampling.seed) == (f"{first.request_id}.continued1", 3)
-    assert second.timeout_seconds < first.timeout_seconds
+    assert (second.wanted.request_id, second.wanted.sampling.seed) == (f"{first.wanted.request_id}.continued1", 3)
+    assert second.wanted.timeout_seconds < first.wanted.timeout_seconds
 
 
 async def test_the_end_says_what_happened(world: EdgeWorld) -> None:
@@ -148,7 +148,7 @@ async def test_each_model_is_tried_once_and_the_first_loss_is_reported(world: Ed
     assert asked(world) == ["tiny", "second", "third"]
     assert "the shard is gone" in text
     assert 'finish_reason":"' not in text
-    names = [request.request.request_id for request in world.link.requests]
+    names = [request.request.wanted.request_id for request in world.link.requests]
     assert [name.removeprefix(names[0]) for name in names] == ["", ".continued1", ".continued2"]
     metrics = world.edge.metrics.exposition().decode()
     assert 'continued_answers_total{continued_by="third",model="second",route="chat"} 1.0' in metrics
@@ -231,7 +231,7 @@ async def test_an_answer_is_cut_to_the_window_of_the_model_that_continues_it(
     text = await ask(world, model="short", messages=messages, **limit)
     second = world.link.requests[-1].request
     assert content_of(text) == "ab"
-    assert second.stop.max_tokens == (20 - len(second.prompt_token_ids) if limit else 0)
+    assert second.wanted.stop.max_tokens == (20 - len(second.prompt_token_ids) if limit else 0)
     play(world, tiny=["a"] * 30 + [LOST], window=["b"])
     text = await ask(world, model="short", messages=messages)
     assert asked(world)[2:] == ["tiny"]
@@ -305,7 +305,7 @@ async def test_an_answer_that_has_all_its_tokens_ends(world: EdgeWorld) -> None:
     first.tokens("a", token_ids=model_tokenizer().encode_now("a"))
     first.finish(ERROR, error=LOST)
     second = await world.link.next_request()
-    assert second.request.stop.max_tokens == len(second.request.partial_choices[0].token_ids)
+    assert second.request.wanted.stop.max_tokens == len(second.request.partial_choices[0].token_ids)
     second.finish(LENGTH)
     text = await asking
     assert content_of(text) == "a"
@@ -354,7 +354,7 @@ async def test_a_cancelled_answer_ends_at_the_model_that_continues_it(world: Edg
     first.tokens("a")
     first.finish(ERROR, error=LOST)
     second = await world.link.next_request()
-    url = f"{streamed.url}/{first.request.request_id}/cancel"
+    url = f"{streamed.url}/{first.request.wanted.request_id}/cancel"
     async with world.http.post(url, headers=streamed.headers) as response:
         assert response.status == 200, await response.text()
     async with asyncio.timeout(5):

@@ -73,8 +73,8 @@ def fails_for_tiny(world: EdgeWorld, error: KvloomError, after: int = 0) -> None
     left = [after]
 
     def play(request: FakeRequest) -> None:
-        if request.request.model != "tiny" or left[0]:
-            left[0] -= request.request.model == "tiny"
+        if request.request.wanted.model != "tiny" or left[0]:
+            left[0] -= request.request.wanted.model == "tiny"
             embed(request)
         else:
             request.finish(ERROR, error=error)
@@ -89,7 +89,7 @@ async def ask(world: EdgeWorld, path: str, **fields: Any) -> tuple[int, Any, dic
 
 
 def models_asked(world: EdgeWorld) -> list[str]:
-    return list(dict.fromkeys(request.request.model for request in world.link.requests))
+    return list(dict.fromkeys(request.request.wanted.model for request in world.link.requests))
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -169,9 +169,9 @@ async def test_a_response_has_vectors_of_one_model(world: EdgeWorld, path: str) 
     fails_for_tiny(world, LOST, after=1)
     status, answer, headers = await ask(world, path, model="tiny", models=["second"])
     assert (status, answer["model"], headers["x-kvloom-model"]) == (200, "second", "second")
-    asked = [request.request.model for request in world.link.requests]
+    asked = [request.request.wanted.model for request in world.link.requests]
     assert asked.count("second") == len(asked) / 2
-    ids = [request.request.request_id for request in world.link.requests]
+    ids = [request.request.wanted.request_id for request in world.link.requests]
     assert len(set(ids)) == len(ids)
     assert not world.edge.collected.num_bytes
 
@@ -217,12 +217,12 @@ async def test_a_key_stands_for_the_whole_answer(world: EdgeWorld) -> None:
         assert (status, headers["x-kvloom-model"]) == (200, "second")
         answers.append(answer)
     assert answers[0] == answers[1]
-    assert [request.request.model for request in world.link.requests].count("second") == 2
+    assert [request.request.wanted.model for request in world.link.requests].count("second") == 2
 
 
 async def test_all_models_together_have_the_time_of_one_request(world: EdgeWorld) -> None:
     """A client that waits for ten minutes must not wait for twenty."""
     fails_for_tiny(world, LOST)
     await ask(world, "/v1/score", model="rank")
-    first, *_, last = (request.request.timeout_seconds for request in world.link.requests)
+    first, *_, last = (request.request.wanted.timeout_seconds for request in world.link.requests)
     assert last < first <= 600

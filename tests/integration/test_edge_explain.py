@@ -123,7 +123,7 @@ async def test_a_session_key_goes_along(world: EdgeWorld, fields, headers, key: 
     assert status == 200
     status, _ = await world.post("/v1/completions", {"model": "tiny", "prompt": "the", **fields}, headers=headers)
     assert status == 200
-    assert [fake.request.session_key for fake in world.link.requests] == [key, key]
+    assert [fake.request.wanted.session_key for fake in world.link.requests] == [key, key]
 
 
 @pytest.mark.parametrize(

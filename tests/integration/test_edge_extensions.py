@@ -49,7 +49,7 @@ async def test_a_prompt_is_cut_from_the_left(world: EdgeWorld) -> None:
     status, body = await world.chat(truncate_prompt_tokens=3)
     assert (status, body["usage"]["prompt_tokens"]) == (200, 3)
     assert list(last(world).prompt_token_ids) == whole[-3:]
-    assert last(world).prompt_text == ""
+    assert last(world).submit.prompt_text == ""
     completion = {"model": "tiny", "prompt": "the quick brown fox " * 2000, "max_tokens": 5}
     assert (await world.post("/v1/completions", completion))[0] == 400
     status, body = await world.post("/v1/completions", completion | {"truncate_prompt_tokens": -1})
@@ -71,7 +71,7 @@ async def test_the_predecessors_of_structured_outputs(
     """Older clients of vLLM have no other way to ask for a form."""
     status, body = await world.chat(**fields)
     assert status == 200, body
-    given = last(world).sampling.guide
+    given = last(world).wanted.sampling.guide
     assert given == guide if guide is not None else list(given.choice.texts) == ["a", "b"]
 
 
@@ -98,13 +98,13 @@ async def test_special_tokens_are_shown(world: EdgeWorld) -> None:
     tokenizer = world.edge.models["tiny"].tokenizer
     wanted = set(tokenizer.special_token_ids(tokenizer.special_tokens)) - tokenizer.eos_token_ids
     assert wanted
-    assert set(last(world).sampling.shown_special_token_ids) >= wanted
+    assert set(last(world).wanted.sampling.shown_special_token_ids) >= wanted
 
 
 async def test_off_is_off(world: EdgeWorld) -> None:
     """-1 is vLLM's and SGLang's way to say all tokens, and a nucleus of nothing is the likeliest token."""
     assert (await world.chat(top_k=-1, top_p=0))[0] == 200
-    assert (last(world).sampling.top_k, last(world).sampling.top_p) == (0, 0)
+    assert (last(world).wanted.sampling.top_k, last(world).wanted.sampling.top_p) == (0, 0)
 
 
 async def test_hints_are_counted(world: EdgeWorld) -> None:
@@ -125,16 +125,16 @@ STRICT = {"x-kvloom-strict": "true"}
 async def test_stop_strings_concern_the_answer(world: EdgeWorld) -> None:
     """Thoughts quote the question; what stops in them would leave the client without an answer."""
     await world.chat(stop=["x"])
-    span = last(world).stop.reasoning
+    span = last(world).wanted.stop.reasoning
     assert (list(span.openings), list(span.closings), span.begins_inside) == (["<think>"], ["</think>"], False)
     await world.post("/v1/messages", {"model": "tiny", "messages": [USER], "max_tokens": 5, "stop_sequences": ["x"]})
-    assert list(last(world).stop.reasoning.closings) == ["</think>"]
+    assert list(last(world).wanted.stop.reasoning.closings) == ["</think>"]
     for path, body in (
         ("/v1/chat/completions", {"messages": [USER]}),
         ("/v1/completions", {"prompt": "a", "stop": "x"}),
     ):
         await world.post(path, {"model": "tiny", **body})
-        assert not last(world).stop.HasField("reasoning")
+        assert not last(world).wanted.stop.HasField("reasoning")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ async def test_every_family_says_where_its_reasoning_is(family: str, opening: st
     async with edge_world(output=ParserSpec(tools=tools, reasoning=family)) as world:
         world.link.script = answer("x")
         await world.chat(stop=["x"])
-        span = last(world).stop.reasoning
+        span = last(world).wanted.stop.reasoning
         assert opening in span.openings
         assert span.closings
         assert span.begins_inside == begins_inside

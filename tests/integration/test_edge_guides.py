@@ -42,7 +42,7 @@ async def test_every_form_reaches_the_fabric(world: EdgeWorld, fields: dict[str,
     world.link.script = answer("x")
     status, _ = await world.chat(**fields)
     assert status == 200
-    sampling = world.link.requests[0].request.sampling
+    sampling = world.link.requests[0].request.wanted.sampling
     assert sampling.HasField("guide") == (guide is not None)
     assert guide is None or sampling.guide == guide
 
@@ -58,7 +58,7 @@ async def test_a_schema_keeps_the_order_of_its_properties(world: EdgeWorld, path
     body |= {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     status, _ = await world.post(path, body)
     assert status == 200
-    text = world.link.requests[0].request.sampling.guide.json_schema
+    text = world.link.requests[0].request.wanted.sampling.guide.json_schema
     assert list(json.loads(text)["properties"]) == ["b", "a"]
     assert json.loads(text) == SCHEMA
 

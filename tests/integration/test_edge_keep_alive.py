@@ -19,15 +19,17 @@ from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 
 COMMENT = b": keep-alive\n"
 PING = b"event: ping\n"
-FAST = 0.015
-CUT_SECONDS = 0.2
+FAST = 0.03
+CUT_SECONDS = 0.6
 
 
 class CuttingProxy:
-    """Forwards bytes, and cuts a connection over which no byte has come from the server for `CUT_SECONDS`."""
+    """Forwards bytes, and cuts a connection over which no byte has come from the server for `CUT_SECONDS`; if it
+    `waits_for_head_only`, only while none has come at all."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, waits_for_head_only: bool = False) -> None:
         self._port = port
+        self._waits_for_head_only = waits_for_head_only
         self.seen = bytearray()
         """What the server has sent."""
         self.more = asyncio.Event()
@@ -42,7 +44,7 @@ class CuttingProxy:
 
         forwarding = asyncio.create_task(forward())
         try:
-            while data := await asyncio.wait_for(back_reader.read(65536), CUT_SECONDS):
+            while data := await asyncio.wait_for(back_reader.read(65536), self._patience):
                 self.seen += data
                 self.more.set()
                 writer.write(data)
@@ -53,6 +55,10 @@ class CuttingProxy:
             writer.close()
             back_writer.close()
 
+    @property
+    def _patience(self) -> float | None:
+        return None if self._waits_for_head_only and self.seen else CUT_SECONDS
+
     async def seen_times(self, what: bytes, num_times: int) -> None:
         while self.seen.count(what) < num_times:
             self.more.clear()
@@ -60,16 +66,17 @@ class CuttingProxy:
 
 
 @contextlib.asynccontextmanager
-async def behind_proxy(world: EdgeWorld) -> AsyncIterator[tuple[CuttingProxy, str]]:
-    proxy = CuttingProxy(world.address[1])
+async def behind_proxy(world: EdgeWorld, **options: bool) -> AsyncIterator[tuple[CuttingProxy, str]]:
+    proxy = CuttingProxy(world.address[1], **options)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     async with server:
         yield proxy, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager
-async def slow_world(seconds: float = FAST) -> AsyncIterator[EdgeWorld]:
-    async with edge_world(config=EdgeConfig(stream_keep_alive_seconds=seconds)) as started:
+async def slow_world(seconds: float = FAST, head_seconds: float = 0) -> AsyncIterator[EdgeWorld]:
+    config = EdgeConfig(stream_keep_alive_seconds=seconds, stream_head_seconds=head_seconds)
+    async with edge_world(config=config) as started:
         yield started
 
 
@@ -155,3 +162,67 @@ async def test_an_early_refusal_keeps_its_status_and_a_late_one_is_an_event() ->
             lines = (await response.text()).split("\n")
         data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         assert [set(each) for each in data] == [{"error"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("resume", ["on", "off"])
+async def test_a_slow_stream_passes_a_proxy_that_waits_for_a_head(path: str, resume: str) -> None:
+    """Some proxies give a server a few seconds for its status line. The first comment may come too late for them."""
+    async with slow_world(0, FAST) as world, behind_proxy(world, waits_for_head_only=True) as (proxy, url):
+        body = chat_body(stream=True, max_tokens=9)
+        if path == "/v1/completions":
+            body = {"model": "tiny", "prompt": "x", "stream": True}
+        elif path == "/v1/responses":
+            body = {"model": "tiny", "input": "x", "stream": True}
+        async with world.http.post(url + path, json=body, headers={"x-kvloom-resume": resume}) as response:
+            assert response.status == 200
+            assert response.headers["x-kvloom-response-id"]
+            assert proxy.seen.endswith(b"\r\n\r\n")  # a head and nothing else
+            request = await world.link.next_request()
+            request.start()
+            request.tokens("Hello")
+            request.finish()
+            assert "Hello" in await response.text()
+        assert proxy.num_cut == 0
+
+
+async def test_an_error_after_the_head_is_an_event_of_the_api() -> None:
+    """A stream that has begun ends with the error event of its API, and the connection stays usable."""
+    async with slow_world(0, FAST) as world:
+        body = chat_body(stream=True, max_tokens=9)
+        for path, event in (("/v1/chat/completions", "data: {"), ("/v1/messages", "event: error\n")):
+            async with world.http.post(world.url + path, json=body) as response:
+                assert response.status == 200
+                (await world.link.next_request()).fail(ErrorReason.ERROR_REASON_QUEUE_FULL)
+                text = await response.text()
+            assert text.startswith(event)
+            assert "overloaded" in text or "rate_limit" in text or "queue" in text.lower()
+
+
+async def test_a_head_that_was_asked_to_explain_waits() -> None:
+    """The caller wants the shard's name in it."""
+    async with slow_world(0, FAST) as world:
+        headers = {"x-kvloom-explain": "1"}
+        posted = world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(stream=True), headers=headers)
+        task: asyncio.Task[Any] = asyncio.create_task(posted.__aenter__())
+        request = await world.link.next_request()
+        async with world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(stream=True)) as later:
+            assert later.status == 200
+        assert not task.done()
+        request.start()
+        request.finish()
+        assert (await task).headers["x-kvloom-shard"]
+
+
+async def test_a_degraded_answer_says_so_after_its_head() -> None:
+    """Answers are degraded when first tokens are slow, and then there is no header for it any more."""
+    async with slow_world(0, FAST) as world:
+        async with world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(stream=True)) as response:
+            request = await world.link.next_request()
+            request.start(brownout="2; max_tokens=512")
+            request.finish()
+            chunks = [
+                json.loads(line[6:]) for line in (await response.text()).split("\n") if line.startswith("data: {")
+            ]
+        assert "x-kvloom-brownout" not in response.headers
+        assert chunks[-1]["kvloom"] == {"brownout": "2; max_tokens=512"}

@@ -69,7 +69,7 @@ async def test_large_requests_are_refused_before_all_are(monkeypatch: pytest.Mon
             assert (status, error["error"]["code"]) == (503, "overloaded")
             memory.resident_bytes = 100 * 2**20
             await until(lambda: level(world) == MemoryLevel.NORMAL)
-        changes = [entry["level"] for entry in logs if entry["event"] == "memory level changed"]
+        changes = [entry["level"] for entry in logs if entry["event"] == "memory_level_changed"]
         assert changes == ["high", "full", "normal"]
         assert (await world.chat())[0] == 200
         request.tokens("x" * (2 * LARGE_BYTES))

@@ -82,7 +82,7 @@ async def test_the_official_client_gets_a_text(world: EdgeWorld, client: anthrop
     assert (whole.usage.cache_read_input_tokens, whole.usage.output_tokens) == (2, 2)
     request = world.link.requests[-1].request
     assert whole.usage.input_tokens + 2 == len(request.prompt_token_ids)
-    assert request.stop.max_tokens == 9
+    assert request.wanted.stop.max_tokens == 9
     assert prompt_of(world).startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWeather?")
     async with client.messages.stream(model="tiny", max_tokens=9, messages=USER) as stream:
         texts = [text async for text in stream.text_stream]
@@ -176,7 +176,7 @@ async def test_how_an_answer_ended(world: EdgeWorld, client: anthropic.AsyncAnth
         return whole.stop_reason, whole.stop_sequence
 
     assert await ending(stop_string="END") == ("stop_sequence", "END")
-    assert list(world.link.requests[-2].request.stop.stop) == ["END"]
+    assert list(world.link.requests[-2].request.wanted.stop.stop) == ["END"]
     assert await ending(reason=LENGTH) == ("max_tokens", None)
     assert await ending(reason=CONTENT_FILTER) == ("refusal", None)
 
@@ -187,7 +187,7 @@ async def test_more_tokens_than_the_window_has(world: EdgeWorld, client: anthrop
     world.link.script = answer("x", reason=LENGTH)
     whole = await client.messages.create(model="tiny", max_tokens=20_000, messages=USER)
     request = world.link.requests[-1].request
-    assert request.stop.max_tokens == 4096 - len(request.prompt_token_ids)
+    assert request.wanted.stop.max_tokens == 4096 - len(request.prompt_token_ids)
     assert whole.stop_reason == "model_context_window_exceeded"
     for content in ("the fox " * 5000, "x" * 100_000):
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
@@ -257,7 +257,7 @@ async def test_a_demanded_call_is_guided(
     world.link.script = answer(*pieces(json.dumps({"name": names[0], "arguments": {"city": "Oslo"}})))
     tools = [WEATHER, CLOCK]
     whole = await client.messages.create(model="tiny", max_tokens=99, messages=USER, tools=tools, tool_choice=choice)
-    schema = json.loads(world.link.requests[-1].request.sampling.guide.json_schema)
+    schema = json.loads(world.link.requests[-1].request.wanted.sampling.guide.json_schema)
     assert [call["properties"]["name"]["const"] for call in schema.get("anyOf", [schema])] == names
     [call] = whole.content
     assert call.type == "tool_use"
@@ -329,7 +329,7 @@ async def test_structured_output(world: EdgeWorld, client: anthropic.AsyncAnthro
         messages=USER,
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )
-    assert json.loads(world.link.requests[-1].request.sampling.guide.json_schema) == schema
+    assert json.loads(world.link.requests[-1].request.wanted.sampling.guide.json_schema) == schema
     [block] = whole.content
     assert block.type == "text"
     assert json.loads(block.text) == {"a": 1}
@@ -500,5 +500,5 @@ async def test_a_prompt_that_safety_refuses(world: EdgeWorld, client: anthropic.
     world.link.script = refuse
     with pytest.raises(anthropic.BadRequestError):
         await client.messages.create(model="tiny", max_tokens=9, messages=USER, system="hidden", tools=[WEATHER])
-    text = world.link.requests[-1].request.prompt_text
+    text = world.link.requests[-1].request.submit.prompt_text
     assert all(part in text for part in ("hidden", "Weather?", "The weather in a city."))

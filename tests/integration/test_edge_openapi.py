@@ -39,6 +39,7 @@ from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_control import ACME, SEARCH, SEARCH_KEY, key_of
 from tests.fakes.fake_router_link import ERROR, LENGTH, FakeRequest, answer
 from tests.fakes.tenants import callers_of
+from tests.words import is_fragment
 
 DOCUMENT = json.loads(document_bytes(needs_key=False, has_tenants=True))
 FUNCTION = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -52,6 +53,16 @@ def every(node: Any) -> Iterator[dict[str, Any]]:
     if isinstance(node, list):
         for part in node:
             yield from every(part)
+
+
+def test_every_text_can_be_read_alone() -> None:
+    """A reader sees one description at a time, without the sentence that a fragment belongs to."""
+    texts = [
+        node[key] for node in every(DOCUMENT) for key in ("description", "summary") if isinstance(node.get(key), str)
+    ]
+    assert len(texts) > 300
+    assert not sorted(text for text in texts if is_fragment(text))
+    assert not sorted(text for text in texts if len(text.split()) == 1 and text.endswith("."))
 
 
 def test_every_route_is_described_and_nothing_else() -> None:

@@ -104,7 +104,7 @@ async def test_text_is_a_message(world: EdgeWorld) -> None:
     assert (response["instructions"], response["max_output_tokens"]) == ("Be brief.", 7)
     assert (response["metadata"], response["store"]) == ({"a": "b"}, False)
     assert "Be brief." in prompt_of(world)
-    assert world.link.requests[0].request.stop.max_tokens == 7
+    assert world.link.requests[0].request.wanted.stop.max_tokens == 7
 
 
 async def test_a_stream_of_text_has_all_events_in_order(world: EdgeWorld) -> None:
@@ -297,13 +297,13 @@ async def test_the_official_client_parses_structured_output(world: EdgeWorld, cl
     world.link.script = answer(*pieces('{"city": "Oslo", "days": 3}'))
     parsed = await client.responses.parse(model="tiny", input="Where?", text_format=Place)
     assert parsed.output_parsed == Place(city="Oslo", days=3)
-    schema = json.loads(world.link.requests[0].request.sampling.guide.json_schema)
+    schema = json.loads(world.link.requests[0].request.wanted.sampling.guide.json_schema)
     assert set(schema["properties"]) == {"city", "days"}
     async with client.responses.stream(model="tiny", input="Where?", text_format=Place) as stream:
         final = await stream.get_final_response()
     assert final.output_parsed == Place(city="Oslo", days=3)
     _, whole = await world.post(PATH, body(text={"format": {"type": "json_object"}}))
-    assert world.link.requests[-1].request.sampling.guide.json_object
+    assert world.link.requests[-1].request.wanted.sampling.guide.json_object
     assert whole["text"]["format"] == {"type": "json_object"}
 
 
@@ -323,7 +323,7 @@ async def test_a_demanded_call_is_guided(world: EdgeWorld, choice: Any, names: l
     world.link.script = answer(*pieces(json.dumps({"name": names[0], "arguments": {"city": "Oslo"}})))
     status, response = await world.post(PATH, body(tools=[WEATHER, CLOCK], tool_choice=choice))
     assert status == 200, response
-    schema = json.loads(world.link.requests[0].request.sampling.guide.json_schema)
+    schema = json.loads(world.link.requests[0].request.wanted.sampling.guide.json_schema)
     assert [call["properties"]["name"]["const"] for call in schema.get("anyOf", [schema])] == names
     [call] = response["output"]
     assert (call["type"], call["name"]) == ("function_call", names[0])
@@ -444,7 +444,7 @@ async def test_harmless_values_are_accepted(world: EdgeWorld) -> None:
     assert response["reasoning"] == {"effort": "low", "summary": "auto"}
     assert response["parallel_tool_calls"] is False
     request = world.link.requests[0].request
-    assert request.session_key == "k"
+    assert request.wanted.session_key == "k"
 
 
 async def test_a_router_that_refuses_the_prompt_names_the_input(world: EdgeWorld) -> None:

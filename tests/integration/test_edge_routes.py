@@ -59,7 +59,7 @@ def fails_for(model: str, error: KvloomError, after_tokens: int = 0) -> Script:
     """The other models answer."""
 
     def play(request: FakeRequest) -> None:
-        if request.request.model != model:
+        if request.request.wanted.model != model:
             answer("Hi")(request)
             return
         if after_tokens:
@@ -98,7 +98,7 @@ async def test_a_route_chooses_and_says_how(world: EdgeWorld, fields: dict[str, 
     assert status == 200, text
     assert (headers["x-kvloom-model"], headers["x-kvloom-route"]) == (model, route)
     assert json.loads(text)["model"] == model
-    assert [request.request.model for request in world.link.requests] == [model]
+    assert [request.request.wanted.model for request in world.link.requests] == [model]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -109,7 +109,7 @@ async def test_the_next_model_takes_what_the_first_refused(world: EdgeWorld, str
     assert status == 200, text
     assert "Hi" in text
     assert (headers["x-kvloom-model"], headers["x-kvloom-route"]) == ("guided", "tiny;passed=tiny:overloaded")
-    assert [request.request.model for request in world.link.requests] == ["tiny", "guided"]
+    assert [request.request.wanted.model for request in world.link.requests] == ["tiny", "guided"]
     assert not world.edge.num_running
 
 
@@ -118,9 +118,9 @@ async def test_a_brownout_moves_requests_only_where_another_model_takes_them(wor
     again, as the last: a degraded answer is better than none."""
 
     def play(request: FakeRequest) -> None:
-        if request.request.has_fallback_model:
+        if request.request.submit.has_fallback_model:
             request.finish(ERROR, error=BROWNOUT)
-        elif request.request.model == "guided" and is_full:
+        elif request.request.wanted.model == "guided" and is_full:
             request.finish(ERROR, error=OVERLOADED)
         else:
             answer("Hi")(request)
@@ -132,9 +132,9 @@ async def test_a_brownout_moves_requests_only_where_another_model_takes_them(wor
     status, _, headers = await ask(world, models=["guided"])
     assert (status, headers["x-kvloom-model"]) == (200, "tiny")
     assert headers["x-kvloom-route"] == "tiny;passed=tiny:brownout,guided:overloaded"
-    assert [request.request.model for request in world.link.requests[2:]] == ["tiny", "guided", "tiny"]
+    assert [request.request.wanted.model for request in world.link.requests[2:]] == ["tiny", "guided", "tiny"]
     await ask(world)
-    assert not world.link.requests[-1].request.has_fallback_model
+    assert not world.link.requests[-1].request.submit.has_fallback_model
 
 
 async def test_a_stream_that_has_begun_stays_with_its_model(world: EdgeWorld) -> None:
@@ -183,7 +183,7 @@ async def test_a_model_that_was_withdrawn_hides_no_overload(world: EdgeWorld) ->
     """A client that is told of a missing model does not try again, but the fallback is only busy."""
 
     def play(request: FakeRequest) -> None:
-        request.finish(ERROR, error=WITHDRAWN if request.request.model == "tiny" else OVERLOADED)
+        request.finish(ERROR, error=WITHDRAWN if request.request.wanted.model == "tiny" else OVERLOADED)
 
     world.link.script = play
     assert (await ask(world, models=["guided"]))[0] == 503

@@ -33,8 +33,8 @@ async def test_parameters_reach_the_fabric(world: EdgeWorld, path: str) -> None:
     assert status == 200
     request = world.link.requests[0].request
     expected = SamplingParams(min_p=0.1, repetition_penalty=1.2, logit_bias={5: -100.0, 7: 1.5}, seed=1)
-    assert request.sampling == expected
-    assert request.stop == StopConditions(max_tokens=5, min_tokens=3)
+    assert request.wanted.sampling == expected
+    assert request.wanted.stop == StopConditions(max_tokens=5, min_tokens=3)
 
 
 HARMLESS = [
@@ -66,7 +66,7 @@ async def test_a_prediction_becomes_tokens_and_is_accounted_for(world: EdgeWorld
     world.link.script = accept
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "fox"}]
     _, body = await world.chat(prediction={"type": "content", "content": parts})
-    predicted = world.link.requests[0].request.sampling.predicted_token_ids
+    predicted = world.link.requests[0].request.wanted.sampling.predicted_token_ids
     assert model_tokenizer().decode(predicted) == "a fox"
     details = {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 2}
     assert body["usage"]["completion_tokens_details"] == details
@@ -89,11 +89,11 @@ def report_prompt(request: FakeRequest) -> None:
         TokenLogprobs(logprob=-1.0 - i, top_token_ids=[token_id, 66], top_logprobs=[-1.0 - i, -9.5])
         for i, token_id in enumerate(request.request.prompt_token_ids[1:])
     ]
-    has_logprobs = request.request.sampling.HasField("prompt_logprobs")
+    has_logprobs = request.request.wanted.sampling.HasField("prompt_logprobs")
     for index in range(request.request.n):
         request.start(index, prompt_logprobs=entries if has_logprobs else ())
         chosen = TokenLogprobs(logprob=-0.5, top_token_ids=[65], top_logprobs=[-0.5])
-        logprobs = [chosen] if request.request.sampling.HasField("logprobs") else []
+        logprobs = [chosen] if request.request.wanted.sampling.HasField("logprobs") else []
         request.tokens("a", index, token_ids=[65], logprobs=logprobs)
     for index in range(request.request.n):
         request.finish(index=index)
@@ -106,7 +106,7 @@ async def test_echo_repeats_the_prompt_with_its_logprobs(world: EdgeWorld) -> No
         "/v1/completions", {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1, "n": 2, "max_tokens": 1}
     )
     assert status == 200
-    assert world.link.requests[0].request.sampling.prompt_logprobs == 1
+    assert world.link.requests[0].request.wanted.sampling.prompt_logprobs == 1
     for choice in body["choices"]:
         assert choice["text"] == PROMPT + "a"
         logprobs = choice["logprobs"]
@@ -144,7 +144,7 @@ async def test_a_prompt_is_scored(world: EdgeWorld) -> None:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}
     status, body = await world.post("/v1/completions", asked)
     assert status == 200, body
-    assert world.link.requests[0].request.stop.max_tokens == 1
+    assert world.link.requests[0].request.wanted.stop.max_tokens == 1
     [choice] = body["choices"]
     assert choice["text"] == PROMPT
     assert {len(values) for values in choice["logprobs"].values()} == {len(PROMPT_IDS)}
@@ -165,7 +165,7 @@ async def test_echo_without_logprobs_asks_for_none(world: EdgeWorld) -> None:
     _, body = await world.post("/v1/completions", {"model": "tiny", "prompt": PROMPT_IDS, "echo": True})
     assert body["choices"][0]["text"] == PROMPT + "a"
     assert body["choices"][0]["logprobs"] is None
-    assert not world.link.requests[0].request.sampling.HasField("prompt_logprobs")
+    assert not world.link.requests[0].request.wanted.sampling.HasField("prompt_logprobs")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

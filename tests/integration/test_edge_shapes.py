@@ -111,7 +111,7 @@ async def test_completion_stream_and_body(world: EdgeWorld) -> None:
     assert [chunk["choices"][0]["text"] for chunk in chunks] == [" jumps", " over", ""]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
-    assert world.link.requests[0].request.stop.max_tokens == 16
+    assert world.link.requests[0].request.wanted.stop.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ async def test_completion_takes_all_four_kinds_of_prompt(
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(token_ids)))
     assert body["usage"]["prompt_tokens"] == sum(map(len, token_ids))
     assert body["usage"]["completion_tokens"] == 2 * len(token_ids)
-    assert len({request.request.request_id for request in world.link.requests}) == len(token_ids)
+    assert len({request.request.wanted.request_id for request in world.link.requests}) == len(token_ids)
 
 
 async def test_choices_of_a_stream_may_interleave(world: EdgeWorld) -> None:
@@ -185,7 +185,7 @@ async def test_chat_logprobs(world: EdgeWorld) -> None:
     assert [entry["logprob"] for entry in content] == [-0.5, -9999.0]
     assert content[0]["bytes"] == list("é".encode())
     assert [top["logprob"] for top in content[1]["top_logprobs"]] == [0.0, -9999.0]
-    assert world.link.requests[0].request.sampling.logprobs == 2
+    assert world.link.requests[0].request.wanted.sampling.logprobs == 2
     chunks = await events_of(world, "/v1/chat/completions", chat_body(stream=True, logprobs=True, top_logprobs=2))
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [entry for piece in streamed if piece for entry in piece["content"]] == content
@@ -204,7 +204,7 @@ async def test_completion_logprobs(world: EdgeWorld) -> None:
     }
     assert logprobs["text_offset"][:2] == [0, 1]
     assert logprobs["top_logprobs"][0][logprobs["tokens"][0]] == -0.5
-    assert world.link.requests[0].request.sampling.logprobs == 2
+    assert world.link.requests[0].request.wanted.sampling.logprobs == 2
 
 
 async def test_parameters_reach_the_router(world: EdgeWorld) -> None:
@@ -231,16 +231,20 @@ async def test_parameters_reach_the_router(world: EdgeWorld) -> None:
     )
     await world.chat(messages=[{"role": "developer", "content": [{"type": "text", "text": "a"}] * 2}])
     full, bare = (request.request for request in world.link.requests)
-    assert (full.stop.max_tokens, list(full.stop.stop), list(full.stop.stop_token_ids)) == (7, ["END"], [4])
-    assert full.stop.ignore_eos
-    sampling = full.sampling
+    assert (full.wanted.stop.max_tokens, list(full.wanted.stop.stop), list(full.wanted.stop.stop_token_ids)) == (
+        7,
+        ["END"],
+        [4],
+    )
+    assert full.wanted.stop.ignore_eos
+    sampling = full.wanted.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 3, 2**64 - 1)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
-    assert full.traceparent == headers["traceparent"]
-    assert full.prompt_text == "the fox"
-    assert not bare.sampling.ListFields()
-    assert not bare.stop.ListFields()
-    assert bare.prompt_text == "aa"
+    assert full.submit.traceparent == headers["traceparent"]
+    assert full.submit.prompt_text == "the fox"
+    assert not bare.wanted.sampling.ListFields()
+    assert not bare.wanted.stop.ListFields()
+    assert bare.submit.prompt_text == "aa"
     tokenizer = byte_level_tokenizer()
     prompt = tokenizer.decode(list(bare.prompt_token_ids), skip_special_tokens=False)
     assert prompt == "<|im_start|>system\naa<|im_end|>\n<|im_start|>assistant\n"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,12 +52,12 @@ async def test_killed_anywhere(redis_url: str, kind: str) -> None:
             back = asyncio.create_task(streamed.resume(by_header=end % 2 == 0))
             rest = await second.link.next_request()
             script.check(rest, end)
-            assert rest.request.sampling == request.request.sampling
-            assert rest.request.sampling.HasField("seed")
-            assert rest.request.stop == request.request.stop
-            assert (rest.request.request_id, rest.request.prompt_text) == (
-                request.request.request_id,
-                request.request.prompt_text,
+            assert rest.request.wanted.sampling == request.request.wanted.sampling
+            assert rest.request.wanted.sampling.HasField("seed")
+            assert rest.request.wanted.stop == request.request.wanted.stop
+            assert (rest.request.wanted.request_id, rest.request.submit.prompt_text) == (
+                request.request.wanted.request_id,
+                request.request.submit.prompt_text,
             )
             assert list(rest.request.prompt_token_ids) == list(request.request.prompt_token_ids)
             script.restart(rest, end)
@@ -87,17 +88,34 @@ async def test_two_edges_die_in_a_row(redis_url: str) -> None:
         assert same_but_names(streamed.events) == expected
 
 
-async def test_an_answer_keeps_its_class_and_its_sub_flow(redis_url: str) -> None:
-    """An urgent answer must not become a patient one because an edge has died, nor take another sub-flow's share."""
+async def test_an_answer_keeps_all_that_was_asked(redis_url: str) -> None:
+    """An urgent answer must not become a patient one because an edge has died, nor lose its receipt or its deadline,
+    nor take another sub-flow's share."""
     path, body, script = kinds()["chat"]
-    named = {"x-kvloom-priority-class": "batch", "x-llm-d-inference-fairness-id": "chat 7"}
+    headers = {
+        "x-kvloom-priority-class": "batch",
+        "x-llm-d-inference-fairness-id": "chat 7",
+        "x-kvloom-receipt": "true",
+        "x-kvloom-deadline-ms": "60000",
+        "x-kvloom-slo-tpot-ms": "50",
+        "x-session-id": "one",
+        "x-request-id": "mine",
+        "traceparent": f"00-{1:032x}-{1:016x}-01",
+    }
     async with edges(redis_url) as ((first, peers), (second, _)):
-        streamed, request, reading = await begin_live(first, path, body, script, 4, **named)
-        assert (request.request.priority_class, request.request.fairness_id) == ("batch", "chat 7")
+        first.edge.receipt_keys = Path("unused")
+        streamed, request, reading = await begin_live(first, path, body, script, 4, **headers)
+        asked = request.request.submit
+        assert asked.request.receipt
+        assert asked.request.objectives.deadline_ms == 60000
         await kill(first, peers, reading)
         await end_at(second, path, streamed, script, 4)
-        rest = second.link.requests[0].request
-        assert (rest.priority_class, rest.fairness_id) == ("batch", "chat 7")
+        again = second.link.requests[0].request.submit
+        assert again.request.timeout_seconds < asked.request.timeout_seconds
+        assert again.request.objectives.elapsed_ms > asked.request.objectives.elapsed_ms
+        for submit in (asked, again):
+            submit.request.timeout_seconds = submit.request.objectives.elapsed_ms = 0
+        assert again == asked
 
 
 async def test_second_edge_dies_before_it_has_written_anything(redis_url: str) -> None:
@@ -198,7 +216,7 @@ async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
         stream = second.edge.resume.streams[streamed.response_id]
         publication = second.edge.resume.publications[streamed.response_id]
         await until(lambda: len(streamed.events) == stream.num_events == publication.num_published)
-        name = request.request.request_id
+        name = request.request.wanted.request_id
         assert second.edge.losses.reported == [("link-1", name, 3)]  # pyright: ignore
         await kill(second, two, reading)
         streamed.url = third.url + path
@@ -226,7 +244,7 @@ async def test_what_the_journal_never_heard_of_is_not_billed(redis_url: str) -> 
         back = asyncio.create_task(streamed.resume())
         script.play(await second.link.next_request(), 0)
         assert await back == 200
-        assert second.edge.losses.reported == [("link-1", request.request.request_id, 0)]
+        assert second.edge.losses.reported == [("link-1", request.request.wanted.request_id, 0)]
 
 
 class Ledger:
@@ -271,7 +289,7 @@ async def test_several_prompts(redis_url: str) -> None:
         streamed.url = second.url + COMPLETIONS
         back = asyncio.create_task(streamed.resume())
         rest = await second.link.next_request()
-        assert rest.request.request_id == running.request.request_id
+        assert rest.request.wanted.request_id == running.request.wanted.request_id
         assert [list(choice.token_ids) for choice in rest.request.partial_choices] == [[65]]
         rest.start()
         rest.tokens("c")

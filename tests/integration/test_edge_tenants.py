@@ -142,7 +142,7 @@ async def test_a_key_has_its_default_class(world: EdgeWorld) -> None:
     """Programs that know nothing of classes are served as their operator wants."""
     async with world.http.post(world.url + CHAT, json=chat_body(), headers=bearer(DEFAULT_KEY)) as response:
         assert (response.status, response.headers["x-kvloom-priority-class"]) == (200, "batch")
-    assert world.link.requests[0].request.priority_class == "batch"
+    assert world.link.requests[0].request.wanted.priority_class == "batch"
 
 
 async def test_routes_fallbacks_and_auto_lead_only_to_models_that_are_allowed(world: EdgeWorld) -> None:
@@ -160,7 +160,7 @@ async def test_routes_fallbacks_and_auto_lead_only_to_models_that_are_allowed(wo
         assert (model, more, found) == (model, more, status), body
     for _ in range(4):
         await world.post(CHAT, chat_body(model="auto"), headers=bearer(MAPS_KEY))
-        assert world.link.requests[-1].request.model == "secret"
+        assert world.link.requests[-1].request.wanted.model == "secret"
     assert (await world.post(CHAT, chat_body(model="tiny"), headers=bearer(NARROW_KEY)))[0] == 403
     assert (await world.post(CHAT, chat_body(model="split"), headers=bearer(NARROW_KEY)))[0] == 200
     assert (await world.post(CHAT, chat_body(model="auto"), headers=bearer(NARROW_KEY)))[0] == 403
@@ -171,9 +171,9 @@ async def test_requests_say_whose_they_are(world: EdgeWorld) -> None:
     for key in (SEARCH_KEY, SEARCH_KEY_2):
         assert (await world.post(CHAT, chat_body(), headers=bearer(key)))[0] == 200
         request = world.link.requests[-1].request
-        assert (request.tenant, request.key_id) == ("acme/search", f"id-{key}")
+        assert (request.submit.tenant, request.submit.key_id) == ("acme/search", f"id-{key}")
     await world.post("/v1/embeddings", {"model": "tiny", "input": "a"}, headers=bearer(SEARCH_KEY))
-    assert world.link.requests[-1].request.key_id == f"id-{SEARCH_KEY}"
+    assert world.link.requests[-1].request.submit.key_id == f"id-{SEARCH_KEY}"
 
 
 async def test_what_concerns_the_whole_fabric_is_for_its_operator(world: EdgeWorld) -> None:
@@ -297,7 +297,7 @@ async def test_a_token_is_as_good_as_a_key(tmp_path: Path) -> None:
                 status, body = await world.post(CHAT, chat_body(), headers=bearer(issuer.token()))
                 assert status == 200, body
                 request = world.link.requests[-1].request
-                assert (request.tenant, request.key_id) == ("acme/search", "oidc:login:ada@acme/search")
+                assert (request.submit.tenant, request.submit.key_id) == ("acme/search", "oidc:login:ada@acme/search")
             status, _ = await world.post(CHAT, chat_body(), headers=bearer(issuer.token(aud="other")))
             assert status == 401
 
@@ -323,7 +323,7 @@ async def test_a_certificate_is_as_good_as_a_key(tmp_path: Path) -> None:
                 http.post(f"https://{address}{CHAT}", json=chat_body()) as response,
             ):
                 assert response.status == status
-        assert world.link.requests[-1].request.tenant == "acme/search"
+        assert world.link.requests[-1].request.submit.tenant == "acme/search"
 
 
 async def test_a_relayed_certificate_is_believed_only_if_the_fabric_has_sealed_it(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ async def test_a_demanded_call_is_guided(world: EdgeWorld, choice: Any, names: l
     world.link.script = answer(*pieces(json.dumps({"name": names[0], "arguments": {"city": "Oslo"}})))
     status, body = await world.chat(tools=[WEATHER, CLOCK], tool_choice=choice)
     assert status == 200, body
-    schema = json.loads(world.link.requests[0].request.sampling.guide.json_schema)
+    schema = json.loads(world.link.requests[0].request.wanted.sampling.guide.json_schema)
     calls = schema.get("anyOf", [schema])
     assert [call["properties"]["name"]["const"] for call in calls] == names
     [call] = body["choices"][0]["message"]["tool_calls"]
@@ -183,7 +183,7 @@ async def test_parallel_calls_are_an_array_where_they_are_wanted(world: EdgeWorl
     status, body = await world.chat(tools=[CLOCK], tool_choice="required", parallel_tool_calls=True)
     assert status == 200, body
     assert len(body["choices"][0]["message"]["tool_calls"]) == 2
-    assert json.loads(world.link.requests[0].request.sampling.guide.json_schema)["type"] == "array"
+    assert json.loads(world.link.requests[0].request.wanted.sampling.guide.json_schema)["type"] == "array"
 
 
 async def test_legacy_functions_get_a_function_call(world: EdgeWorld) -> None:
@@ -252,7 +252,7 @@ async def test_a_response_format_leaves_room_for_calls(world: EdgeWorld, text: s
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     status, body = await world.chat(tools=[WEATHER], response_format=wanted)
     assert status == 200, body
-    guide = world.link.requests[-1].request.sampling.guide.structural_tags
+    guide = world.link.requests[-1].request.wanted.sampling.guide.structural_tags
     assert json.loads(guide.json_schema) == schema
     assert list(guide.triggers) == ["<tool_call>"]
     message = body["choices"][0]["message"]
@@ -362,7 +362,7 @@ async def test_markers_that_are_special_tokens_are_shown(path: str, body: dict[s
         world.link.script = answer("x")
         status, answered = await world.post(path, body)
         assert status == 200, answered
-        shown = world.link.requests[0].request.sampling.shown_special_token_ids
+        shown = world.link.requests[0].request.wanted.sampling.shown_special_token_ids
         assert list(shown) == marked.special_token_ids(["[TOOL_CALLS]"]) != []
 
 

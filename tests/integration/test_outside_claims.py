@@ -17,6 +17,7 @@ from kvloom.v1.generation_pb2 import Choice, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom_common.tenancy.limits import Limits
 from tests.fakes.fake_control import key_of
+from tests.fakes.link_requests import make_submit
 from tests.fakes.metered_world import FIRST, MeteredWorld, metered
 from tests.fakes.router_world import eventually
 
@@ -131,7 +132,7 @@ async def test_claims_on_a_stream_of_many_requests_are_no_better(world: MeteredW
         yield pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="c"))
         for number, count in enumerate((45, 5)):
             choice = Choice(slot=number, index=1, output_token_ids=[7] * count, num_delivered_chars=count)
-            submit = pb.Submit(
+            submit = make_submit(
                 request_id=f"r{number}",
                 model=FIRST,
                 prompt_token_ids=PROMPT,
@@ -160,7 +161,7 @@ async def test_an_answer_that_was_delivered_is_neither_lost_nor_discarded(world:
     stream = stub.Connect(metadata=BEARER, timeout=20)
     await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="c", link_id="link")))
     for name in ("lost", "discarded"):
-        submit = pb.Submit(
+        submit = make_submit(
             request_id=name, model=FIRST, prompt_token_ids=PROMPT, choices=[Choice(slot=1)],
             stop=StopConditions(max_tokens=20, ignore_eos=True),
         )  # fmt: skip

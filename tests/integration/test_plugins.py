@@ -221,7 +221,7 @@ async def test_the_auth_provider_names_the_callers_of_the_http_api(
         for headers in ({"Authorization": "Bearer t1"}, {"x-acme-token": "t2"}, {"Authorization": "Bearer t3"}) * 2:
             status, _ = await world.post("/v1/chat/completions", chat_body(), headers=headers)
             assert status == 200
-            tenants.append(world.link.requests[-1].request.tenant)
+            tenants.append(world.link.requests[-1].request.submit.tenant)
         assert tenants == ["id-alice", "id-alice", "id-bob"] * 2
         assert service.num_asked == 3
         for headers in ({}, {"Authorization": "Bearer t4"}):

@@ -103,7 +103,7 @@ def test_rollouts_are_logged_as_the_process_is_configured_to_log() -> None:
         RolloutFollower(KvloomConfig(), TRUST.sealer, ModelRoutes())._follow({"m": RECORD})
     finally:
         structlog.configure(**before)
-    assert seen == ["rollout"]
+    assert seen == ["rollout_share_changed"]
 
 
 async def test_a_rollout_that_nobody_announces_again_ends_although_redis_is_away(

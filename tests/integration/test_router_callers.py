@@ -17,6 +17,7 @@ from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom_common.access.api_keys import digest_of
 from kvloom_common.trust.shared_secret import SharedSecret
+from tests.fakes.link_requests import make_submit
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
 
@@ -126,7 +127,7 @@ async def submitted(stub: RouterServiceStub, tenant: str) -> int:
     stream = stub.Connect()
     await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="test")))
     wanted = request("")
-    submit = pb.Submit(
+    submit = make_submit(
         model=MODEL, prompt_token_ids=PROMPT, stop=wanted.stop, tenant=tenant, choices=[{"slot": 1, "index": 0}]
     )
     async with asyncio.timeout(TIMEOUT_SECONDS):

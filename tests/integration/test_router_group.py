@@ -16,6 +16,7 @@ from kvloom.v1 import generation_pb2, router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import CancelRequest, LostRequest
 from tests.fakes.fake_router import TIMEOUT_SECONDS, Connection, FakeRouter, serve_fake_router, text_of
+from tests.fakes.link_requests import link_request
 from tests.fakes.router_world import Answer, eventually
 
 R = ErrorReason
@@ -25,7 +26,7 @@ DRAINING = KvloomError(R.ERROR_REASON_DRAINING, "I stop.")
 
 def request(ids: list[int], n: int = 1, name: str = "r", **fields) -> LinkRequest:
     sampling, stop = generation_pb2.SamplingParams(), generation_pb2.StopConditions()
-    return LinkRequest(name, "m", ids, "", sampling, stop, n=n, **fields)
+    return link_request(name, "m", ids, "", sampling, stop, n=n, **fields)
 
 
 class Routers:

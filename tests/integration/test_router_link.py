@@ -13,6 +13,7 @@ from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.v1 import generation_pb2, router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_router import TIMEOUT_SECONDS, FakeRouter, serve_fake_router, text_of
+from tests.fakes.link_requests import link_request
 
 LOST = ErrorReason.ERROR_REASON_ROUTER_LOST
 
@@ -58,7 +59,7 @@ class RaisingSink(RecordingSink):
 
 def request(ids: Sequence[int], n: int = 1, num_logprobs: int | None = None) -> LinkRequest:
     sampling = generation_pb2.SamplingParams(logprobs=num_logprobs)
-    return LinkRequest("r", "m", ids, "", sampling, generation_pb2.StopConditions(), n=n)
+    return link_request("r", "m", ids, "", sampling, generation_pb2.StopConditions(), n=n)
 
 
 async def connected(link: GrpcRouterLink, value: bool = True) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvloom.router_link.group import RouterGroup
-from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from lab.chaos.checking.metering import parse_usage_record
 from tests.fakes.breaking_proxy import BreakingProxy
+from tests.fakes.link_requests import link_request
 from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
 
@@ -106,7 +106,7 @@ def _submit(group: RouterGroup, prefix: str) -> list[Answer]:
     for i, answer in enumerate(answers):
         stop = StopConditions(max_tokens=NUM_TOKENS)
         prompt = [10 + i, *range(20, 40)]
-        request = LinkRequest(f"{prefix}-{i}", MODEL, prompt, "", SamplingParams(seed=i), stop, 1 + i % 2, 90.0)
+        request = link_request(f"{prefix}-{i}", MODEL, prompt, "", SamplingParams(seed=i), stop, 1 + i % 2, 90.0)
         group.submit(request, answer)
     return answers
 

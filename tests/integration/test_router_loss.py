@@ -16,6 +16,7 @@ from kvloom.router_link.link import LinkRequest
 from kvloom.transport import local_stream
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
 from lab.chaos.checking.metering import parse_usage_record
+from tests.fakes.link_requests import link_request
 from tests.fakes.router_processes import MODEL, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
 
@@ -40,7 +41,7 @@ class Question:
 
     def request(self, name: str, timeout_seconds: float = 60.0) -> LinkRequest:
         conditions = StopConditions(max_tokens=NUM_TOKENS, stop=self.stop)
-        return LinkRequest(name, MODEL, self.prompt, "", self.sampling, conditions, self.n, timeout_seconds)
+        return link_request(name, MODEL, self.prompt, "", self.sampling, conditions, self.n, timeout_seconds)
 
 
 def questions() -> list[Question]:

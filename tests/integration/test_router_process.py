@@ -85,7 +85,7 @@ async def test_it_starts_serves_by_reflection_and_ends_on_sigterm(config_file: P
         process.send_signal(signal.SIGTERM)
         _, errors = await asyncio.wait_for(process.communicate(), TIMEOUT_SECONDS)
         assert process.returncode == 0, errors.decode()
-        assert b"request ended" in errors
+        assert b"request_ended" in errors
         assert b"Traceback" not in errors
 
 

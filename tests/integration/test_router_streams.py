@@ -14,6 +14,7 @@ from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from router.links.submit_queue import LONG_PROMPT_TOKENS
 from tests.fakes.fake_shard import expected_text, expected_tokens
+from tests.fakes.link_requests import make_submit
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -168,12 +169,12 @@ async def test_a_seed_is_drawn_once_and_travels_with_the_request(world: RouterWo
         ({"n": 17}, "INVALID_ARGUMENT", "choices"),
         ({"sampling": generation_pb2.SamplingParams(temperature=3)}, "INVALID_ARGUMENT", "sampling.temperature"),
         ({"stop": generation_pb2.StopConditions(max_tokens=0)}, "INVALID_ARGUMENT", "stop.max_tokens"),
-        ({"prompt_token_ids": []}, "INVALID_ARGUMENT", "prompt_token_ids"),
-        ({"prompt_token_ids": [4_000_000]}, "INVALID_ARGUMENT", "prompt_token_ids"),
+        ({"prompt": []}, "INVALID_ARGUMENT", "prompt_token_ids"),
+        ({"prompt": [4_000_000]}, "INVALID_ARGUMENT", "prompt_token_ids"),
         ({"timeout_seconds": -1.0}, "INVALID_ARGUMENT", "timeout_seconds"),
         ({"request_id": "x" * 300}, "INVALID_ARGUMENT", "request_id"),
         ({"model": "nobody"}, "MODEL_NOT_FOUND", "model"),
-        ({"prompt_token_ids": [1] * 5000}, "CONTEXT_LENGTH_EXCEEDED", None),
+        ({"prompt": [1] * 5000}, "CONTEXT_LENGTH_EXCEEDED", None),
     ],
 )
 async def test_a_bad_request_ends_alone(world: RouterWorld, fields, reason: str, field: str | None) -> None:
@@ -183,10 +184,7 @@ async def test_a_bad_request_ends_alone(world: RouterWorld, fields, reason: str,
     link = await world.connect()
     await world.wait_for_shards(link, 1)
     bad = Answer(fields.get("n", 1))
-    request = link_request([1], 1)
-    for name, value in fields.items():
-        setattr(request, name, value)
-    link.submit(request, bad)
+    link.submit(link_request(max_tokens=1, **{"prompt": [1], **fields}), bad)
     good = await world.ask(link, [2, 3], 5)
     assert good.token_ids[0] == expected_tokens([2, 3], 0, 5)
     await eventually(lambda: bad.done, "the rejection")
@@ -201,7 +199,7 @@ def _connect_request(**fields) -> router_service_pb2.RouterServiceConnectRequest
 
 
 def _submit(*slots: int) -> router_service_pb2.Submit:
-    return router_service_pb2.Submit(
+    return make_submit(
         model="tiny",
         prompt_token_ids=[1],
         choices=[generation_pb2.Choice(slot=slot, index=i) for i, slot in enumerate(slots)],
@@ -285,7 +283,7 @@ async def test_a_half_closed_stream_still_gets_its_answers(world: RouterWorld, p
     prompt = [1] * prompt_size
     submits = [_submit(slot) for slot in (4, 5, 6)]
     for submit in submits:
-        submit.stop.max_tokens = 30
+        submit.request.stop.max_tokens = 30
         submit.prompt_token_ids[:] = prompt
     await call.write(_connect_request(submits=submits))
     await call.done_writing()

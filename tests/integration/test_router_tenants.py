@@ -37,6 +37,7 @@ from tests.fakes.fake_control import (
     two_organisations,
 )
 from tests.fakes.fake_issuer import fake_issuer
+from tests.fakes.link_requests import make_submit
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
 from tests.fakes.served_models import tiny_model
 from tests.fakes.shard_world import sim_config
@@ -180,7 +181,7 @@ async def submitted(stub: RouterServiceStub, key: str, **fields: Any) -> list[pb
     """The frames of a stream with one request, to its end."""
     stream = stub.Connect(metadata=bearer(key))
     await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="test")))
-    submit = pb.Submit(
+    submit = make_submit(
         model=MODEL, prompt_token_ids=PROMPT, stop=request().stop, choices=[{"slot": 1, "index": 0}], **fields
     )
     frames: list[pb.RouterServiceConnectResponse] = []
@@ -297,6 +298,39 @@ async def test_the_sdk_presents_its_key(tenants: TenantsWorld) -> None:
         with pytest.raises(KvloomError) as failure:
             await client.list_models()
         assert failure.value.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED
+
+
+def from_elsewhere(tenants: TenantsWorld) -> str:
+    """The router's address, written so that the SDK does not know it for one of this machine, whose processes of the
+    same user are trusted."""
+    return f"ipv4:127.0.0.1:{tenants.address.rpartition(':')[2]}"
+
+
+async def test_the_sdk_says_that_its_key_was_revoked(tenants: TenantsWorld) -> None:
+    """Of requests that share a stream, too: a running one, the next one, and the first of another client. It is not the
+    router that is lost, and nothing is tried again."""
+    address = from_elsewhere(tenants)
+    async with Client(address, api_key=SEARCH_KEY) as client, Client(address, api_key=SEARCH_KEY) as later:
+        async with client.generate(token_ids=list(range(5)), model=MODEL, max_tokens=8000) as stream:
+            await anext(stream)
+            tenants.control.remove_key(f"id-{SEARCH_KEY}")
+            with pytest.raises(KvloomError) as failure:
+                await stream.collect()
+        assert failure.value.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED
+        for one in (client, later):
+            with pytest.raises(KvloomError) as failure:
+                await one.complete(token_ids=list(range(5)), model=MODEL)
+            assert failure.value.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED
+
+
+async def test_the_sdk_says_that_its_key_may_not_generate(tenants: TenantsWorld) -> None:
+    """It is a good key, for something else."""
+    await put(tenants, key_of("kvl-usage", "acme/search", scopes=("usage",)))
+    address = from_elsewhere(tenants)
+    async with Client(address, api_key="kvl-usage") as client:
+        with pytest.raises(KvloomError) as failure:
+            await client.complete(token_ids=list(range(5)), model=MODEL)
+        assert failure.value.reason == ErrorReason.ERROR_REASON_PERMISSION_DENIED
 
 
 async def test_edges_are_believed(tenants: TenantsWorld) -> None:

@@ -242,7 +242,9 @@ async def test_the_process_serves_reports_and_stops(tmp_path: Path) -> None:
         _, errors = await process.communicate()
     assert process.returncode == 0
     lines = [json.loads(line) for line in errors.decode().splitlines()]
-    assert [(line["target"], line["rule"]) for line in lines if line["event"] == "blocked"] == [("prompt", "codes")]
+    assert [(line["target"], line["rule"]) for line in lines if line["event"] == "prompt_blocked"] == [
+        ("prompt", "codes")
+    ]
     assert b"my launch" not in errors
 
 

@@ -13,6 +13,7 @@ from kvloom.router_link.tracked_request import LOSSES, REFUSALS, TrackedRequest
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.examples import num_examples
+from tests.fakes.link_requests import link_request
 
 PIECES = ("a", "", "ß", "👩‍💻", "\ufffd", "stop")
 PROMPT = [1, 2, 3]
@@ -161,7 +162,7 @@ def test_any_losses_leave_the_undisturbed_answer(
     n = len(lengths)
     heard, group = Heard(n), Group()
     sampling, stop = generation_pb2.SamplingParams(seed=1), generation_pb2.StopConditions()
-    tracked = TrackedRequest(1, LinkRequest("r", "m", PROMPT, "", sampling, stop, n=n), heard, group, b"")
+    tracked = TrackedRequest(1, link_request("r", "m", PROMPT, "", sampling, stop, n=n), heard, group, b"")
     num_moves = 0
     for sent, reason in disturbed:
         if sent is None and not num_moves:

@@ -24,7 +24,7 @@ class AnyModel(dict[str, ServedModel]):
 
 def play(request: FakeRequest) -> None:
     """Answers every choice with one token."""
-    with_logprobs = request.request.sampling.HasField("logprobs")
+    with_logprobs = request.request.wanted.sampling.HasField("logprobs")
     for index in range(request.request.n):
         request.start(index)
         request.tokens("x", index, token_ids=[1], logprobs=[TokenLogprobs(logprob=-1.0)] if with_logprobs else [])

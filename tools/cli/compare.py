@@ -86,7 +86,7 @@ def compare_models(
     with the --config file. Exits with 5 if the candidate is worse than the threshold allows.
     """
     if model == candidate:
-        raise click.UsageError("name two models")
+        raise click.UsageError("MODEL and CANDIDATE must be two different models")
     plan = ComparisonPlan(model, candidate, requests, max_tokens, temperature, concurrency, threshold)
 
     def tell(text: str) -> None:

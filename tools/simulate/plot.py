@@ -14,7 +14,7 @@ from tools.simulate.workload import ShardSample
 
 SUFFIXES: Final = (".svg", ".png")
 _MAX_STEPS: Final = 250
-"""Of a distribution: a figure shows no more apart."""
+"""A distribution is drawn with at most so many steps: a figure shows no more apart."""
 
 _PANELS: Final[tuple[tuple[str, Callable[[ShardSample], float]], ...]] = (
     ("in flight", lambda sample: sample.num_running + sample.num_waiting),
@@ -78,7 +78,7 @@ def _draw_distributions(axes: Any, curves: Mapping[str, Curves]) -> None:
 
 
 def shown_places(count: int) -> list[int]:
-    """Which of `count` ordered values are drawn: at most 250 at equal distances, and the last one always."""
+    """Returns which of `count` ordered values are drawn: at most 250 at equal distances, and the last one always."""
     num_steps = min(count, _MAX_STEPS)
     return [(step * count - 1) // num_steps for step in range(1, num_steps + 1)]
 

@@ -64,7 +64,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A placement policy of kvloom or of a plugin, or BOUND."""
     profile: Profile
     num_shards: int
-    """Of all models together."""
+    """The number of shards of all models together."""
     models: tuple[ModelFleet, ...] = ()
     """Several models. () means one, with `num_shards`, `profile` and `capacity_blocks`."""
     model_shares: tuple[float, ...] = ()
@@ -82,7 +82,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The share of batch calls that are added to the trace."""
     batch_slo: Slo = BATCH_SLO
     has_classes: bool = True
-    """Whether routers and shards are told which calls are batch."""
+    """True when routers and shards are told which calls are batch."""
     with_curves: bool = False
 
 
@@ -103,11 +103,11 @@ class Curves(msgspec.Struct, frozen=True):
 
 class RunReport(msgspec.Struct, frozen=True):
     statistics: Statistics
-    """Of all models together."""
+    """The statistics of all models together."""
     models: dict[str, Statistics] = {}
-    """Of each model, if there are several."""
+    """The statistics of each model, if there are several."""
     classes: dict[str, Statistics] = {}
-    """Of each class of requests, if batch calls were added."""
+    """The statistics of each class of requests, if batch calls were added."""
     calibration: dict[str, Calibration] = {}
     """How well predictions came true, by term."""
     curves: Curves | None = None

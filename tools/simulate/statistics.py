@@ -34,7 +34,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 BATCH_SLO: Final = Slo(60.0, 0.2)
-"""What batch calls should meet: they may wait for a minute, and their tokens may come half as fast."""
+"""Batch calls should meet this: they may wait for a minute, and their tokens may come half as fast."""
 
 
 class Statistics(msgspec.Struct, frozen=True):

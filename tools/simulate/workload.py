@@ -24,7 +24,7 @@ class Call:
     one model."""
     tenant: str = ""
     is_batch: bool = False
-    """Whether it is in the batch tier."""
+    """True when it is in the batch tier."""
 
 
 class Workload(Protocol):

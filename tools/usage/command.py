@@ -155,7 +155,7 @@ def _groups(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in GROUPS:
-            raise click.UsageError(f"--by has {name!r}; there are {', '.join(GROUPS)}")
+            raise click.UsageError(f"--by cannot be {name!r}, only {', '.join(GROUPS)}")
     return names
 
 

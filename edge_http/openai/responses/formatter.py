@@ -15,7 +15,7 @@ from edge_http.formatting.error_formats import RESPONSES_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.response_formatter import Envelope, Finish, ResponseFormatter
 from edge_http.formatting.usage import Usage
-from edge_http.openai.logprobs import chat_logprobs
+from edge_http.openai.logprobs import chat_logprobs, cut_chat_logprobs
 from edge_http.openai.responses.output_items import WHITE_SPACE, OutputItem, collected_items, items_json
 from edge_http.openai.responses.response_object import ResponseObject, status_of
 from kvloom.errors import KvloomError
@@ -105,6 +105,10 @@ class ResponsesFormatter(ResponseFormatter):
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:  # noqa: ARG002
         return (chat_logprobs(self._tokenizer, token_ids, entries),)
+
+    def cut_logprobs(self, logprobs: Sequence[bytes], num_bytes: int) -> Sequence[bytes]:
+        [content] = logprobs
+        return (cut_chat_logprobs(content, num_bytes),)
 
     def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: ARG002
         if token_ids:

@@ -53,7 +53,7 @@ class CallItem(Item, kw_only=True):
     namespace: str | None = None
     arguments: Any = None
     input: Any = None
-    """Of a tool that takes text."""
+    """The text for a tool that takes text."""
     action: Any = None
     operation: Any = None
     code: Any = None
@@ -103,7 +103,7 @@ def conversation(given: str | Sequence[msgspec.Raw], instructions: str | None) -
 
 @dataclasses.dataclass(slots=True)
 class _Turn:
-    """What an assistant did since the last message of anyone else."""
+    """Collects what an assistant did since the last message of anyone else."""
 
     reasoning: list[str] = dataclasses.field(default_factory=list)
     text: str | None = None
@@ -187,7 +187,7 @@ class _Items:
         self._messages.append(self._calls.result(call_id, name, _output_text(output)))
 
     def _add_reasoning(self, item: ReasoningItem) -> None:
-        """What is encrypted is another server's, and left out."""
+        """Adds reasoning. Encrypted reasoning is another server's, and left out."""
         if self._turn.has_more_than_reasoning:
             self._end_turn()
         text = _kept_text(item.content or item.summary)

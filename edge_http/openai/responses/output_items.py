@@ -71,7 +71,7 @@ class OutputItem:
         return [head, b',"arguments":"', b"" if is_added else self.content, b'"}']
 
     def input(self) -> str:
-        """What a tool that takes text is given."""
+        """The text that a tool which takes text is given."""
         return custom_input(self.content)
 
     def final_status(self, finish_reason: str, *, is_last: bool) -> str:

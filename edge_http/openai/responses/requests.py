@@ -74,7 +74,7 @@ class ToolChoiceBody(Body, kw_only=True):
 class ResponsesBody(Body, kw_only=True):
     model: str
     models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
-    """As in chat completions."""
+    """The models that take the request, in this order, as in chat completions."""
     input: str | list[msgspec.Raw]
     """A user's message, or items (input_items.py)."""
     instructions: str | None = None

@@ -35,18 +35,18 @@ class _Kind(msgspec.Struct):
 
 
 class ResponseTools(NamedTuple):
-    """What a body says of tools."""
+    """The tools that a body gives, and its choice among them."""
 
     tools: Sequence[Tool]
     """Those that the choice leaves."""
     choice: ToolChoice
     all_tools: Sequence[Any]
-    """As the response repeats them: a Tool, or what the body has."""
+    """The tools as the response repeats them: a Tool, or what the body has."""
     numbers: Sequence[int] = ()
     """The places of the tools in the body."""
     client_tools: Mapping[str, ClientTool] = {}
     left_out: Sequence[str] = ()
-    """See GivenTools, likewise the one before."""
+    """See GivenTools."""
 
 
 class _Namespace(msgspec.Struct):

@@ -34,7 +34,7 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     metavar="NAME,NAME|all",
     help=f"Of {', '.join(WORKLOADS)}.",
 )
-@click.option("--runs", "num_runs", type=click.IntRange(1, 100), default=3, show_default=True, help="Of each workload.")
+@click.option("--runs", "num_runs", type=click.IntRange(1, 100), default=3, show_default=True, help="Runs of each.")
 @click.option("--edges", "num_edges", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes.")
 @click.option("--routers", "num_routers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes.")
 @click.option("--shards", "num_shards", type=click.IntRange(1, 1024), default=2, show_default=True, help="Simulated.")
@@ -62,7 +62,7 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     "layouts",
     multiple=True,
     metavar="ExRxS",
-    help="Of --scale-out, only this many edges, routers and shards. Repeatable.",
+    help="A size for --scale-out: so many edges, routers and shards. Repeatable.",
 )
 @click.option("--peers", is_flag=True, help="Other gateways beside ours, in turns; they are fetched first.")
 @click.option("--peer", "peer_names", multiple=True, type=click.Choice(list(PEERS)), help="Only this one. Repeatable.")
@@ -72,7 +72,7 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     default=None,
     help="Write the table of --peers or --scale-out into this page, between its markers.",
 )
-@click.option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Whose tokenizer and chat template.")
+@click.option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="A model's tokenizer and template.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
 def bench_data_plane(

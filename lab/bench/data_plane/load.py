@@ -122,7 +122,7 @@ class Load:
 
     @property
     def wants_calls(self) -> bool:
-        """Whether every answer is to be a tool call."""
+        """True when every answer is to be a tool call."""
         return bool(self._order.workload.tools)
 
     def next_request(self) -> bytes | None:
@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
 
 
 def _head(order: Order) -> bytes:
-    """Of every request, but for its length."""
+    """Returns the head of every request, but for its length."""
     key = f"Authorization: Bearer {order.api_key}\r\n" if order.api_key else ""
     host = f"Host: {join_address(order.host, order.port)}\r\n"
     return f"POST /v1/chat/completions HTTP/1.1\r\n{host}{key}Content-Type: application/json\r\n".encode()

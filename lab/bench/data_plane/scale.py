@@ -41,7 +41,7 @@ _PATTERN: Final = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a fabric consumes while it is idle."""
+    """The consumption of a fabric while it is idle."""
 
     ready_seconds: float
     """Time from the command until every router knows every shard."""

@@ -41,7 +41,7 @@ _ANSWER_TOKENS: Final = {1: 48, 8: 64, 32: 80}
 _MIN_STEPS_TOGETHER: Final = 16
 _WARM_UP_TOKENS: Final = 4
 _SHORTENINGS: Final = (1, 2, 4, 8, 16)
-"""What prompt lengths are divided by on slow machines."""
+"""Prompt lengths are divided by one of these on slow machines."""
 _MAX_STEP_TOKENS: Final = 512
 _MIN_STEP_TOKENS: Final = 32
 """The most and the fewest prompt tokens that our engine computes in one step. In between it takes those of one second.

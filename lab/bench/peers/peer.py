@@ -53,7 +53,7 @@ class Peer:
     engines: Callable[[Site], Sequence[Sequence[str]]] | None = None
     """Commands that serve in place of the OpenAI-compatible workers."""
     has_stamps: bool = True
-    """Whether its engines say when each token was made. Without that only costs are measured."""
+    """True when its engines say when each token was made. Without that only costs are measured."""
     max_share: float = 1.0
     """Share of a workload's requests that is sent: with all of them a slow gateway would take minutes per run."""
     start_timeout_seconds: float = 120.0

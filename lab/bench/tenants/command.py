@@ -33,7 +33,7 @@ LONG: Final = Workload(
     step_ms=0.0,
 )  # fmt: skip
 _FIELDS: Final[Mapping[str, Workload]] = {"cpu_us_per_request": SHORT, "cpu_us_per_token": LONG}
-"""What is measured, by which workload."""
+"""The measured figures, with the workload of each."""
 _TITLES: Final = {"cpu_us_per_request": "CPU-us a request", "cpu_us_per_token": "CPU-us a token"}
 _SHOWN_ROLES: Final = ("edge", "router", "safety", "control", "redis")
 

@@ -47,7 +47,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def differences(reference: Sequence[float], other: Sequence[float]) -> Estimate:
-    """What `other` has over `reference`; each has one value of every round."""
+    """Estimates what `other` has over `reference`; each has one value of every round."""
     return estimate([after - before for before, after in zip(reference, other, strict=True)])
 
 

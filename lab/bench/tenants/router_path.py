@@ -26,7 +26,7 @@ from kvloom.v1.generation_pb2 import (
     StepFrame,
     StopConditions,
 )
-from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, Submit
+from kvloom.v1.router_service_pb2 import GenerateRequest, RouterServiceConnectRequest, Submit
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectRequest, ShardServiceConnectResponse
 from kvloom_common.config import KvloomConfig
 from kvloom_common.models.served_model import ServedModel
@@ -111,14 +111,16 @@ class RouterPath:
         self._num_requests += 1
         number = self._num_requests
         submit = Submit(
-            request_id=f"chatcmpl-{number:016x}",
-            model=_MODEL,
+            request=GenerateRequest(
+                request_id=f"chatcmpl-{number:016x}",
+                model=_MODEL,
+                sampling=SamplingParams(temperature=0.0, seed=1),
+                stop=StopConditions(max_tokens=1),
+                timeout_seconds=600.0,
+            ),
             packed_prompt_token_ids=self._prompt,
             prompt_text="x",
-            sampling=SamplingParams(temperature=0.0, seed=1),
-            stop=StopConditions(max_tokens=1),
             choices=[Choice(slot=number)],
-            timeout_seconds=600.0,
         )
         if self._has_tenants:
             submit.tenant, submit.key_id = _TENANT, _KEY_ID

@@ -49,7 +49,7 @@ _ASK_AGAIN_SECONDS: Final = 0.1
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """What is measured: requests with this key to this fabric."""
+    """A measured variant: requests with this key to this fabric."""
 
     plan: BenchPlan
     url: str

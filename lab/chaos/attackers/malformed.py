@@ -23,7 +23,7 @@ def chat_request(targets: Targets, **fields: Any) -> bytes:
 
 
 def _head_of(targets: Targets) -> bytes:
-    """Of a request that is read, whatever else is wrong with it."""
+    """Returns the head of a request that is read, whatever else is wrong with it."""
     return _POST + b"Authorization: Bearer %b\r\n" % targets.key.encode() if targets.key else _POST
 
 

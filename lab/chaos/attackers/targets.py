@@ -1,4 +1,4 @@
-"""What is attacked, connections from the attackers' own addresses, and the tally of the answers."""
+"""Gives attackers their targets, connections from their own addresses, and the tally of the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTACKER_HOST: Final = "127.0.0.66"
 """Fabrics without keys take an IP address for a caller, so that the attackers are not the users' caller."""
 FLOOD_HOST: Final = "127.0.0.67"
 TIMEOUT_SECONDS: Final = 20.0
-"""Of one exchange: an attacker that waits forever attacks nothing."""
+"""One exchange takes at most so long: an attacker that waits forever attacks nothing."""
 _CONNECT_SECONDS: Final = 5.0
 _MAX_READ_BYTES: Final = 64 * 2**20
 
@@ -47,14 +47,14 @@ class Targets(msgspec.Struct, frozen=True):
     """The names of the users' requests can be guessed: u0-SEED-1 and so on."""
     num_users: int = 0
     key: str = ""
-    """Of a tenant of the attackers'; "": they have none, or the fabric has no tenants."""
+    """The key of a tenant of the attackers'; "": they have none, or the fabric has no tenants."""
 
     def guessed_name(self, rng: random.Random) -> str:
         return f"u{rng.randrange(max(1, self.num_users))}-{self.user_seed}-{rng.randrange(1, 500)}"
 
 
 class Attack:
-    """What every attack gets."""
+    """The things that every attack gets."""
 
     def __init__(self, targets: Targets, rng: random.Random, tally: Counter[str], name: str) -> None:
         self.targets = targets

@@ -1,4 +1,4 @@
-"""What the users noticed of an attack, and what it left in the processes' memory. Pure functions."""
+"""Reports what the users noticed of an attack, and what it left in the processes' memory. Pure functions."""
 
 from __future__ import annotations
 

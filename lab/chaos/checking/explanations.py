@@ -20,7 +20,7 @@ class FleetSize:
     num_edges: int
     num_routers: int
     num_shards: int
-    """Of each model."""
+    """The number of shards of each model."""
     max_attempts: int
     """`router.max_attempts`"""
     model_of: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -40,8 +40,8 @@ _EDGE_VERBS: Final = frozenset({"kill", "stop", "reset"})
 def is_explained(
     call: UserCall, transcript: Transcript, finding: Finding, disturbances: Sequence[Disturbance], fleet: FleetSize
 ) -> bool:
-    """Whether this answer may have ended like this. `disturbances` are those of the whole run. Planned restarts explain
-    no failure, nor does what happens to shards of other models."""
+    """True when this answer may have ended like this. `disturbances` are those of the whole run. Planned restarts
+    explain no failure, nor does what happens to shards of other models."""
     if finding.verdict in NEVER_ALLOWED:
         return False
     model = call.question.model
@@ -104,7 +104,7 @@ def _model_struck(disturbance: Disturbance, fleet: FleetSize) -> str:
 
 
 def _is_refused_for_its_model(transcript: Transcript, by_part: dict[str, list[Disturbance]]) -> bool:
-    """Whether nothing was delivered because the model was unloaded or asleep. That breaks no answer that runs."""
+    """True when nothing was delivered because the model was unloaded or asleep. That breaks no answer that runs."""
     if transcript.first_at is not None:
         return False
     for one in by_part.get("model", []):
@@ -124,6 +124,6 @@ def _breaks_connections(by_part: dict[str, list[Disturbance]]) -> bool:
 
 
 def _is_none_left(struck: Sequence[Disturbance], restarted: set[str], count: int) -> bool:
-    """Whether all parts were struck, counting those that were being restarted."""
+    """True when all parts were struck, counting those that were being restarted."""
     targets = {one.target for one in struck}
     return bool(targets) and len(targets | restarted) >= count

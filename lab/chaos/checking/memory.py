@@ -62,7 +62,7 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the slope is at most FLAT_MB_PER_HOUR, or cannot be distinguished from noise."""
+        """True when the slope is at most FLAT_MB_PER_HOUR, or cannot be distinguished from noise."""
         surely = self.bytes_per_second - self.error_bytes_per_second
         rise_mb = self.bytes_per_second * self.seconds / 1e6
         return mb_per_hour(self.bytes_per_second) <= FLAT_MB_PER_HOUR or rise_mb <= FLAT_MB or surely <= 0.0
@@ -130,7 +130,7 @@ def _figures_of(processes: Sequence[ProcessMemory]) -> dict[str, Any]:
 
 
 def soak_problems(figures: Iterable[dict[str, Any]]) -> list[str]:
-    """What must not happen in a run without faults."""
+    """Returns what happened that must not happen in a run without faults."""
     problems: list[str] = []
     for row in figures:
         if row["incarnations"] > 1:

@@ -25,7 +25,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one client received for one request."""
+    """Records what one client received for one request."""
 
     request_ids: tuple[str, ...]
     """The last one is that of the answer. The client abandoned the earlier ones."""
@@ -57,7 +57,7 @@ class MeteringResult:
 
 
 def parse_usage_record(line: bytes) -> UsageRecord | None:
-    if b'"request ended"' not in line and b'"request credited"' not in line:
+    if b'"request_ended"' not in line and b'"request_credited"' not in line:
         return None
     try:
         return msgspec.json.decode(line, type=UsageRecord)

@@ -1,4 +1,4 @@
-"""What is kept of every answer. Records are small because a run has many of them."""
+"""A Record is what is kept of an answer. Records are small because a run has many of them."""
 
 from __future__ import annotations
 

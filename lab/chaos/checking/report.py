@@ -111,7 +111,7 @@ LOSES_RECORDS: Final = frozenset({FaultKind.KILL_ROUTER, FaultKind.DISK_FULL})
 
 
 def may_miss_usage_record(record: Record, disturbances: Sequence[Disturbance]) -> bool:
-    """Whether its usage record, or the end of it, may have been lost."""
+    """True when its usage record, or the end of it, may have been lost."""
     return any(
         one.kind in LOSES_RECORDS
         and one.is_felt(record.transcript.sent_at, record.transcript.ended_at + USAGE_RECORD_SECONDS)
@@ -173,7 +173,7 @@ class _FirstAnswers:
 
 
 def _latency(records: Sequence[Record], disturbances: Sequence[Disturbance]) -> dict[str, Any]:
-    """Of answers that came, in seconds: those that no fault could touch, and the others."""
+    """Returns the latencies of answers that came, in seconds: those that no fault could touch, and the others."""
     calm: list[Record] = []
     disturbed: list[Record] = []
     for record in records:

@@ -46,7 +46,7 @@ class Question:
 
     prompt: str
     is_chat: bool
-    """Whether the prompt is rendered as a conversation. Otherwise its plain token ids are sent."""
+    """True when the prompt is rendered as a conversation. Otherwise its plain token ids are sent."""
     max_tokens: int
     temperature: float
     seed: int

@@ -79,7 +79,7 @@ class Transcript:
     first_at: float | None = None
     last_at: float = 0.0
     was_away: bool = False
-    """Whether the client itself caused the pause before the next piece."""
+    """True when the client itself caused the pause before the next piece."""
     longest_pause_seconds: float = 0.0
     """The longest time between two pieces of the answer."""
     ended_at: float = 0.0
@@ -135,8 +135,8 @@ class Transcript:
 
 
 def cut_short(expected: Expected, transcript: Transcript) -> Expected:
-    """What is expected of an answer that a limit has cut short somewhere: the beginning of it, but all of a choice that
-    ended before that."""
+    """Returns what is expected of an answer that a limit has cut short somewhere: the beginning of it, but all of a
+    choice that ended before that."""
     choices = []
     for choice, received in zip(expected.choices, transcript.choices, strict=True):
         count = (

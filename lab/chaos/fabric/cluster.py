@@ -38,7 +38,7 @@ _START_TIMEOUT_SECONDS: Final = 180.0
 _READY_TIMEOUT_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.02
 _LET_END_SECONDS: Final = 60.0
-"""As long as users are patient: no answer may be broken off."""
+"""Answers may run for so long, as users are patient: none may be broken off."""
 
 
 class Cluster:
@@ -74,7 +74,7 @@ class Cluster:
         self.probe_key = "probe"
         """The key of the run's own requests. Without tenants any name will do."""
         self.attacks: Sequence[str] = ()
-        """What hostile neighbours do; everything if it is empty."""
+        """The attacks of hostile neighbours; all of them if it is empty."""
         self.attackers_key = ""
         """That of a tenant which is hostile neighbours'; "": there are no tenants."""
         self.attack_answers: Counter[str] = Counter()

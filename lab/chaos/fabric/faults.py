@@ -32,9 +32,9 @@ class FaultKind(enum.StrEnum):
     RESTART_ROUTER = "restart-router"
     RESTART_EDGE = "restart-edge"
     UNLOAD_MODEL = "unload-model"
-    """As by `kvloom models unload`, which no answer that runs may notice; then the model is loaded again."""
+    """Unloads a model as `kvloom models unload` does, which no answer that runs may notice; then it is loaded again."""
     SLEEP_MODEL = "sleep-model"
-    """As by `kvloom models sleep`, likewise; then it is woken."""
+    """Lets a model sleep as `kvloom models sleep` does, which no answer that runs may notice; then it is woken."""
     RESET_CLIENTS = "reset-clients"
     """The connections between clients and an edge."""
     STALL_CLIENTS = "stall-clients"
@@ -51,7 +51,7 @@ class FaultKind(enum.StrEnum):
 
     @property
     def verb(self) -> str:
-        """What happens to `part`; "surround" for faults of what the processes depend on."""
+        """The verb for what happens to `part`; "surround" for faults of what the processes depend on."""
         return "surround" if self in SURROUNDINGS else self.value.partition("-")[0]
 
     @property
@@ -64,7 +64,7 @@ class FaultKind(enum.StrEnum):
 
     @property
     def story(self) -> str:
-        """What it does, in one line."""
+        """Says what it does, in one line."""
         return _STORIES.get(self) or _STORIES_BY_VERB[self.verb].format(_PARTS.get(self.part, f"a {self.part}"))
 
 
@@ -115,7 +115,7 @@ class Fault:
     """Time since the load began."""
     kind: FaultKind
     choice: float
-    """Which part of its kind it strikes: 0 is the first one, 1 is just past the last."""
+    """Chooses the part of its kind that it strikes: 0 is the first one, 1 is just past the last."""
     duration_seconds: float = 0.0
     """The duration of a hang or stall, or for how long a model is away."""
 
@@ -136,7 +136,7 @@ class Disturbance:
     """When the part was restored. None means not yet."""
 
     def is_felt(self, begin: float, end: float) -> bool:
-        """Whether it was in effect at any time between `begin` and `end`."""
+        """True when it was in effect at any time between `begin` and `end`."""
         return self.began_at <= end and (self.ended_at is None or begin <= self.ended_at + SETTLE_SECONDS)
 
 

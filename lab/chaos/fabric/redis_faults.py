@@ -28,7 +28,7 @@ from lab.chaos.fabric.faults import Fault
 from tools.supervisor.child import bound_command
 
 _RECORD_SECONDS: Final = 20.0
-"""What is written into the registry expires by then, whatever becomes of this process."""
+"""Records that are written into the registry expire after so long, whatever becomes of this process."""
 _FILLER_BYTES: Final = 8_000_000
 _MAX_FILLERS: Final = 2000
 _MAX_PINGS: Final = 200
@@ -139,7 +139,7 @@ async def _wait_until_answered(cluster: Cluster) -> None:
 
 
 async def _fill_with_foreign_data(cluster: Cluster) -> None:
-    """What another fabric would have there: shards of the same names."""
+    """Writes what another fabric would have there: shards of the same names."""
     prefix = f"{cluster.config.redis.key_prefix}:shard"
     foreign = _foreign_sealer()
     async with _client(cluster) as client:
@@ -154,6 +154,6 @@ def _foreign_sealer() -> Sealer:
 
 
 def _old_record(cluster: Cluster, name: str) -> bytes:
-    """Of an incarnation that has gone, at an address where nothing listens."""
+    """Returns the record of an incarnation that has gone, at an address where nothing listens."""
     record = ShardRecord(name, "127.0.0.1:1", cluster.config.model.name, "gone")
     return msgspec.json.encode(record)

@@ -35,7 +35,7 @@ class ControlDesk:
         return await self._ask(directory_service_pb2_grpc.DirectoryServiceStub, method, request)
 
     async def budgets(self, tenant: str) -> list[usage_service_pb2.BudgetState]:
-        """Of the tenant and its organisation. Raises KvloomError and CommandError."""
+        """Returns the budgets of the tenant and its organisation. Raises KvloomError and CommandError."""
         request = usage_service_pb2.GetBudgetsRequest(tenant=tenant)
         return list((await self._ask(usage_service_pb2_grpc.UsageServiceStub, "GetBudgets", request)).budgets)
 

@@ -31,7 +31,7 @@ _NUM_CLIENTS: Final = 2
 _PAUSE_SECONDS: Final = 0.2
 _CALL_SECONDS: Final = 20.0
 _MAX_ID: Final = 4000
-"""Of tokens: all models have these."""
+"""The largest token id that is sent: all models have these."""
 
 
 def hostile_tenant() -> ChaosTenant:

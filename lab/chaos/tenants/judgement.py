@@ -31,7 +31,7 @@ _DELAYS_REVOCATION: Final = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Books:
-    """What the control service has at the end."""
+    """The records of the control service at the end."""
 
     answers: Sequence[MeteredAnswer]
     budgets: Mapping[str, BudgetState]
@@ -94,15 +94,15 @@ def judge_tenants(
 
 
 def _name_of(answer: MeteredAnswer) -> str:
-    """As its client knows it: names over gRPC are those of a tenant."""
+    """Returns the answer's name as its client knows it: names over gRPC are those of a tenant."""
     return answer.request_id.removesuffix(f"@{answer.tenant}")
 
 
 def judge_hostile(
     tenant: ChaosTenant, made: Sequence[Claimed], disturbances: Sequence[Disturbance], books: Books
 ) -> dict[str, Any]:
-    """Of a tenant that claims what suits it: everything that was computed for it is metered, and its claims have moved
-    no limit. Figures, with `problems`."""
+    """Judges a tenant that claims what suits it: everything that was computed for it is metered, and its claims have
+    moved no limit. Returns figures, with `problems`."""
     lost = [one for one in disturbances if one.kind in LOSES_RECORDS]
     by_name: dict[str, list[Claimed]] = {}
     for one in made:
@@ -145,8 +145,8 @@ def judge_hostile(
 
 
 def _unmetered(name: str, requests: Sequence[Claimed], answers: Sequence[MeteredAnswer]) -> str:
-    """What is wrong with all requests of one name; "": nothing. A claim of one that has a ticket counts as output or as
-    prompt."""
+    """Says what is wrong with all requests of one name; "": nothing. A claim of one that has a ticket counts as output
+    or as prompt."""
     num_output = sum(one.num_output_tokens for one in answers)
     num_prompt = sum(one.num_prompt_tokens for one in answers)
     num_received = sum(one.num_received for one in requests)
@@ -174,8 +174,8 @@ def _budget_problems(tenant: ChaosTenant, received: int, metered: int, budget: B
 
 
 def _row(tenant: ChaosTenant, records: Sequence[Record], books: Books) -> dict[str, Any]:
-    """What the tenant has used of its budget: as its clients saw it, as its answers were metered, and as control
-    counts it. Nothing but metered answers may be charged, and nothing may stay leased."""
+    """Returns what the tenant has used of its budget: as its clients saw it, as its answers were metered, and as
+    control counts it. Nothing but metered answers may be charged, and nothing may stay leased."""
     own = [record for record in records if record.tenant == tenant.id]
     received = sum(
         PROMPT_NANOS * record.num_prompt_tokens + OUTPUT_NANOS * record.num_received_tokens
@@ -218,7 +218,7 @@ def _served_trespasses(trespasses: Iterable[Trespass], disturbances: Sequence[Di
 
 
 def _is_allowed(one: Trespass, disturbances: Sequence[Disturbance], end: float) -> bool:
-    """Whether a revoked key may still have been accepted then."""
+    """True when a revoked key may still have been accepted then."""
     if not one.kind.startswith("revoked key"):
         return False
     if one.sent_at <= one.since + REVOCATION_SECONDS:

@@ -14,7 +14,7 @@ AMPLE_NANOS: Final = 10**12
 FIRST_SCARCE_NANOS: Final = 4_000_000
 """A budget of some dozens of answers."""
 MORE_SCARCE_NANOS: Final = 2_000_000
-"""What the operator adds to it now and then."""
+"""The operator adds so much to a scarce budget now and then."""
 REQUESTS_PER_MINUTE: Final = (60, 120)
 """The two limits between which the operator changes."""
 
@@ -35,7 +35,7 @@ class ChaosTenant:
     id: str
     """ORGANISATION/PROJECT"""
     limits: dict[str, int]
-    """As they are now, by their names in Limits."""
+    """The limits as they are now, by their names in Limits."""
     largest_budget_nanos: int
     """The largest that it has had."""
     keys: list[IssuedKey] = dataclasses.field(default_factory=list)
@@ -51,7 +51,7 @@ class ChaosTenant:
 
     @property
     def is_scarce(self) -> bool:
-        """Whether its budget is used up now and then."""
+        """True when its budget is used up now and then."""
         return self.largest_budget_nanos < AMPLE_NANOS
 
     @property

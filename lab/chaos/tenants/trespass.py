@@ -1,4 +1,4 @@
-"""What must be refused: requests with revoked keys, and requests for answers of other tenants."""
+"""Sends what must be refused: requests with revoked keys, and requests for answers of other tenants."""
 
 from __future__ import annotations
 

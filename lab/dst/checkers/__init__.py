@@ -146,7 +146,7 @@ LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
     ClaimsMoveNoLimit,
     ComputedIsMetered,
 )
-"""Of seeds with limits. The others expect that a request is queued or placed as soon as it has arrived."""
+"""The checkers of seeds with limits. The others expect that a request is queued or placed as soon as it has arrived."""
 
 
 class Checks(Hooks):

@@ -1,4 +1,4 @@
-"""What may be dispatched to shards, and frames of attempts that are no longer current."""
+"""Checks what may be dispatched to shards, and frames of attempts that are no longer current."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Fence(Checker):
         )
 
     def _is_overdue(self, action: Action) -> bool:
-        """Whether a request ended because of its deadline or of a long outage (see OutagePatience)."""
+        """True when a request ended because of its deadline or of a long outage (see OutagePatience)."""
         return isinstance(action, RequestEnded) and (
             action.error_reason in _OVERDUE or action.request_id in self._hopeless
         )

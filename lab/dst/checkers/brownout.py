@@ -26,11 +26,11 @@ class BrownoutAtAdmission(Checker):
         self._steps: dict[tuple[str, str], int] = {}
         """By router and model."""
         self._step_at_arrival: dict[ObservedRequest, int] = {}
-        """Of requests that have not ended."""
+        """The steps at the arrival of requests that have not ended."""
         self._degradations: dict[ObservedRequest, Degradation | None] = {}
-        """As the first attempt had it."""
+        """The degradations that first attempts had."""
         self._is_refused = False
-        """Whether the brownout refuses the request that arrives in this event."""
+        """True when the brownout refuses the request that arrives in this event."""
 
     def before_event(self, node: RouterView, event: Event) -> None:
         self._is_refused = False

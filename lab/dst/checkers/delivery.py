@@ -1,4 +1,4 @@
-"""What clients read: every token, all of the text, well-formed frames."""
+"""Checks what clients read: every token, all of the text, well-formed frames."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class EndsJustified(Checker):
 
 
 def _failed_everywhere(node: RouterView, choice: ObservedChoice) -> bool:
-    """Whether it has had all its attempts, or there is no shard for another one."""
+    """True when it has had all its attempts, or there is no shard for another one."""
     if not choice.num_attempts:
         return False
     return choice.num_failures >= node.config.max_attempts or not eligible(node.witness.shards, choice.request)
@@ -127,7 +127,7 @@ def _does_not_fit(node: RouterView, choice: ObservedChoice) -> bool:
 
 
 def _is_unscreenable(node: RouterView, choice: ObservedChoice) -> bool:
-    """Whether the safety service was down for too long, or so slow that too much text was held back."""
+    """True when the safety service was down for too long, or so slow that too much text was held back."""
     if node.witness.safety_waited_for_until is not None and node.config.answer_mode == "gate":
         most_held = max(len(sibling.emitted) - sibling.num_sent_tokens for sibling in choice.request.choices)
         return most_held > max(1, node.config.max_held_tokens // len(choice.request.choices))
@@ -140,7 +140,7 @@ def _no_shard(node: RouterView, choice: ObservedChoice) -> bool:
 
 
 def _does_not_exist(node: RouterView, choice: ObservedChoice) -> bool:
-    """Whether there is no such model or adapter, or no longer."""
+    """True when there is no such model or adapter, or no longer."""
     observed, witness = choice.request, node.witness
     if observed is witness.arriving:
         return witness.refuses(observed)

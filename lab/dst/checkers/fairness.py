@@ -52,7 +52,7 @@ class PreemptionsJustified(Checker):
         chosen: list[ObservedChoice],
         fairness: FairnessConfig,
     ) -> bool:
-        """Whether blocks are short, and the tenant has more than its share without all but one of those chosen."""
+        """True when blocks are short, and the tenant has more than its share without all but one of those chosen."""
         tenants = {choice.request.request.tenant if choice else None for choice in shard.open.values()}
         is_contended = len(tenants) > 1 or shard.description.model in node.witness.contended
         if not is_contended or shard.num_free_blocks_at_least() >= shard.num_reserved_blocks(fairness):

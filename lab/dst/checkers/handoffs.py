@@ -156,6 +156,6 @@ class HandoffsCollected(Checker):
 
 
 def _prompt(request: Request) -> tuple[object, ...]:
-    """What the KV depends on, and the request itself."""
+    """Returns what the KV depends on, and the request itself."""
     name = request.request_id.split("~")[0]
     return name, request.model, request.adapter, request.tenant, tuple(request.prompt_token_ids), request.sampling

@@ -29,7 +29,7 @@ def num_serving(shards: Sequence[ObservedShard]) -> tuple[int, int]:
 
 
 def has_other(node: RouterView, choice: ObservedChoice, here: ObservedShard) -> bool:
-    """Whether an unsuspected shard other than `here`, where the choice runs, has room for it."""
+    """True when an unsuspected shard other than `here`, where the choice runs, has room for it."""
     request = choice.request.request
     longest = max(other.num_tokens for other in choice.request.choices)
     window = len(request.prompt_token_ids) + (longest + 1 if request.max_tokens is None else request.max_tokens)

@@ -24,7 +24,7 @@ from router.core.lease_messages import LeaseKind, LeaseName
 
 
 class BudgetsKept(Checker):
-    """What clients are sent is never more than a hard budget of any account, whatever fails: not one token."""
+    """Clients are never sent more than a hard budget of any account allows, whatever fails: not one token."""
 
     invariant = "budgets_kept"
 
@@ -58,7 +58,8 @@ class BudgetsKept(Checker):
 
 
 def _least_cost(kind: LeaseKind, limits: Limits, request: Request, num_tokens: int, *, is_first: bool) -> int:
-    """Of some tokens, and of a prompt that may have been cached. Both together cost no less than each by itself."""
+    """Returns the least cost of some tokens, and of a prompt that may have been cached. Both together cost no less than
+    each by itself."""
     num_prompt_tokens = request.num_prompt_tokens if is_first else 0
     if kind is LeaseKind.DAY_TOKENS:
         return num_tokens + limits.cached_token_percent * num_prompt_tokens // 100
@@ -74,7 +75,7 @@ class _Admitted(NamedTuple):
     arrived_at: float
     router: str
     is_continuation: bool
-    """Of a client outside the fabric: it counts, and is not refused."""
+    """True for a continuation by a client outside the fabric: it counts, and is not refused."""
 
 
 class RatesKept(Checker):
@@ -98,7 +99,8 @@ class RatesKept(Checker):
         self._dispatched[id(observed)] = (observed, now - waited, now)
 
     def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
-        """What failed before its first token has burnt nothing, and made room for another request."""
+        """Leaves out a request that failed before its first token: it has burnt nothing, and made room for another
+        one."""
         _, begin, dispatched_at = self._dispatched.pop(id(observed), (None, 0.0, 0.0))
         if node.limits is None or observed is None or not dispatched_at:
             return
@@ -137,8 +139,8 @@ class RatesKept(Checker):
 
 
 class ClaimsMoveNoLimit(Checker):
-    """What clients outside the fabric say of their answers changes no limit: what their choices have counts as prompt,
-    unless a ticket proves that this very answer has begun."""
+    """Claims of clients outside the fabric about their answers change no limit: the output that they claim counts as
+    prompt, unless a ticket proves that this very answer has begun."""
 
     invariant = "claims_move_no_limit"
 
@@ -258,7 +260,7 @@ class ChargesExact(Checker):
 
 
 def _due(kind: LeaseKind, limits: Limits, observed: ObservedRequest, end: RequestEnded) -> int:
-    """What the whole answer costs, with what it has of an earlier router."""
+    """Returns what the whole answer costs, with what it has of an earlier router."""
     request = observed.request
     num_output = sum(choice.num_sent_tokens for choice in observed.choices)
     num_prompt = len(request.prompt_token_ids)

@@ -134,7 +134,7 @@ class UnloadsHarmless(Checker):
 
     @staticmethod
     def _is_needed(node: RouterView, action: Action) -> bool:
-        """Whether it cancels sequences, rather than probes and prefill chunks."""
+        """True when it cancels sequences, rather than probes and prefill chunks."""
         if not isinstance(action, CancelOnShard):
             return False
         shard = node.witness.shards.get(action.shard_id)

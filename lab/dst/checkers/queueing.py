@@ -48,7 +48,7 @@ class _Passed(NamedTuple):
     num_emitted: int
     """Tokens that it had before."""
     num_prefill_tokens: int
-    """Of its prompt, what was to be computed; 0 if it had run before."""
+    """The tokens of its prompt that were to be computed; 0 if it had run before."""
 
 
 class NoStarvation(Checker):
@@ -148,12 +148,12 @@ def _most_service(observed: ObservedRequest, max_tokens: int) -> float:
 
 
 def is_parked(observed: ObservedRequest) -> bool:
-    """Whether it is a batch request that has had no attempt and no leg."""
+    """True when it is a batch request that has had no attempt and no leg."""
     return observed.request.tier is not Tier.INTERACTIVE and not observed.has_begun
 
 
 def others_go_first(node: RouterView, observed: ObservedRequest) -> bool:
-    """Whether a more urgent request, or one that has had an attempt, is queued too."""
+    """True when a more urgent request, or one that has had an attempt, is queued too."""
     model = observed.request.model
     others = [other for other in node.witness.waiting() if other is not observed and other.request.model == model]
     return any(other.request.tier < observed.request.tier or other.has_begun for other in others)

@@ -29,7 +29,7 @@ class Sequence:
     num_chars: int
     has_started: bool = False
     handoff: bytes = b""
-    """What its finish has, so that another shard can fetch its KV."""
+    """The hand-off in its finish, so that another shard can fetch its KV."""
 
 
 class Engine:

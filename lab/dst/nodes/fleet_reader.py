@@ -20,7 +20,7 @@ class _Router(RouterView, RegistryReader, Protocol):
 
 
 class _Link:
-    """What follow_registry needs to know of a link."""
+    """The part of a link that follow_registry needs to know."""
 
     def __init__(self, target: LinkTarget, node: _Router) -> None:
         self.target = target
@@ -62,7 +62,7 @@ class FleetReader:
             self._env.timeline.after(0.0, self._try, node, link)
 
     def may_connect(self, node: _Router, shard: SimShard) -> bool:
-        """Whether a link reaches this shard now. One that reaches another process, or none, tries again later."""
+        """True when a link reaches this shard now. One that reaches another process, or none, tries again later."""
         link = self._links.get(shard.shard_id)
         if link is None:
             return False

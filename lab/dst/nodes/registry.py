@@ -24,7 +24,7 @@ class Value:
     content: bytes
     expires_at: float
     is_true: bool
-    """Whether the shard that it names wrote it."""
+    """True when the shard that it names wrote it."""
 
 
 class SimRegistry:
@@ -77,7 +77,7 @@ class SimRegistry:
         return ShardRecord(shard.shard_id, shard.shard_id, shard.shape.model, f"{shard.shard_id}-{number}", OWNER)
 
     def announce(self, shard: ShardView) -> None:
-        """What Registry.announce does."""
+        """Announces a shard as Registry.announce does."""
         if not (self.is_reachable and shard.is_up and not shard.is_hung):
             return
         record, before = self.record_of(shard), self._value(shard.shard_id)
@@ -127,14 +127,14 @@ class SimRegistry:
             self._env.timeline.after(POLL_SECONDS, self._poll, reader)
 
     def list_shards(self) -> dict[str, ShardRecord] | None:
-        """What Registry.list_records returns; None while it cannot be reached."""
+        """Returns what Registry.list_records does; None while it cannot be reached."""
         if not self.is_reachable:
             return None
         found = {key: _read(key, value.content) for key in sorted(self.values) if (value := self._value(key))}
         return {key: record for key, record in found.items() if record is not None}
 
     def is_announced(self, shard: ShardView) -> bool:
-        """Whether the record of the shard's present incarnation can be read."""
+        """True when the record of the shard's present incarnation can be read."""
         value = self._value(shard.shard_id)
         return self.is_reachable and value is not None and value.is_true and value.content == self._content_of(shard)
 

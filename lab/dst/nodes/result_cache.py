@@ -30,14 +30,14 @@ def _key(_secret: bytes, scope: str, fingerprint: ModelFingerprint, policy_revis
 
 
 def content_of(request: Request) -> tuple[object, ...]:
-    """What a request asks for."""
+    """Returns what a request asks for."""
     assert isinstance(request.sampling, script.Sampling)
     prompt = tuple(request.prompt_token_ids), request.prompt_text
     return request.model, request.adapter, *prompt, request.sampling.script_key, request.max_tokens
 
 
 def _pieces(_request: Request, choice: StoredChoice) -> Sequence[str] | None:
-    """As a shard sends them: see script.text_shown."""
+    """Returns the pieces of text that a shard sends: see script.text_shown."""
     tokens = choice.token_ids
     texts = [script.text_shown(tokens, count + 1, is_final=count + 1 == len(tokens)) for count in range(len(tokens))]
     if not texts or len(texts[-1]) != choice.num_chars:

@@ -86,10 +86,10 @@ class RouterNode:
         self.core = RouterCore(config, seed=env.scenario.seed + number, limiter=limiter)
         self.config = config
         self.holds_requests = POLICIES[self.config.policy]().hold is not None
-        """Whether the policy may hold requests back although a shard has room."""
+        """True when the policy may hold requests back although a shard has room."""
         self.tenants = env.scenario.tenants
         self.is_harmless = env.scenario.is_harmless
-        """Whether nothing happens that breaks off an answer."""
+        """True when nothing happens that breaks off an answer."""
         self.witness = Witness(self.config)
         self.clients: dict[str, ClientStream] = {}
         self.streams: dict[str, ShardStream] = {}
@@ -185,7 +185,7 @@ class RouterNode:
         self._env.timeline.after(self._env.scenario.latency_seconds, shard.accept, stream)
 
     def accepts(self, stream: ShardStream, incarnation_id: str) -> bool:
-        """Whether the process at the other end of a new stream is the one that was meant."""
+        """True when the process at the other end of a new stream is the one that was meant."""
         return self._fleet is None or self._fleet.accepts(stream.shard.shard_id, incarnation_id)
 
     def read_registry(self) -> None:
@@ -236,7 +236,7 @@ class RouterNode:
         self._arm_timer()
 
     def _through_keeper(self, keeper: AnswerKeeper, event: Event) -> Event:
-        """What the driver and the link to the safety service do before the core gets an event."""
+        """Does what the driver and the link to the safety service do before the core gets an event."""
         match event:
             case SafetyUp():
                 self.policy_revision = f"{event.screens_prompts} {event.screens_answers}"

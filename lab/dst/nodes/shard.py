@@ -49,9 +49,9 @@ class SimShard:
         self.has_hung_engine = False
         self.is_draining = False
         self.is_withdrawn = False
-        """Whether its model is about to be unloaded."""
+        """True when its model is about to be unloaded."""
         self.is_ending = False
-        """Whether it has been told to stop, for ever."""
+        """True when it has been told to stop, for ever."""
         self.hands_over = False
         self.ends_at: float | None = None
         """When it has to be empty, as it has had notice."""
@@ -135,7 +135,7 @@ class SimShard:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it produces no tokens."""
+        """True when it produces no tokens."""
         return self.is_hung or self.has_hung_engine
 
     def set_draining(self, draining: bool) -> None:

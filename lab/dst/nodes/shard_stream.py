@@ -32,9 +32,9 @@ class ShardStream:
         self.to_router = Pipe(env.timeline, env.rng, self._arrive_at_router, latency)
         self.is_open_at_router = True
         self.is_announced = False
-        """Whether the core has received ShardUp for this stream."""
+        """True when the core has received ShardUp for this stream."""
         self.parts = Step()
-        """What the shard has not sent yet."""
+        """The frame that the shard has not sent yet."""
         self.old_load: ShardLoad | None = None
         self.held_kv: KvEventsArrived | None = None
         """A batch that the next one is to overtake."""

@@ -48,13 +48,13 @@ class SimEdge:
         self.registry = RolloutClient(env, store, self.loop)
         self.routes = ModelRoutes()
         self.rollouts: Mapping[str, RolloutRecord] = {}
-        """What it knows of rollouts, by each name that their requests may have."""
+        """The rollouts that it knows, by each name that their requests may have."""
         self._catalogue = Catalogue()
         self._fleets: dict[str, FleetState] = {}
         """By router."""
         self._served: set[str] = set()
         self.fleet = FleetState()
-        """What all routers report."""
+        """The state that all routers report."""
         self._fleet_changed = asyncio.Event()
         follower = RolloutFollower(KvloomConfig(), PLAIN, self.routes, self._on_rollouts, report=_keep_silent)
         self.loop.start(follower.follow(self.registry))
@@ -76,7 +76,7 @@ class SimEdge:
         self._env.record_note(self.name, f"knows of {shares or 'no rollout'}")
 
     def knows(self, model: str) -> bool:
-        """Whether requests for the model can be sent to a router."""
+        """True when requests for the model can be sent to a router."""
         found = self._catalogue.by_name.get(model)
         return model in self._served and found is not None and found.name == model
 
@@ -90,7 +90,7 @@ class SimEdge:
             self._follow_fleet()
 
     def _follow_fleet(self) -> None:
-        """What CatalogueFollower does. Cards come after a while."""
+        """Follows the fleet as CatalogueFollower does. Cards come after a while."""
         self.fleet = merged_fleet(self._fleets.values())
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()
@@ -130,7 +130,7 @@ class SimEdge:
         return Told(script_key, request.model, session, models, rollout, is_continued, is_chosen)
 
     def _has_both(self, rollout: RolloutRecord) -> bool:
-        """Whether both versions can be sent requests. A router may take the old one for withdrawn although it is not:
+        """True when both versions can be sent requests. A router may take the old one for withdrawn although it is not:
         a load report was lost, or the process has missed the end of the rollout."""
         is_withdrawn = any(model.withdrawn for model in self.fleet.models if model.name == rollout.old)
         return self.knows(rollout.old) and self.knows(rollout.new) and not is_withdrawn
@@ -152,7 +152,7 @@ class SimEdge:
 
 
 def share_key(request: Request) -> str:
-    """What edges and routers draw the version by: the session, or else the caller."""
+    """Returns the key by which edges and routers draw the version: the session, or else the caller."""
     return request.session_key or request.tenant
 
 

@@ -1,4 +1,4 @@
-"""What the routers have counted, as the supervisor reads it for its judgement."""
+"""Simulates what the routers have counted, as the supervisor reads it for its judgement."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LOST_MESSAGE: Final = 0.15
 
 
 class RolloutStore:
-    """What Redis has of rollouts. Its random numbers are its own."""
+    """The part of Redis that has rollouts. Its random numbers are its own."""
 
     def __init__(self, env: Environment, registry: SimRegistry) -> None:
         """`registry`: that of the shards. Both are reached, or neither."""
@@ -38,7 +38,7 @@ class RolloutStore:
         self._clients = [one for one in self._clients if one.loop.is_alive] + [client]
 
     def announce(self, record: RolloutRecord) -> None:
-        """What Registry.announce does. Raises NameTakenError."""
+        """Announces a rollout as Registry.announce does. Raises NameTakenError."""
         now = self._env.timeline.now
         before, expires_at = self._records.get(record.key, (None, 0.0))
         live = before if expires_at > now else None

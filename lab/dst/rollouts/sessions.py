@@ -1,4 +1,4 @@
-"""Which session and which edge each request has, and what the edge does when a version cannot take it."""
+"""Draws the session and the edge of each request, and does what the edge does when a version cannot take it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pending:
     num_open: int
     """Choices that have not ended."""
     has_begun: bool = False
-    """Whether the client has something of an answer, so that no other model may take the request."""
+    """True when the client has something of an answer, so that no other model may take the request."""
     failed: list[Answer] = dataclasses.field(default_factory=list)
     passed: list[tuple[str, KvloomError]] = dataclasses.field(default_factory=list)
     """The models that could not take the request before, and why."""

@@ -56,12 +56,12 @@ class SimSupervisor:
         self.running: dict[str, Running] = {}
         """By name."""
         self.is_starting = False
-        """Whether it was killed and its shards have not come back."""
+        """True when it was killed and its shards have not come back."""
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
     def begin(self, plan: RolloutPlan) -> None:
-        """What MachineRollouts does."""
+        """Begins a rollout as MachineRollouts does."""
         old = self._serving[plan.name]
         new = plan.successor_of(old)
         self._num_begun += 1
@@ -91,7 +91,7 @@ class SimSupervisor:
         self._env.checks.on_rollout_ended(name, self._serving[name].name, self._env.timeline.now)
 
     def roll_back(self, name: str) -> bool:
-        """What Rollouts.roll_back does. Returns whether it was possible."""
+        """Rolls back as Rollouts.roll_back does. Returns True when it was possible."""
         if self.running[name].rollout.state.phase == "finishing":
             return False
         self.running[name].rollout.roll_back("it was asked for")

@@ -1,4 +1,5 @@
-"""What a world with rollouts has beside the rest: edges, a registry of rollouts, and the supervisor of its models."""
+"""Rollouts is what a world with rollouts has beside the rest: edges, a registry of rollouts, and the supervisor of its
+models."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class Rollouts:
         return bool(self.supervisor.running) or self.supervisor.is_starting
 
     def has(self, model: str) -> bool:
-        """Whether it is or was a version in a rollout, or the name of one."""
+        """True when it is or was a version in a rollout, or the name of one."""
         return model in self.serving or model in self._cards
 
     # -- what routers report ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from router.core.actions import RequestEnded
 from router.core.events import ChoiceSpec, Request
 
 HOSTILE_SHARE: Final = 0.6
-"""Of the seeds with limits."""
+"""The share of hostile seeds among those with limits."""
 _REPEATED_SHARE: Final = 0.65
 _SEALER: Final = SecretSealer(FabricSecret(b"i" * 32, (b"s" * 32,)))
 
@@ -103,6 +103,6 @@ class HostileTenant:
 
 
 def _digest(request: Request) -> str:
-    """Of what determines the answer; see digest_of in router/continuation_tickets.py."""
+    """Returns a digest of what determines the answer; see digest_of in router/continuation_tickets.py."""
     assert isinstance(request.sampling, Sampling)
     return f"{request.tenant} {request.key_id} {request.sampling.script_key}"

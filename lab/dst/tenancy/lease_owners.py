@@ -73,7 +73,7 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.spent = 0
-        """Of requests that have ended."""
+        """The units spent by requests that have ended."""
         self.leased: dict[str, int] = {}
         """Router -> what it was granted, less what it returned or reported."""
         self._last_changes: dict[str, tuple[int, int]] = {}

@@ -215,5 +215,5 @@ class SimLimits:
 
 
 def price_to_proto(price: Price) -> pb.Price:
-    """As `control` sends it."""
+    """Returns the price as `control` sends it."""
     return pb.Price(**{field: getattr(price, field) for field in Price.__struct_fields__})

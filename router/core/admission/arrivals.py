@@ -201,8 +201,8 @@ class Arrivals:
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 
     def _make_queue_place(self, live: LiveRequest, now: float) -> bool:
-        """Whether one more request may wait. A class yields to a more urgent one, and a tenant above its share to one
-        below."""
+        """Returns True when one more request may wait. A class yields to a more urgent one, and a tenant above its
+        share to one below."""
         if self._queue.queues.num_untouched < self._config.max_queued_requests:
             return True
         victim = self._queue.queues.take_victim(live.request.tenant, live.priority_class.rank)

@@ -22,7 +22,7 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline, self._count, request))
 
     def has_due(self, now: float) -> bool:
-        """Whether a deadline has passed, perhaps that of a request that has ended."""
+        """True when a deadline has passed, perhaps that of a request that has ended."""
         return bool(self._heap) and self._heap[0][0] <= now
 
     def pop_due(self, now: float) -> Iterator[LiveRequest]:

@@ -34,7 +34,7 @@ class HeldRequests:
         self._held: dict[str, LiveRequest] = {}
         """In the order of their arrival. Requests that ended meanwhile are removed at the next look."""
         self.resume: Callable[[LiveRequest, KvloomError | None, float], None] = lambda _live, _error, _now: None
-        """What becomes of a request once it is no longer held; with an error it is refused. Set by Arrivals."""
+        """Continues a request once it is no longer held; with an error it is refused. Set by Arrivals."""
 
     def admit(self, live: LiveRequest, now: float) -> KvloomError | None:
         """Charge the request to its limits, or hold it (`live.is_held`), or refuse it."""

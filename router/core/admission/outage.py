@@ -44,7 +44,7 @@ class Outage:
                 self._deadlines.add(until, live)
 
     def _is_kept(self, live: LiveRequest) -> bool:
-        """Whether it waits until its own deadline: its shard was stopped on purpose, a shard may come for it, and no
+        """True when it waits until its own deadline: its shard was stopped on purpose, a shard may come for it, and no
         other model would continue it."""
         failure, request, fleet = live.failure, live.request, self._fleet
         if failure is None or failure.reason != ErrorReason.ERROR_REASON_DRAINING or request.has_fallback_model:

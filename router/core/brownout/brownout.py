@@ -71,7 +71,7 @@ class Brownout:
         return None if step is None else degradation(request, self._ladder.effects(step, request.tier), step)
 
     def prefers_others(self, model: str, tier: Tier) -> bool:
-        """Whether a request that names several models should go to another one, if that is ready."""
+        """True when a request that names several models should go to another one, if that is ready."""
         step = self._steps.get(model)
         return step is not None and self._ladder.effects(step, tier).smaller_model
 

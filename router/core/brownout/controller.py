@@ -1,4 +1,4 @@
-"""Which step of the brownout ladder each model is on: a pure function of observations and time.
+"""Decides which step of the brownout ladder each model is on, by a pure function of observations and time.
 
 A step up needs a high burn rate in both windows and a minimum time on the present step; a step down needs a low rate in
 the fast window for a hold time. The rates between the two change nothing (hysteresis). When a model has to go up again

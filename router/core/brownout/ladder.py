@@ -17,7 +17,7 @@ TIERS: Final = {"interactive": Tier.INTERACTIVE, "batch": Tier.BATCH}
 
 
 class Effects(NamedTuple):
-    """What a step and those below it do to requests of one tier."""
+    """The effects of a step and those below it on requests of one tier."""
 
     max_tokens: float = math.inf
     max_choices: float = math.inf

@@ -358,7 +358,7 @@ class AttemptSender:
 
 
 def _continues_exactly(live: LiveRequest, shard: Shard) -> bool:
-    """Whether the shard's tokens will be those that the last shard would have computed."""
+    """True when the shard's tokens will be those that the last shard would have computed."""
     description = shard.description
     if live.variant != description.variant:
         return False

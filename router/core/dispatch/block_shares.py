@@ -50,7 +50,7 @@ class BlockShares:
         return max(1, num_blocks - max(0, num_used - sum(self.held(shard).values())))
 
     def has_queued(self, shard: Shard) -> bool:
-        """Whether a sequence that was sent there has no token yet."""
+        """True when a sequence that was sent there has no token yet."""
         return bool(self._ledger.view(shard.shard_id).queued)
 
     def report(self, shard: Shard) -> ShardLoad:

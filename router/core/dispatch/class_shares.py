@@ -50,7 +50,7 @@ class ClassShares:
             self._has_work_until[live.request.model, name] = now + self._work_seconds
 
     def must_leave_room(self, shard: Shard, live: LiveRequest, num_places: int, num_reserved: int) -> bool:
-        """Whether the rest of the shard is left to other classes. `num_reserved`: the places that less urgent classes
+        """True when the rest of the shard is left to other classes. `num_reserved`: the places that less urgent classes
         leave to a more urgent one that had to wait."""
         model, own = shard.description.model, live.priority_class
         num_free = num_places - len(shard.attempts) - len(live.pending)

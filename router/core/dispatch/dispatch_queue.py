@@ -32,8 +32,8 @@ MAX_REPLACED: Final = 64
 MAX_STEAL_CANDIDATES: Final = 4
 """Requests of other queues that are considered when a shard runs out of work."""
 MAX_FILLED_UTILISATION: Final = 0.5
-"""Of a shard that gets less urgent requests while more urgent ones wait for other shards. Beyond it they would slow
-down the decoding of those (docs/class-placement.md)."""
+"""A shard beyond this utilisation gets no less urgent requests while more urgent ones wait for other shards: they would
+slow down the decoding of those (docs/class-placement.md)."""
 MAX_PASSED_SECONDS: Final = 5.0
 """How long a request that waits for KV blocks is passed by smaller ones."""
 MIN_TICK_SECONDS: Final = 0.001
@@ -110,8 +110,8 @@ class DispatchQueue:
         self._settle(live, shard, candidate, now)
 
     def must_park(self, live: LiveRequest, now: float) -> bool:
-        """Whether a request that is not urgent has to wait although a shard could take it: more urgent ones that could
-        run there arrived before, or enough of its class are placed already."""
+        """True when a request that is not urgent has to wait although a shard could take it: more urgent ones that
+        could run there arrived before, or enough of its class are placed already."""
         model = live.request.model
         if not self.queues.num_waiting(model):
             return False
@@ -215,7 +215,7 @@ class DispatchQueue:
         return min(at, opens_at, min(self._replace_at.values(), default=math.inf))
 
     def can_make_room(self, model: str, tenant: str) -> bool:
-        """Whether a request of the tenant would be served soon, whatever waits."""
+        """True when a request of the tenant would be served soon, whatever waits."""
         return self._fair_shares.can_make_room(model, tenant, self.queues)
 
     def preemptions(self, now: float) -> list[Preemption]:
@@ -309,7 +309,7 @@ class DispatchQueue:
         return self._may_place_more(model, len(shards)) and any(shard.has_room for shard in shards)
 
     def _may_place_more(self, model: str, num_shards: int) -> bool:
-        """Whether fewer requests than shards are placed and not sent. Those that no shard can run any more are not
+        """True when fewer requests than shards are placed and not sent. Those that no shard can run any more are not
         placed: they would keep the parked ones waiting beside an idle shard."""
         queues = self.queues
         num_placed = queues.num_waiting(model) - sum(
@@ -321,8 +321,8 @@ class DispatchQueue:
         return num_placed - num_stuck < num_shards
 
     def _may_fill(self, shard: Shard, now: float) -> bool:
-        """Whether the shard has little prefill and none at present, although more urgent requests wait for others. What
-        fills it gives way at the next step."""
+        """True when the shard has little prefill and none at present, although more urgent requests wait for others.
+        What fills it gives way at the next step."""
         model, view = shard.description.model, self._ledger.view(shard.shard_id)
         return (
             self._hold is not None
@@ -358,7 +358,7 @@ class DispatchQueue:
             self._serve_shard(shard, now)
 
     def _is_open(self, shard: Shard, class_rank: int, now: float) -> bool:
-        """Whether the shard gets more of that rank, or of more urgent ones. Prefill that gives way to it at the next
+        """True when the shard gets more of that rank, or of more urgent ones. Prefill that gives way to it at the next
         step does not count."""
         assert self._hold is not None
         view = self._ledger.view(shard.shard_id)
@@ -372,11 +372,12 @@ class DispatchQueue:
         return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
 
     def _opens_for(self, shard: Shard, live: LiveRequest, now: float) -> bool:
-        """Whether a shard that is open for the most urgent request in its queue is for this one too."""
+        """True when a shard that is open for the most urgent request in its queue is for this one too."""
         return not self._ledger.view(shard.shard_id).ranked_work or self._is_open(shard, live.priority_class.rank, now)
 
     def _most_urgent_rank(self, queue_id: QueueId) -> int:
-        """Of the requests that wait there; for an empty queue that of interactive requests."""
+        """Returns the most urgent rank of the requests that wait there; for an empty queue that of interactive
+        requests."""
         ranks = (live.priority_class.rank for live in self.queues.queue(queue_id))
         return min(ranks, default=INTERACTIVE_RANK)
 
@@ -445,8 +446,8 @@ class DispatchQueue:
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _turn_on(self, shard: Shard) -> Callable[[LiveRequest], bool]:
-        """Whether a request's tenant need not wait until the shard has finished prefill; each tenant is asked about
-        once."""
+        """Returns a function that is True when a request's tenant need not wait until the shard has finished prefill;
+        each tenant is asked about once."""
         deferred: dict[str, bool] = {}
 
         def has_turn(live: LiveRequest) -> bool:

@@ -41,7 +41,7 @@ class Preemption(NamedTuple):
     tenant: str
     choices: list[Choice]
     is_for_class: bool = False
-    """Whether they give way to a more urgent class; otherwise to other tenants."""
+    """True when they give way to a more urgent class; otherwise to other tenants."""
 
 
 class _Leaving(NamedTuple):
@@ -92,7 +92,7 @@ class FairShares:
     # -- who may be sent -----------------------------------------------------------------------------------------
 
     def must_leave_room(self, shard: Shard, live: LiveRequest) -> bool:
-        """Whether the request's tenant has its share of the shard, and only the part that is left to the others is
+        """True when the request's tenant has its share of the shard, and only the part that is left to the others is
         free."""
         if self._classes is not None:
             num_places = self._num_places(shard)
@@ -115,7 +115,7 @@ class FairShares:
 
     @property
     def has_floors(self) -> bool:
-        """Whether a class has a part of the shards to itself. When one of its requests is sent there, that part is no
+        """True when a class has a part of the shards to itself. When one of its requests is sent there, that part is no
         longer kept free, and another may have room beside it."""
         return self._classes is not None and self._classes.has_floors
 
@@ -137,7 +137,7 @@ class FairShares:
         return max(MIN_COMPETING_TOKENS, view.speed.num_tokens_within(seconds, 0, view.num_context_tokens))
 
     def must_defer(self, shard: Shard, tenant: str) -> bool:
-        """Whether the shard has to finish prefill before it gets more of the tenant's."""
+        """True when the shard has to finish prefill before it gets more of the tenant's."""
         if not self.shared_until:
             return False
         num_tokens = self.max_prefill_tokens(shard, tenant)
@@ -188,8 +188,8 @@ class FairShares:
         return max(1, int(shard.description.num_blocks * self._settings.reserved_share))
 
     def can_make_room(self, model: str, tenant: str, queues: WaitingQueues) -> bool:
-        """Whether another tenant gives way to this one, so that a first request of it waits only for a moment, however
-        many of the other's wait."""
+        """True when another tenant gives way to this one, so that a first request of it waits only for a moment,
+        however many of the other's wait."""
         if self._settings is None or queues.has_tenant(tenant):
             return False
         return any(
@@ -246,8 +246,8 @@ class FairShares:
         return ended if self._classes is None else [*ended, *self._classes.end_contention(queues, now)]
 
     def preemptions(self, queues: WaitingQueues, now: float) -> list[Preemption]:
-        """What has to leave now: for a more urgent class, and otherwise at most one tenant's sequences on each shard.
-        The caller removes them at once."""
+        """Returns the requests that have to leave now: for a more urgent class, and otherwise at most one tenant's
+        sequences on each shard. The caller removes them at once."""
         if now < self._check_at:
             return []
         assert self._settings is not None

@@ -1,4 +1,4 @@
-"""Which flow of a queue is next: by rank, then by the service of its class, tenant and sub-flow."""
+"""Orders the flows of a queue: by rank, then by the service of its class, tenant and sub-flow."""
 
 from __future__ import annotations
 

@@ -102,9 +102,9 @@ class _Model:
         """From dispatch to first token."""
         self.seconds_per_token: float | None = None
         self.output_tokens = 0.0
-        """Of requests without a limit of output tokens."""
+        """The mean number of output tokens of requests without a limit."""
         self.output_share: float | None = None
-        """Of requests with a limit, the share of it that they used."""
+        """The share of their limit that requests with one used."""
         self.interactive_sum = 0.0
         self.interactive_at = 0.0
 
@@ -152,7 +152,7 @@ class OverloadGuard:
         self._max_queue_seconds = max_queue_seconds
         self._models: dict[str, _Model] = {}
         self.has_waited = False
-        """Whether a request of any model waited since the last call of `note`."""
+        """True when a request of any model waited since the last call of `note`."""
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class OverloadGuard:
         return max(latest, now)
 
     def waits_for_deadline(self, live: LiveRequest) -> bool:
-        """Whether it is its caller's deadline, and not the limit of waiting, that ends its wait."""
+        """True when it is its caller's deadline, and not the limit of waiting, that ends its wait."""
         objectives = live.objectives
         if objectives is None or objectives.deadline > live.deadline:
             return False

@@ -35,8 +35,8 @@ MIN_PREFILL_CHUNKS: Final = 1.5
 MAX_PREFILL_CHUNKS: Final = 64
 """The most chunks of one request."""
 MAX_MEMORY_SHARE: Final = 0.75
-"""Of a shard's blocks that sequences hold: above it they wait for memory rather than for one another's prefill, and
-what prefill chunks have computed is evicted before it is used."""
+"""Prompts are split for shards with at most this share of their blocks in use: above it sequences wait for memory
+rather than for one another's prefill, and what prefill chunks have computed is evicted before it is used."""
 
 
 def preparing(request: Request, name: str, **changes: Any) -> Request:

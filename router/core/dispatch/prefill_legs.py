@@ -44,16 +44,17 @@ MAX_LEGS: Final = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandoffAbilities:
-    """What the core is told about sampling, which it does not read."""
+    """Tells the core about sampling, which it does not read."""
 
     can_hand_over: Callable[[object], bool] = lambda _sampling: True
-    """Whether engines hand over all state of an answer with this sampling."""
+    """Returns True when engines hand over all state of an answer with this sampling."""
     wants_logprobs: Callable[[object], bool] = lambda _sampling: False
-    """Whether an answer with this sampling has log-probabilities, which only shards with HANDOFF_LOGPROBS hand over."""
+    """Returns True when an answer with this sampling has log-probabilities, which only shards with HANDOFF_LOGPROBS
+    hand over."""
 
 
 class WaitingRequests(Protocol):
-    """What legs use of DispatchQueue; the queue sends legs, so it cannot be imported here."""
+    """The part of DispatchQueue that legs use; the queue sends legs, so it cannot be imported here."""
 
     check_unschedulable: bool
 
@@ -313,7 +314,7 @@ def _split_of(attempt: Attempt) -> Split | None:
 
 
 def _can_split(live: LiveRequest) -> bool:
-    """Whether it is a first attempt of one answer of several tokens, of which engines can hand over all state."""
+    """True when it is a first attempt of one answer of several tokens, of which engines can hand over all state."""
     request = live.request
     return not (
         live.num_attempts

@@ -29,7 +29,7 @@ MIN_COPIED_TOKENS: Final = 4096
 MIN_SHARING: Final = 1
 """How many others must run that share the prefix."""
 MIN_GAIN_SHARE: Final = 0.1
-"""Of the time that the prefix takes to compute: for less, nothing else is looked at."""
+"""The least gain, as a share of the time that the prefix takes to compute: for less, nothing else is looked at."""
 MIN_BUSY_SHARE: Final = 0.05
 """A copy is never free."""
 IDLE_PER_COPY: Final = 4

@@ -84,7 +84,7 @@ def shard_lost() -> KvloomError:
 
 
 def shard_departed() -> KvloomError:
-    """Of a shard that had notice that it ends."""
+    """The error of a request whose shard had notice that it ends."""
     return KvloomError(
         ErrorReason.ERROR_REASON_DRAINING, "The shard that served this request has stopped.", retry_after_seconds=1.0
     )

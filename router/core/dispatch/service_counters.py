@@ -1,4 +1,4 @@
-"""Which tenant is served next: the one that has had least service, counted in tokens.
+"""Decides which tenant is served next: the one that has had least service, counted in tokens.
 
 Every tenant has a virtual counter. It advances by the prompt tokens that are computed for the tenant, when a request is
 dispatched, and by its output tokens, which weigh more. The next request of a queue is one of the tenant with the lowest
@@ -30,7 +30,7 @@ SETTLE_SECONDS: Final = 0.02
 MAX_TENANTS: Final = 1024
 """Tenants of one class and model whose counters are kept, besides those that wait."""
 MAX_SUB_FLOWS: Final = 64
-"""Likewise, for the sub-flows of one tenant."""
+"""The maximum number of sub-flows of one tenant."""
 MAX_BOOKS: Final = 1024
 """Models, classes and tenants that have counters of their own below them."""
 
@@ -139,12 +139,12 @@ class ServiceCounters:
         self._only: tuple[PriorityClass, str, str] | None = None
         """The class, tenant and sub-flow of all requests so far. Nothing is charged before there is another one."""
         self.is_counting = False
-        """Whether there has been another one."""
+        """True once a second flow has asked for service."""
         self._settled_at: dict[str, float] = {}
         """By model: when the output of running answers was last counted."""
 
     def has_rivals(self, live: LiveRequest) -> bool:
-        """Whether any other class, tenant or sub-flow than that of this request has ever asked for service."""
+        """True when any other class, tenant or sub-flow than that of this request has ever asked for service."""
         if self.is_counting:
             return True
         request = live.request

@@ -100,7 +100,7 @@ class WaitingQueues:
         return next(self.queue(queue_id)).priority_class.rank
 
     def has_tenant(self, tenant: str) -> bool:
-        """Whether a request of the tenant waits."""
+        """True when a request of the tenant waits."""
         return tenant in self._num_of_tenant
 
     def counts(self) -> Mapping[tuple[str, int], int]:

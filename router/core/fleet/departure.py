@@ -29,7 +29,7 @@ class Departure(msgspec.Struct):
         return Departure(now + seconds, now + seconds * (1.0 - MARGIN_SHARE), now)
 
     def is_at(self, ends_at: float) -> bool:
-        """Whether a report that names this deadline says nothing new."""
+        """True when a report that names this deadline says nothing new."""
         return abs(self.ends_at - ends_at) < SAME_DEADLINE_SECONDS
 
     def seconds_until_next(self, moved_seconds: float, total_seconds: float, now: float) -> float:
@@ -39,7 +39,7 @@ class Departure(msgspec.Struct):
 
 
 class RunningWork(msgspec.Struct, frozen=True):
-    """What is left of one request on its shard, and what leaving costs."""
+    """Says what is left of one request on its shard, and what leaving costs."""
 
     request_id: str
     has_started: bool
@@ -52,7 +52,7 @@ class RunningWork(msgspec.Struct, frozen=True):
 
 
 def ends_in_time(work: RunningWork, step_seconds: float, seconds: float) -> bool:
-    """Whether the request will have ended after `seconds`. `step_seconds`: 0 if it is not known; then it will not."""
+    """True when the request will have ended after `seconds`. `step_seconds`: 0 if it is not known; then it will not."""
     if not work.has_started or step_seconds <= 0:
         return False
     return FINISH_SLACK * work.num_remaining_tokens * step_seconds <= seconds

@@ -66,17 +66,17 @@ class Shard:
         self.can_generate = GENERATE in description.capabilities or not self.can_embed
         """Shards that do nothing else need not say so."""
         self.computes_prompts = description.role in (PREFILL, BOTH)
-        """Whether it computes prompts for other shards."""
+        """True when it computes prompts for other shards."""
         self.can_fetch = description.role in (DECODE, BOTH)
-        """Whether it answers prompts that other shards have computed."""
+        """True when it answers prompts that other shards have computed."""
         self.adapters = ShardAdapters()
         self.is_draining = False
         self.is_withdrawn = False
-        """Whether its model is to end."""
+        """True when its model is to end."""
         self.is_asleep = False
-        """Whether it sleeps, or is about to."""
+        """True when it sleeps, or is about to."""
         self.hands_over = False
-        """Whether it drains and its running sequences are to continue elsewhere."""
+        """True when it drains and its running sequences are to continue elsewhere."""
         self.departure: Departure | None = None
         """When it has to be empty; None: it need not be."""
         self.health: ShardHealth | None = None
@@ -99,11 +99,11 @@ class Shard:
 
     @property
     def is_for_prompts(self) -> bool:
-        """Whether it gives whole answers only where no other shard does."""
+        """True when it gives whole answers only where no other shard does."""
         return self.description.role == PREFILL
 
     def can_fetch_from(self, other: ShardDescription) -> bool:
-        """Whether it can continue with KV that the other shard has computed: engines of one kind and variant can, if
+        """True when it can continue with KV that the other shard has computed: engines of one kind and variant can, if
         their hand-offs have the same parts."""
         own = self.description
         return (
@@ -141,7 +141,7 @@ class Shard:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether it gets work only when there is no other shard."""
+        """True when it gets work only when there is no other shard."""
         return self.health is not None and self.health.is_suspected
 
     def detach(self, choice: Choice) -> None:
@@ -152,7 +152,7 @@ class Shard:
 
 
 class ModelIdentity(NamedTuple):
-    """Which files a model has. See ShardInfo in shard_service.proto."""
+    """Identifies the files of a model. See ShardInfo in shard_service.proto."""
 
     version: str = ""
     checksum: str = ""
@@ -177,7 +177,7 @@ class ModelState(msgspec.Struct, frozen=True):
     max_model_len: int
     capabilities: frozenset[str]
     variants: frozenset[str] = frozenset()
-    """Of its shards now; see ShardInfo.variant in shard_service.proto."""
+    """The variants of its shards now; see ShardInfo.variant in shard_service.proto."""
     identity: ModelIdentity = ModelIdentity()
     """That of most of its shards."""
     embedding_size: int = 0
@@ -185,12 +185,12 @@ class ModelState(msgspec.Struct, frozen=True):
     adapters: Sequence[FleetAdapter] = ()
     """By name."""
     is_withdrawn: bool = False
-    """Whether it takes no new requests, since all its shards are to end."""
+    """True when it takes no new requests, since all its shards are to end."""
     brownout_step: int = 0
 
 
 class _LastKnown(NamedTuple):
-    """What holds for a model while it has no shard."""
+    """The facts that hold for a model while it has no shard."""
 
     max_model_len: int
     """The shortest window."""
@@ -215,7 +215,7 @@ class ShardState:
     is_draining: bool
     health: HealthState
     prefill_tokens_per_second: float
-    """As the shard reports it; 0: not known yet. The same holds for `decode_step_seconds`."""
+    """The speed that the shard reports; 0: not known yet. The same holds for `decode_step_seconds`."""
     decode_step_seconds: float
     prefill_seconds: Mapping[str, float]
     """The learned coefficients, by name (SpeedModel.coefficients)."""
@@ -228,11 +228,11 @@ class Fleet:
         self.shards: dict[str, Shard] = {}
         self.is_draining = False
         self.has_prefill_shards = False
-        """Whether any shard computes prompts for others."""
+        """True when any shard computes prompts for others."""
         self.brownout_steps: dict[str, int] = {}
         """The models whose answers are degraded, and the steps on which they are."""
         self._models: dict[str, _LastKnown] = {}
-        """As they were when they last had a shard. Withdrawn models are forgotten with their last shard."""
+        """The models as they were when they last had a shard. Withdrawn models are forgotten with their last shard."""
         self._has_served = False
 
     def add(self, description: ShardDescription) -> Shard:
@@ -250,17 +250,17 @@ class Fleet:
         return shard
 
     def knows(self, model: str) -> bool:
-        """Whether any shard has served the model since it was last withdrawn. Before the first shard connects, any
+        """True when any shard has served the model since it was last withdrawn. Before the first shard connects, any
         model may exist."""
         return model in self._models or not self._has_served
 
     def is_withdrawn(self, model: str) -> bool:
-        """Whether the model takes no new requests, since all its shards, also those that drain, are withdrawn."""
+        """True when the model takes no new requests, since all its shards, also those that drain, are withdrawn."""
         shards = self._of(model)
         return bool(shards) and all(shard.is_withdrawn for shard in shards)
 
     def is_asleep(self, model: str) -> bool:
-        """Whether the model takes no new requests, since all its shards sleep or are about to."""
+        """True when the model takes no new requests, since all its shards sleep or are about to."""
         shards = self._of(model)
         return bool(shards) and all(shard.is_asleep for shard in shards)
 
@@ -269,7 +269,8 @@ class Fleet:
         return {model: [adapter.name for adapter in known.adapters] for model, known in self._models.items()}
 
     def has_adapter(self, model: str, adapter: Adapter) -> bool:
-        """Whether the model has this very adapter, as far as is known: while it has no shard, any adapter may exist."""
+        """True when the model has this very adapter, as far as is known: while it has no shard, any adapter may
+        exist."""
         shards = self._of(model)
         return not shards or any(shard.adapters.has(adapter) for shard in shards)
 
@@ -277,7 +278,7 @@ class Fleet:
         return [shard for shard in self.shards.values() if shard.description.model == model]
 
     def has(self, described: ShardDescription) -> bool:
-        """Whether that very incarnation of the shard is connected."""
+        """True when that very incarnation of the shard is connected."""
         shard = self.shards.get(described.shard_id)
         return shard is not None and shard.description.incarnation_id == described.incarnation_id
 
@@ -327,7 +328,7 @@ def _identity(shards: Sequence[Shard]) -> ModelIdentity:
 
 
 def _adapters(shards: Sequence[Shard]) -> Sequence[FleetAdapter]:
-    """Of several adapters of one name, it is that of most shards; of several, the first in order."""
+    """Returns the adapters by name. If several have one name, it is that of most shards; else the first in order."""
     counts = Counter((state.name, state.checksum, state.rank) for shard in shards for state in shard.adapters.states)
     chosen: dict[str, FleetAdapter] = {}
     for name, checksum, rank in sorted(counts, key=lambda key: (-counts[key], key)):

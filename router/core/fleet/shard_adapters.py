@@ -28,7 +28,7 @@ class ShardAdapters:
         return self._states.values()
 
     def has(self, adapter: Adapter) -> bool:
-        """Whether the shard has this very adapter, loaded or not."""
+        """True when the shard has this very adapter, loaded or not."""
         state = self._states.get(adapter.name)
         return state is not None and state.checksum == adapter.checksum
 

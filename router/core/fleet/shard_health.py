@@ -84,7 +84,8 @@ class Pace:
         return self._num_tokens / self._decode_seconds
 
     def is_slow(self, peers: Sequence[Pace], factor: float) -> bool:
-        """Whether it is slower than its peers by `factor`. All paces must be known; without peers no shard is slow."""
+        """True when it is slower than its peers by `factor`. All paces must be known; without peers no shard is
+        slow."""
         if not peers:
             return False
         usual = median(peer.per_sequence for peer in peers)

@@ -1,4 +1,4 @@
-"""What the router does about shards that hang, are slow or fail.
+"""Treats shards that hang, are slow or fail.
 
 health_watch.py       suspects shards, probes them, and accepts them again
 departing_shards.py   empties shards that have notice that they end

@@ -42,9 +42,9 @@ def wait_seconds(num_missing: int, blocks_each: float, num_running: int, residua
 def pressure_seconds(
     num_needed: int, num_free: int, blocks_each: float, num_sequences: int, residual_seconds: float
 ) -> float:
-    """What taking so many blocks costs those that come later: the wait for one more place, times the places that are
-    taken, times how likely it is that all are in use when another sequence comes. In a queue with n servers that is
-    about utilisation ^ (sqrt(2 (n + 1)) - 1) (Sakasegawa, 1977)."""
+    """Returns what taking so many blocks costs those that come later: the wait for one more place, times the places
+    that are taken, times how likely it is that all are in use when another sequence comes. In a queue with n servers
+    that is about utilisation ^ (sqrt(2 (n + 1)) - 1) (Sakasegawa, 1977)."""
     if not num_sequences or not residual_seconds:
         return 0.0
     num_places = num_sequences + max(num_free, 0) / blocks_each

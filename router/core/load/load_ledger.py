@@ -145,7 +145,7 @@ class LoadLedger:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is reserved."""
+        """True when anything is reserved."""
         return bool(self._reservations)
 
     def keys(self) -> set[ReservationKey]:

@@ -25,7 +25,8 @@ ReservationKey = tuple[str, int]
 RATE_SECONDS: Final = 60.0
 """Time constant of the moving averages of arrivals and of work."""
 MAX_PREFILL_SHARE: Final = 0.9
-"""Of a shard's time: with a larger one, how long decoding takes beside it could not be told."""
+"""The largest share of a shard's time that prefill is taken to have: with a larger one, how long decoding takes beside
+it could not be told."""
 MIN_OBSERVATIONS: Final = 8
 """Steps with first tokens from which a shard's speed counts as known."""
 TRUST_SECONDS: Final = 30.0
@@ -33,7 +34,7 @@ TRUST_SECONDS: Final = 30.0
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """What one dispatch reserves on its shard until it ends there."""
+    """The load that one dispatch reserves on its shard until it ends there."""
 
     shard_id: str
     num_sequences: int
@@ -44,14 +45,14 @@ class Reservation(msgspec.Struct, frozen=True):
     """Blocks that have to be free for the sequences, beyond those that are in use there already."""
     placed_at: float
     is_prefill_chunk: bool = False
-    """Whether this is a chunk of a prompt whose request is still to come."""
+    """True for a chunk of a prompt whose request is still to come."""
     is_arrival: bool = True
-    """Whether this is the first for its request on that shard."""
+    """True for the first reservation of its request on that shard."""
     class_rank: int = INTERACTIVE_RANK
     num_expected_tokens: int = 0
     """The output that is expected of all sequences together."""
     block_hashes: Sequence[int] = ()
-    """Of the prompt's full blocks."""
+    """The hashes of the prompt's full blocks."""
 
     @property
     def work(self) -> PrefillWork:
@@ -153,7 +154,7 @@ class LoadView:
         self.ranked_sequences: dict[int, int] = {}
         """Own sequences of each such rank, waiting or running."""
         self.is_mixed = False
-        """Whether prefill of several ranks was queued at a time since the queue was last empty. It may have been
+        """True when prefill of several ranks was queued at a time since the queue was last empty. It may have been
         interrupted then, so that its duration says nothing about the speed."""
         self.bound_arrivals = Rate()
         """Own attempts placed there, each weighted by its share of cached tokens: those that had to come here."""
@@ -171,7 +172,7 @@ class LoadView:
         self.own_new_blocks = 0
         """Both of all own sequences, waiting or running."""
         self.freed_blocks = 0
-        """What sequences have freed that have ended since the last report."""
+        """The blocks that sequences have freed which ended since the last report."""
         self.context_change = 0
         """By how many tokens the context of decoding sequences has changed since then."""
         self.decode_speed = decode_speed
@@ -292,7 +293,8 @@ class LoadView:
         return wait_seconds(num_missing, self.blocks_each, num_running, self.residual_seconds(now))
 
     def memory_pressure_seconds(self, num_needed_blocks: int, now: float) -> float:
-        """What taking so many blocks, with the output that comes, costs requests that come later."""
+        """Returns what taking so many blocks, with the output that comes, costs requests that come later. Unit:
+        seconds."""
         num_sequences = self.num_running + self.num_waiting + len(self.held)
         num_free = self.num_free_blocks - self.num_held_blocks
         residual = self.residual_seconds(now)
@@ -313,8 +315,8 @@ class LoadView:
         return per_token * (num_context_tokens * num_sequences * shared + num_expected_tokens * num_there)
 
     def has_shown_speed(self, now: float) -> bool:
-        """Whether its predictions rest on enough of its own first tokens, and a recent one: a shard to which nothing is
-        sent because it was slow once must not be taken for slow for ever."""
+        """True when its predictions rest on enough of its own first tokens, and a recent one: a shard to which nothing
+        is sent because it was slow once must not be taken for slow for ever."""
         if self.speed.num_observations < MIN_OBSERVATIONS:
             return False
         return bool(self.queued) or now - self.started_at <= TRUST_SECONDS
@@ -339,9 +341,9 @@ class LoadView:
         return sum(one.own_seconds for one in self.held.values())
 
     def yielding(self, class_rank: int, now: float) -> tuple[float, int]:
-        """What of `queue_seconds` and of the queued tokens a request of that rank does not wait for: prefill of less
-        urgent ones, beyond the step that is under way. Other routers' prefill is of unknown classes and never counts.
-        """
+        """Returns the part of `queue_seconds` and of the queued tokens for which a request of that rank does not wait:
+        prefill of less urgent ones, beyond the step that is under way. Other routers' prefill is of unknown classes and
+        never counts."""
         if not (self.ranked_work and self.yield_tokens):
             return 0.0, 0
         work = PrefillWork()

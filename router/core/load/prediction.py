@@ -1,4 +1,4 @@
-"""What a placement predicts for its request, and how that turns out.
+"""Keeps what a placement predicts for its request, and judges it by what happened.
 
 Only the first placement of a request predicts (router/core/placement/predict.py). Times count from the arrival of the
 request at the router where a name says "after". The numbers are kept, and judged only for those who ask.

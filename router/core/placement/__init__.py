@@ -1,4 +1,4 @@
-"""Which shard a request is placed on: filters, then a cost whose terms have names, then the cheapest shard.
+"""Chooses the shard on which a request is placed: filters, then a cost whose terms have names, then the cheapest shard.
 
 placer.py        Placer: filters the shards, prices them with a policy, picks the cheapest
 plan.py          the explanation of a placement

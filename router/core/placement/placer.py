@@ -39,7 +39,7 @@ class _Scores(NamedTuple):
     """The cost terms of each candidate."""
     best: Candidate
     is_whole: bool
-    """Whether these were all shards that could take the request."""
+    """True when these were all shards that could take the request."""
 
 
 class LeastTtft(NamedTuple):
@@ -49,7 +49,7 @@ class LeastTtft(NamedTuple):
     idle_seconds: float
     """The same if nothing else ran there."""
     has_room: bool
-    """Whether a shard could take it now. If none can, the wait for a place comes on top of `seconds`."""
+    """True when a shard could take it now. If none can, the wait for a place comes on top of `seconds`."""
 
 
 class Placer:
@@ -68,7 +68,7 @@ class Placer:
         self._ledger = ledger
         self._policy = policy
         self._policy_remembers = type(policy).placed is not Policy.placed
-        """Whether the policy is told what was placed; most remember nothing."""
+        """True when the policy is told what was placed; most remember nothing."""
         self._reuse = ReuseCurve()
         self._seed = seed
         self._must_leave_room = must_leave_room
@@ -76,7 +76,7 @@ class Placer:
         self._only_tenant: str | None = None
         """The tenant of all requests so far. None: there was none, or `_is_mixed`."""
         self._is_mixed = False
-        """Whether there has been a request of another class than interactive, or of another tenant."""
+        """True when there has been a request of another class than interactive, or of another tenant."""
         self._last_scores: _Scores | None = None
         """The scores of the last pick."""
 
@@ -85,15 +85,15 @@ class Placer:
         return self._policy.hold
 
     def has_room(self, shard: Shard, live: LiveRequest) -> bool:
-        """Whether the shard has room for the request's tenant."""
+        """True when the shard has room for the request's tenant."""
         return shard.has_room and not self._must_leave_room(shard, live)
 
     def any_has_room(self, live: LiveRequest) -> bool:
-        """Whether some ready shard has room for the request's tenant, if the request fits there or not."""
+        """True when some ready shard has room for the request's tenant, if the request fits there or not."""
         return any(self.has_room(shard, live) for shard in self._fleet.ready(live.request.model))
 
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
-        """Whether that ready shard could run the request."""
+        """True when that ready shard could run the request."""
         if self._fleet.has_prefill_shards and not self._may_answer(live, shard):
             return False
         is_wide = shard.description.max_model_len >= live.min_window
@@ -126,17 +126,17 @@ class Placer:
         return shards
 
     def _may_answer(self, live: LiveRequest, shard: Shard) -> bool:
-        """Whether the shard is not for prompts only, and can use the request's hand-off if it has one."""
+        """True when the shard is not for prompts only, and can use the request's hand-off if it has one."""
         return not shard.is_for_prompts and (not live.handoff or self._can_fetch(live, shard))
 
     @staticmethod
     def _can_fetch(live: LiveRequest, shard: Shard) -> bool:
-        """Whether the shard can use the request's hand-off."""
+        """True when the shard can use the request's hand-off."""
         split = live.split
         return split is not None and split.prefill_shard is not None and shard.can_fetch_from(split.prefill_shard)
 
     def can_run(self, live: LiveRequest) -> bool:
-        """Whether a shard that could run the request has room."""
+        """True when a shard that could run the request has room."""
         model = live.request.model
         for shard in self._fleet.shards.values():  # nearly always the first shard
             if (
@@ -193,8 +193,8 @@ class Placer:
         )
 
     def costs_besides_prefill(self, live: LiveRequest, candidate: Candidate) -> float:
-        """What a shard costs the request beside the prefill of its own tokens, which it would cost on every shard that
-        has as much of its prompt. Seconds; only for policies whose unit that is."""
+        """Returns what a shard costs the request beside the prefill of its own tokens, which it would cost on every
+        shard that has as much of its prompt. Seconds; only for policies whose unit that is."""
         hashes = self.hashes(live, candidate.block_size)
         (terms,) = self._policy.costs(_arrival(live, candidate, hashes), [candidate])
         return sum(cost for name, cost in zip(self._policy.terms, terms, strict=True) if name not in _OF_PREFILL)
@@ -458,7 +458,8 @@ def _adapter_wait_seconds(shard: Shard, adapter: Adapter, now: float) -> float:
 
 
 def _see_others(candidate: Candidate, shard: Shard, view: LoadView, class_rank: int, tenant: str, now: float) -> None:
-    """What a request of that class and tenant waits for on a shard, and what waits for it, if there are several."""
+    """Notes in the candidate what a request of that class and tenant waits for on a shard, and what waits for it, if
+    there are several."""
     candidate.yielding_seconds = view.yielding(class_rank, now)[0]
     candidate.num_urgent = view.num_urgent_sequences(class_rank)
     num_by_tenant = shard.num_by_tenant
@@ -473,8 +474,8 @@ def _see_others(candidate: Candidate, shard: Shard, view: LoadView, class_rank: 
 
 
 def _see_held(candidate: Candidate, all_held: Iterable[HeldRequest], class_rank: int, tenant: str) -> None:
-    """What waits in the router for the shard. Tenants take turns, so that while the request waits, each other one is
-    served no more than its own."""
+    """Notes in the candidate what waits in the router for the shard. Tenants take turns, so that while the request
+    waits, each other one is served no more than its own."""
     own_held: list[float] = []
     of_others: dict[str, float] = {}
     seconds_before, num_less_urgent = 0.0, 0

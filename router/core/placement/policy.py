@@ -40,7 +40,7 @@ class Candidate(msgspec.Struct):
     memory_wait_seconds: float
     """Time until running sequences have freed enough blocks for this request."""
     memory_pressure_seconds: float
-    """What taking its blocks costs requests that come later."""
+    """The cost, in seconds, that taking its blocks has for requests that come later."""
     decode_delay_seconds: float
     """By how much it and the sequences there decode longer for each other's context, weighted by the share of the steps
     that context takes."""

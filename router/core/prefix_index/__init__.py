@@ -1,4 +1,4 @@
-"""Which shard holds which KV block.
+"""Knows which shard holds which KV block.
 
 prefix_index.py   PrefixIndex: stored and placed blocks of each shard, bounded work per event
 event_order.py    puts numbered KV event batches in order, and decides when a snapshot is needed

@@ -123,7 +123,7 @@ class BlockRuns:
 
     @property
     def is_swept(self) -> bool:
-        """Whether no bit is retired."""
+        """True when no bit is retired."""
         return not (self._retired or self._sweeping)
 
     def sweep(self, budget: int) -> int:

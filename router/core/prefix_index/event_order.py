@@ -34,7 +34,7 @@ class EventOrder:
 
     @property
     def is_current(self) -> bool:
-        """Whether every batch that arrived has been taken."""
+        """True when every batch that arrived has been taken."""
         return self._next_number is not None and self._next_number > self._highest_number
 
     def push(self, number: int, changes: Changes) -> Sequence[Changes]:
@@ -75,7 +75,7 @@ class EventOrder:
         return taken
 
     def wants_snapshot(self, now: float) -> bool:
-        """Whether a batch is missing and no snapshot was requested lately. True counts as a request."""
+        """Returns True when a batch is missing and no snapshot was requested lately. True counts as a request."""
         if self.is_current:
             self._asked_at = None
             return False

@@ -71,7 +71,7 @@ class _ShardBlocks:
         self.placed: dict[int, float] = {}
         """Hash → when it expires, in the order of expiry. These blocks are not stored."""
         self.awaits_expiry = False
-        """Whether it has an entry in the heap of expiries."""
+        """True when it has an entry in the heap of expiries."""
         self.order = EventOrder(max_blocks, now)
         self.unread: Sequence[int] = ()
         """The last snapshot, while it is being read."""
@@ -188,7 +188,7 @@ class PrefixIndex:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all snapshots are read and all retired bits are swept."""
+        """True when all snapshots are read and all retired bits are swept."""
         return not self._reading and self._runs.is_swept
 
     def settle(self) -> None:

@@ -41,7 +41,7 @@ class DeferredFrames:
         self._handle_part = handle_part
         self._deferred: list[tuple[TokensOnlyFrame, float]] = []
         self.is_full = False
-        """Whether `flush` is due."""
+        """True when `flush` is due."""
 
     def relay(self, frame: TokensOnlyFrame, now: float) -> list[Action] | None:
         """Relay the frame's tokens if nothing else has to be done now. Returns None when nothing was done and the frame

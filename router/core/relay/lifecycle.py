@@ -481,7 +481,7 @@ def _num_reasoning(live: LiveRequest) -> int:
 
 
 def _has_answer(live: LiveRequest, num_output_tokens: int) -> bool:
-    """Whether it costs anything, as in its usage record."""
+    """True when the request's answer costs anything, as in its usage record."""
     num_resumed = 0 if live.charge is None else live.charge.num_resumed_tokens
     if num_output_tokens + num_resumed > 0:
         return True

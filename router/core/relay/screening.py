@@ -62,7 +62,7 @@ class Screening:
         self._closing.clear()
 
     def must_check(self, live: LiveRequest) -> bool:
-        """Whether the service might refuse the request's prompt."""
+        """True when the service might refuse the request's prompt."""
         if not self.screens_prompts:
             return False
         prompt_filter = self._prompt_filter

@@ -37,7 +37,7 @@ class Verdicts:
 
     @property
     def can_admit(self) -> bool:
-        """Whether new requests can be served under the policy."""
+        """True when new requests can be served under the policy."""
         return self._screening.is_up or self._waits_until is not None or not self._safety_required
 
     def begin(self, live: LiveRequest) -> None:
@@ -160,7 +160,8 @@ class Verdicts:
         return live.prompt_verdict_open or any(map(_is_being_screened, live.choices))
 
     def _hold_back(self, live: LiveRequest) -> bool:
-        """Whether all output that is not clear is withheld, so that it can be screened later."""
+        """Withholds all output that is not clear, so that it can be screened later; returns True when that is
+        possible."""
         for choice in live.choices:
             if not _is_being_screened(choice):
                 continue

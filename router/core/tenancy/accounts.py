@@ -39,7 +39,7 @@ class Account:
         self.slots: SlotLease | None = None
         self.budgets: dict[LeaseName, BudgetLease] = {}
         self.num_charges = 0
-        """Of live requests that were admitted."""
+        """The number of charges of live requests that were admitted."""
         self._set_leases()
 
     def set_limits(self, limits: Limits) -> None:
@@ -71,7 +71,7 @@ class Account:
         return bool(idle)
 
     def is_idle(self, now: float) -> bool:
-        """Whether it need not be remembered."""
+        """True when it need not be remembered."""
         return not self.num_charges and all(lease.is_idle(now) for lease in self.leases)
 
     def _set_leases(self) -> None:
@@ -108,7 +108,8 @@ class AccountBook:
         return self._accounts.get(name)
 
     def of(self, key: Key | None, tenant: Tenant | None, organisation: Organisation | None) -> list[Account]:
-        """Of entries of the table that have limits. A key shares the account of the one that it has replaced."""
+        """Returns the accounts of those entries of the table that have limits. A key shares the account of the one that
+        it has replaced."""
         entries = (
             ("key", "" if key is None else key.account or key.id, key),
             ("tenant", "" if tenant is None else tenant.id, tenant),

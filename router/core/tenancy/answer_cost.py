@@ -1,5 +1,5 @@
-"""What an answer uses of a hard budget, as a function of its length, before it is known how much of its prompt is
-cached and how much of it is reasoning: never less than what it will really use."""
+"""Bounds what an answer uses of a hard budget, as a function of its length, before it is known how much of its prompt
+is cached and how much of it is reasoning: never less than what it will really use."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class AnswerCost(NamedTuple):
 
 
 def token_cost(limits: Limits, num_prompt_tokens: int) -> AnswerCost:
-    """Of a budget of tokens."""
+    """Returns the cost in a budget of tokens."""
     fixed = max(100, limits.cached_token_percent) * num_prompt_tokens
     return AnswerCost(fixed, max(100, limits.reasoning_token_percent), 1, rounds_up=True)
 
 
 def money_cost(price: Price, num_prompt_tokens: int, *, is_batch: bool) -> AnswerCost:
-    """Of a budget of money."""
+    """Returns the cost in a budget of money, in billionths of the currency."""
     fixed = price.request_nanos + max(price.prompt_nanos, price.cached_nanos) * num_prompt_tokens
     return AnswerCost(fixed, price.output_nanos, price.batch_percent if is_batch else 100, rounds_up=False)

@@ -13,11 +13,11 @@ from router.core.tenancy.rate_lease import ANSWER_SECONDS, FRESH_SECONDS, RETRY_
 from router.core.tenancy.verdict import READY, WANTED, Verdict, refused
 
 IDLE_SECONDS: Final = 2.0
-"""What was not reserved for so long is returned, for other routers."""
+"""Units that were not reserved for so long are returned, for other routers."""
 MAX_SPARE_SHARE: Final = 16
 """At most so small a share of what is left is leased beyond what waiting requests need."""
 NUM_SPARE_REQUESTS: Final = 64
-"""As many requests like the last one are meant to find a lease, and more if more come in a second."""
+"""So many requests like the last one are meant to find a lease, and more if more come in a second."""
 MAX_SPARE_FACTOR: Final = 4
 """With more than so many times what is expected, half of that is returned: demand has fallen, or answers were shorter
 than they might have been."""
@@ -58,9 +58,9 @@ class BudgetLease:
         self.reserved = 0
         """By live requests."""
         self.waiting = 0
-        """What held requests need."""
+        """The units that held requests need."""
         self.num_left: int = limit
-        """What was left for all routers when `control` last said so."""
+        """The units that were left for all routers when `control` last said so."""
         self._told_at = -math.inf
         self._ask_at = -math.inf
         self._failed_at = -math.inf
@@ -71,7 +71,7 @@ class BudgetLease:
 
     @property
     def is_low(self) -> bool:
-        """Whether it is time to look whether more is to be leased."""
+        """True when it is time to look whether more is to be leased."""
         return self.free < self._look_below
 
     def verdict(self, need: int, now: float) -> Verdict:
@@ -85,7 +85,7 @@ class BudgetLease:
         return WANTED
 
     def is_unreachable(self, now: float) -> bool:
-        """Whether `control` could not be asked just now, so that it is not known how much is left."""
+        """True when `control` could not be asked just now, so that it is not known how much is left."""
         return now - self._failed_at < RETRY_SECONDS
 
     def take(self, need: int, now: float) -> int:

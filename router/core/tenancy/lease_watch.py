@@ -1,4 +1,4 @@
-"""Which leases have to be asked for, renewed or given back, and when."""
+"""Decides which leases have to be asked for, renewed or given back, and when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LeaseWatch:
         self.touched[id(lease)] = lease
 
     def take_wants(self, now: float) -> list[LeaseWant]:
-        """What is to be asked of the owners of limits after this event."""
+        """Returns what is to be asked of the owners of limits after this event."""
         if now >= self.sweep_at:
             self._sweep(now)
         if not self.touched:

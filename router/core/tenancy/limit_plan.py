@@ -18,7 +18,7 @@ from router.core.tenancy.slot_lease import SlotLease
 
 
 class LengthLimit(NamedTuple):
-    """Of a prompt, or of an answer."""
+    """A limit on the tokens of a prompt, or of an answer."""
 
     account: str
     max_tokens: int
@@ -26,7 +26,7 @@ class LengthLimit(NamedTuple):
 
 
 class RateLimit(NamedTuple):
-    """Of requests, tokens or slots."""
+    """A limit on requests, tokens or slots."""
 
     lease: RateLease | SlotLease
     account: Account
@@ -103,7 +103,7 @@ class LimitPlan:
         self.budget_names = tuple(map(_budget_name, self.budgets))
         self.has_money = any(limit.kind is LeaseKind.MONTH_NANOS for limit in self.budgets)
         self.shown_requests = _shown(requests)
-        """Of which callers are told; shadow limits are no business of theirs. Likewise of tokens."""
+        """The request limits to report in response headers. Limits in shadow mode are never reported."""
         self.shown_tokens = _shown(tokens)
         self.description = ", ".join(map(limit_text, (*self.rates, *self.budgets)))
         """For explanations."""
@@ -151,7 +151,7 @@ def limit_text(limit: RateLimit | BudgetLimit) -> str:
 
 
 def _budget_name(limit: BudgetLimit) -> tuple[str, int, str]:
-    """As usage records name it: the account, the unit and the period."""
+    """Returns the budget's name in usage records: the account, the unit and the period."""
     unit = BUDGET_UNIT_TOKENS if limit.kind is LeaseKind.DAY_TOKENS else BUDGET_UNIT_NANOS
     return limit.lease.name.account, unit, limit.lease.name.period
 

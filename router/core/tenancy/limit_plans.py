@@ -19,7 +19,7 @@ EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()
 
 
 class _Entries(NamedTuple):
-    """What the table has of a key."""
+    """The entries of the table for a key."""
 
     key: Key | None
     tenant: Tenant | None

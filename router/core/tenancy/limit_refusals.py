@@ -61,7 +61,7 @@ def budget_unavailable(name: LeaseName) -> KvloomError:
 
 
 def limit_name(name: LeaseName) -> str:
-    """As answers and errors name it, e.g. "tenant:acme/web tokens_per_day"."""
+    """Returns the limit's name in answers and errors, e.g. "tenant:acme/web tokens_per_day"."""
     return f"{name.account} {name.kind.value}"
 
 

@@ -62,8 +62,8 @@ class Limiter:
     def charge_for(
         self, request: Request, window_of: Callable[[str], int], now: float
     ) -> RequestCharge | KvloomError | None:
-        """What the request would take, of which nothing is taken yet; None: it has no limits. `window_of` gives the
-        largest window that a request for a model could have."""
+        """Returns what the request would take, of which nothing is taken yet; None: it has no limits. `window_of` gives
+        the largest window that a request for a model could have."""
         if request.tier is SHADOW_TIER:
             return None
         plan = self._plans.of(request.key_id, request.tenant, self.table(), now)
@@ -169,15 +169,15 @@ class Limiter:
                 self._undecided.decide(name, now)
 
     def has_something_to_say(self, now: float) -> bool:
-        """Whether `take_wants` or `take_counts` may return something: after most events they do not."""
+        """True when `take_wants` or `take_counts` may return something: after most events they do not."""
         return bool(self._watch.touched or self._counts) or now >= self._watch.sweep_at
 
     def take_wants(self, now: float) -> list[LeaseWant]:
-        """What is to be asked of the owners of limits after this event."""
+        """Returns what is to be asked of the owners of limits after this event."""
         return self._watch.take_wants(now)
 
     def take_counts(self) -> list[LimitCount]:
-        """What limits did since the last call."""
+        """Returns what limits did since the last call."""
         counts, self._counts = self._counts, []
         return counts
 
@@ -186,7 +186,7 @@ class Limiter:
         return self._watch.sweep_at
 
     def state(self, charge: RequestCharge, now: float) -> LimitsState:
-        """What the caller is told: the limits that leave least."""
+        """Returns what the caller is told: the limits that leave least."""
         return self._state_of(charge.plan, now)
 
     @property
@@ -244,7 +244,7 @@ class Limiter:
         return self.table().prices.at(request.full_name, self._seconds_since_1970(now))
 
     def _check_prompt(self, charge: RequestCharge) -> KvloomError | None:
-        """Whether its prompt alone is more than a limit allows."""
+        """Returns the error of a prompt that alone is more than a limit allows; else None."""
         num_tokens, plan = charge.num_prompt_tokens, charge.plan
         for account, limit, is_shadow in plan.max_prompts:
             if num_tokens > limit and not charge.is_continued:

@@ -53,17 +53,17 @@ class RateLease:
         self.name = name
         self.limit = limit
         self.units = 0
-        """What may be used. Less than 0: more was used than was leased, which Redis has not been told yet."""
+        """The units that may be used. Less than 0: more was used than was leased, which Redis has not been told yet."""
         self.expires_at = -math.inf
         self.waiting = 0
-        """What held requests need."""
+        """The units that held requests need."""
         self.local_at: float | None = None
         """When its own bucket was last filled; None: Redis answers."""
         self._local_level = 0.0
         self._local_share = 0.0
         self._returned = 0
         self._level: float = limit
-        """What the bucket in Redis had at the time `_level_at`."""
+        """The level of the bucket in Redis at the time `_level_at`."""
         self._level_at = -math.inf
         self._ask_at = -math.inf
         """When it may be asked for again."""
@@ -74,7 +74,7 @@ class RateLease:
 
     @property
     def is_low(self) -> bool:
-        """Whether it is time to look whether more is to be leased."""
+        """True when it is time to look whether more is to be leased."""
         return self.units < self._look_below or self.local_at is not None
 
     @property
@@ -84,7 +84,7 @@ class RateLease:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def has(self, need: int, now: float) -> bool:
-        """Whether so much is leased: nothing else has to be looked at. If not, `verdict` says more."""
+        """True when so much is leased: nothing else has to be looked at. If not, `verdict` says more."""
         return need <= self.units and need <= self.limit and now < self.expires_at and self.local_at is None
 
     def verdict(self, need: int, now: float) -> Verdict:
@@ -109,7 +109,7 @@ class RateLease:
         return self.units < self._look_below
 
     def is_short(self, need: int, now: float) -> bool:
-        """Whether there is too little for a request that does not wait for a lease, as far as it is known here."""
+        """True when there is too little for a request that does not wait for a lease, as far as it is known here."""
         need = min(need, self.limit)
         if self.local_at is not None:
             return not self.verdict(need, now).is_ready
@@ -138,7 +138,7 @@ class RateLease:
     # -- the lease ------------------------------------------------------------------------------------------------
 
     def want(self, now: float) -> LeaseWant | None:
-        """What Redis is to be asked now, if anything."""
+        """Returns what Redis is to be asked now, if anything."""
         if now < self._ask_at:
             return None
         self._expire(now)
@@ -195,7 +195,7 @@ class RateLease:
             self._level_at = -math.inf
 
     def remaining(self, now: float) -> int:
-        """What all routers together may still use, as far as it is known here."""
+        """Returns what all routers together may still use, as far as it is known here."""
         if self.local_at is not None:
             self._fill_local(now)
             return max(0, int(self._local_level))
@@ -212,7 +212,7 @@ class RateLease:
         return (self.limit - self.remaining(now)) / self.per_second
 
     def is_idle(self, now: float) -> bool:
-        """Whether nothing is lost if it is forgotten: everything has been refilled, too."""
+        """True when nothing is lost if it is forgotten: everything has been refilled, too."""
         if self.units or self._returned or self.waiting or now < self._ask_at:
             return False
         if self.local_at is not None:

@@ -1,4 +1,5 @@
-"""What one request takes from the accounts of its key, its tenant and its organisation: all of it, or nothing."""
+"""RequestCharge is what one request takes from the accounts of its key, its tenant and its organisation: all of it, or
+nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class RateNeed(NamedTuple):
 
 
 class RequestCharge:
-    """Of one live request that has limits."""
+    """The charge of one live request that has limits."""
 
     __slots__ = (
         "budgets",
@@ -65,22 +66,23 @@ class RequestCharge:
         that record will stand for the whole answer, and until then nobody knows what became of the first
         reservation."""
         self.is_continued = self.num_resumed_tokens > 0
-        """Whether the answer was begun elsewhere, where the request and its prompt have been charged."""
+        """True when the answer was begun elsewhere, where the request and its prompt have been charged."""
         self.num_rated_tokens = self.num_prompt_tokens
-        """What limits per minute count of it, beside new output. A continuation is not refused by them; but one of a
-        client outside the fabric counts in full, because how often and where it continues only the client says."""
+        """The tokens that limits per minute count of it, beside new output. A continuation is not refused by them; but
+        one of a client outside the fabric counts in full, because how often and where it continues only the client
+        says."""
         if self.is_continued:
             self.num_rated_tokens = self.num_prompt_tokens + self.num_resumed_tokens if request.answer_id else 0
         self.num_expected_tokens = 0
         """New output tokens that it takes from limits of tokens until it is known how many there are."""
         self.most_tokens = 0
-        """Of the whole answer, all choices together."""
+        """The most tokens of the whole answer, all choices together."""
         self.min_tokens = 0
         """Fewer are not worth beginning."""
         self.max_tokens: int | None = None
         """How many tokens a choice may have; None: no limit cuts it short."""
         self.costs: Sequence[AnswerCost] = ()
-        """What it costs in units of budgets: see LimitPlan."""
+        """The cost in units of budgets: see LimitPlan."""
         self.capped_by = ""
         """The limit that does."""
         self.is_exhausted = False
@@ -90,22 +92,22 @@ class RequestCharge:
         self.is_admitted = False
         self.held_until = 0.0
         self.slots: Sequence[SlotLease] = ()
-        """Of which it has one, once it is admitted."""
+        """The leases of which it has a slot each, once it is admitted."""
         self.requests: Sequence[RateLease] = ()
         """From which it has taken one."""
         self.tokens: list[int] = []
-        """What it has taken of the plan's limits of tokens."""
+        """The units that it has taken of the plan's limits of tokens."""
         self.reserved: list[int] = []
-        """What it has reserved of the plan's budgets."""
+        """The units that it has reserved of the plan's budgets."""
         self.settled: tuple[Charge, ...] = ()
         """Once it has ended: what it has used of budgets."""
         self.waiting: list[tuple[Lease, int]] = []
-        """What is to be leased for it while it is held."""
+        """The units that are to be leased for it while it is held."""
 
     # -- what it needs --------------------------------------------------------------------------------------------
 
     def num_output_tokens(self, limit: int) -> int:
-        """Of the whole answer, if every choice has so many tokens, or as many as it has already."""
+        """Returns the tokens of the whole answer, if every choice has so many, or as many as it has already."""
         num_tokens = self.num_resumed_tokens
         for choice in self.request.choices:
             num_tokens += max(0, limit - len(choice.output_token_ids))
@@ -136,14 +138,14 @@ class RequestCharge:
         self.waiting = []
 
     def in_use(self) -> Iterator[tuple[Lease, int]]:
-        """What it has of slots and budgets."""
+        """Yields the slots and budgets that it has, with the units of each."""
         for lease in self.slots:
             yield lease, 1
         for limit, reserved in zip(self.plan.budgets, self.reserved, strict=False):
             yield limit.lease, reserved
 
     def describe(self) -> str:
-        """Which limits applied, for explanations."""
+        """Says which limits applied, for explanations."""
         text = self.plan.description
         if self.is_continued:
             names = (limit_text(one) for one in (*(need.limit for need in self.rate_needs()), *self.plan.budgets))
@@ -155,7 +157,7 @@ class RequestCharge:
     def charges(
         self, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int, *, has_answer: bool
     ) -> tuple[Charge, ...]:
-        """What it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer, and
+        """Returns what it uses of budgets if it ends like this; `num_output_tokens` are those of the whole answer, and
         `num_reasoning_tokens` a part of them."""
         if not self.is_admitted:
             return self.settled
@@ -206,8 +208,8 @@ class RequestCharge:
         return tuple(found)
 
     def _used_tokens(self, num_cached: int, num_output: int, num_reasoning: int, *, is_free: bool) -> list[int]:
-        """Of limits per minute, by the position of weights. An answer that was begun elsewhere is charged for what is
-        new, unless its client is outside the fabric."""
+        """Returns the tokens that limits per minute count, by the position of weights. An answer that was begun
+        elsewhere is charged for what is new, unless its client is outside the fabric."""
         if is_free:
             return [0] * len(self.plan.weights)
         num_prompt = self.num_rated_tokens

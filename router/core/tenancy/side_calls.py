@@ -107,7 +107,7 @@ class SideCalls:
         return self._held[0].until if self._held else math.inf
 
     def waiting(self) -> Iterator[tuple[Lease, int]]:
-        """What held calls need of leases."""
+        """Yields what held calls need of leases."""
         for held in self._held:
             yield from held.waiting
 

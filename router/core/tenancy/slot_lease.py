@@ -39,7 +39,7 @@ class SlotLease:
         self.name = name
         self.limit = limit
         self.held = 0
-        """What the router has leased, in use or not."""
+        """The slots that the router has leased, in use or not."""
         self.used = 0
         self.waiting = 0
         """How many held requests need one."""
@@ -52,12 +52,12 @@ class SlotLease:
 
     @property
     def is_low(self) -> bool:
-        """Whether it is time to look whether more are to be leased."""
+        """True when it is time to look whether more are to be leased."""
         return self.held - self.used < self._look_below or self._local_share is not None
 
     @property
     def has_one(self) -> bool:
-        """Whether one is leased and free: nothing else has to be looked at. If not, `verdict` says more."""
+        """True when one is leased and free: nothing else has to be looked at. If not, `verdict` says more."""
         return self.used < self.held and self.used < self.limit and self._local_share is None
 
     def verdict(self, need: int, now: float) -> Verdict:
@@ -70,7 +70,7 @@ class SlotLease:
         return WANTED
 
     def is_short(self, need: int, now: float) -> bool:
-        """Whether there are too few for a request that does not wait for a lease, as far as it is known here."""
+        """True when there are too few for a request that does not wait for a lease, as far as it is known here."""
         if self._local_share is not None:
             return not self.verdict(need, now).is_ready
         return self.used + need > min(self.limit, max(self.held, self.used) + self._num_left)

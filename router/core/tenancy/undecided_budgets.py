@@ -46,7 +46,7 @@ class UndecidedBudgets:
             self._decide(charge, limit, num_tokens, now)
 
     def waiting(self) -> Iterator[tuple[BudgetLease, int]]:
-        """What is being asked for."""
+        """Yields what is being asked for."""
         for undecided in self._undecided.values():
             for charge, limit, num_tokens in undecided:
                 yield limit.lease, charge.cost_of(limit).units(num_tokens)

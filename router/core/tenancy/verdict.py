@@ -1,4 +1,4 @@
-"""What a limit says to a request."""
+"""Verdict is what a limit says to a request."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class AdapterHost(Generic[Weights]):
         for name in changes.evictions:
             self._weights.pop(name, None)
             self._num_evictions += 1
-            log.info("adapter evicted", adapter=name)
+            log.info("adapter_evicted", adapter=name)
         for name in changes.loads:
             task = asyncio.get_running_loop().create_task(
                 self._load(reader, self._adapters[name]), name=f"adapter {name}"
@@ -218,7 +218,7 @@ class AdapterHost(Generic[Weights]):
         try:
             weights = await loop.run_in_executor(self._thread, reader.load, adapter)
         except Exception as error:  # whatever a damaged file or too little memory leads to, others are served
-            log.warning("an adapter could not be loaded", adapter=adapter.name, error=repr(error))
+            log.warning("adapter_load_failed", adapter=adapter.name, error=repr(error))
             failure = AdapterError(f"adapter {adapter.name!r} cannot be loaded: {error}")
             for sequence in self._slots.on_failed(adapter.name):
                 waiting = self._acquiring.pop(sequence)
@@ -230,7 +230,7 @@ class AdapterHost(Generic[Weights]):
             self._load_seconds += (seconds - self._load_seconds) * (_SMOOTHING if self._num_loads > 1 else 1.0)
             self._weights[adapter.name] = weights
             self._slots.on_loaded(adapter.name)
-            log.info("adapter loaded", adapter=adapter.name, seconds=round(seconds, 3))
+            log.info("adapter_loaded", adapter=adapter.name, seconds=round(seconds, 3))
         self._advance()
 
 

@@ -107,7 +107,7 @@ class DrainThread:
             except Exception as error:
                 num_failures += 1
                 if num_failures <= MAX_FAILURES:
-                    log.warning("a fetch from TensorRT-LLM failed", thread=self._thread.name, error=repr(error))
+                    log.warning("trtllm_fetch_failed", thread=self._thread.name, error=repr(error))
                 if num_failures == MAX_FAILURES:
                     self._on_loop(self._on_lost, error)
                 is_lost = num_failures >= MAX_FAILURES

@@ -206,7 +206,9 @@ class TensorRtLlmEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(drain.stop() for drain in self._drains))
         if self._stats.num_draft_tokens:
-            log.info("speculation", drafted=self._stats.num_draft_tokens, accepted=self._stats.num_accepted_tokens)
+            log.info(
+                "speculation_measured", drafted=self._stats.num_draft_tokens, accepted=self._stats.num_accepted_tokens
+            )
         await self._shut_down()
         self._watchdog.stop()
 
@@ -216,7 +218,7 @@ class TensorRtLlmEngine:
             return
 
         def on_timeout() -> None:
-            log.error("TensorRT-LLM does not shut down; continuing without it", seconds=SHUTDOWN_SECONDS)
+            log.error("trtllm_shutdown_timed_out", seconds=SHUTDOWN_SECONDS)
             self._watchdog.give_up()  # its threads may keep the process from ending
 
         with contextlib.suppress(Exception):
@@ -326,7 +328,7 @@ class TensorRtLlmEngine:
 
     def _on_stats(self, records: list[Mapping[str, Any]]) -> None:
         if self._stats_reports.on_records():
-            log.info("TensorRT-LLM gives statistics again")
+            log.info("trtllm_statistics_resumed")
         self._stats.absorb(records)
 
     def _on_stats_failure(self, error: Exception) -> None:
@@ -334,12 +336,12 @@ class TensorRtLlmEngine:
             self._on_stats_lost(repr(error))
 
     def _on_stats_lost(self, error: str) -> None:
-        log.error("TensorRT-LLM has stopped giving statistics: load is our own estimate", error=error)
+        log.error("trtllm_statistics_lost", error=error)
         self._stats.forget_free_blocks()
 
     def _on_kv_records(self, records: list[KvRecord]) -> None:
         if self._event_reports.on_records():
-            log.info("TensorRT-LLM gives KV events again")
+            log.info("trtllm_kv_events_resumed")
         self._buffer.add_kv_events(self._kv_events.translate(records))
 
     def _on_kv_events_failure(self, error: Exception) -> None:
@@ -348,7 +350,7 @@ class TensorRtLlmEngine:
             self._on_kv_events_lost(repr(error))
 
     def _on_kv_events_lost(self, error: str) -> None:
-        log.error("TensorRT-LLM has stopped giving KV events: routers see an empty cache", error=error)
+        log.error("trtllm_kv_events_lost", error=error)
         self._kv_events.forget_all("the events have ended")
         self._buffer.add_kv_events(self._kv_events.take_events())
 

@@ -98,7 +98,7 @@ async def ask(llm: Llm) -> bool:
     try:
         is_healthy = await call_in_daemon("tensorrt-llm-health", check)
     except Exception as error:
-        log.warning("TensorRT-LLM's own health check cannot be asked", error=repr(error))
+        log.warning("trtllm_health_check_failed", error=repr(error))
         return False
     if not is_healthy:
         raise EngineError("TensorRT-LLM's own health check fails")

@@ -52,7 +52,7 @@ async def absorb_first_stats(llm: Llm, stats: IterationStats) -> None:
     try:
         stats.absorb(await call_in_daemon("tensorrt-llm-first-stats", fetch))
     except Exception as error:
-        log.warning("TensorRT-LLM gives no statistics", error=repr(error))
+        log.warning("trtllm_statistics_refused", error=repr(error))
 
 
 async def absorb_capacity(llm: Llm, stats: IterationStats, num_ranks: int) -> None:
@@ -64,7 +64,7 @@ async def absorb_capacity(llm: Llm, stats: IterationStats, num_ranks: int) -> No
         async with asyncio.timeout(CAPACITY_SECONDS):
             stats.absorb_capacity(await call_in_daemon("tensorrt-llm-capacity", get_capacity), num_ranks)
     except Exception as error:
-        log.warning("TensorRT-LLM does not say its KV cache's capacity", error=repr(error))
+        log.warning("trtllm_capacity_withheld", error=repr(error))
 
 
 def count_ranks(shard: ShardConfig) -> int:

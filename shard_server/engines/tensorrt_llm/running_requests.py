@@ -93,7 +93,7 @@ class RunningRequests:
         """End the aborted requests that TensorRT-LLM has not ended in time."""
         for request_id, stream in list(self._streams.items()):
             if stream.pending_end is not None and now >= stream.cut_off_at:
-                log.warning("TensorRT-LLM does not end an aborted request; ending it here", request_id=request_id)
+                log.warning("trtllm_abort_ignored", request_id=request_id)
                 if stream.aborts_later:
                     abort(stream.output)
                 self._pumps[request_id].cancel()

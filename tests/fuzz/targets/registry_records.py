@@ -109,7 +109,7 @@ async def open_registry(watch: LogWatch) -> AsyncIterator[Check]:
             if value["sealed"] and found:
                 assert signed is not None, "a record was accepted that the fabric has not signed"
                 assert found["shard-0"] == msgspec.json.decode(signed, type=ShardRecord)
-            num_reports = sum(event["event"] == "a record in the registry is ignored" for event in watch.events)
+            num_reports = sum(event["event"] == "registry_record_ignored" for event in watch.events)
             assert num_reports == (0 if found or value["type"] != "string" else 1), watch.events
             with contextlib.suppress(Exception):
                 await registry.withdraw("shard-0", "another")

@@ -55,9 +55,9 @@ def test_a_broken_answer_is_metered_for_at_least_what_was_received():
 
 def test_usage_records_are_distinguished_from_other_lines():
     """A router's log has other lines too."""
-    line = b'{"request_id": "a", "num_output_tokens": 3, "outcome": "stop", "event": "request ended", "level": "info"}'
+    line = b'{"request_id": "a", "num_output_tokens": 3, "outcome": "stop", "event": "request_ended", "level": "info"}'
     assert parse_usage_record(line) == usage_record("a", 3)
-    assert parse_usage_record(b'{"event": "shard connected"}') is None
+    assert parse_usage_record(b'{"event": "shard_joined"}') is None
     assert parse_usage_record(b"Traceback: request ended") is None
 
 
@@ -66,7 +66,7 @@ def test_usage_records_are_read_across_a_log_rotation(tmp_path: Path):
     path = tmp_path / "router.log"
     log, usage_log = BoundedLog(path, max_bytes=400), UsageLog([path])
     for number in range(20):
-        line = f'{{"request_id": "r{number}", "num_output_tokens": 1, "outcome": "stop", "event": "request ended"}}\n'
+        line = f'{{"request_id": "r{number}", "num_output_tokens": 1, "outcome": "stop", "event": "request_ended"}}\n'
         log.write(line.encode())
         if number % 3 == 0:
             usage_log.read()
@@ -77,7 +77,7 @@ def test_usage_records_are_read_across_a_log_rotation(tmp_path: Path):
 
 def test_a_credit_cancels_tokens_that_did_not_arrive():
     """The lost router had metered a token that the next one generated again."""
-    line = b'{"request_id": "a", "num_credited_tokens": 1, "event": "request credited"}'
+    line = b'{"request_id": "a", "num_credited_tokens": 1, "event": "request_credited"}'
     credit = parse_usage_record(line)
     assert credit is not None
     result = compare_metering([delivery()], [usage_record("a", 5), usage_record("a", 6), credit])

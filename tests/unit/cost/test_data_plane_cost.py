@@ -19,7 +19,7 @@ from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.formatting.response_formatter import Envelope
 from edge_http.openai.response_formatters import ChatFormatter
 from edge_http.wire.sse import EventStream, WriteCoalescer
-from kvloom.router_link.link import GrpcRouterLink, LinkRequest
+from kvloom.router_link.link import GrpcRouterLink
 from kvloom.router_link.tracked_request import TrackedRequest
 from kvloom.transport.local_frames import HEAD, MESSAGE
 from kvloom.transport.local_stream import LocalStream
@@ -45,6 +45,7 @@ from tests.fakes.cost_counting import (
     calls_of,
     print_baseline,
 )
+from tests.fakes.link_requests import link_request
 
 NUM_STREAMS: Final = 32
 
@@ -140,7 +141,7 @@ def edge_half(num_streams: int) -> Callable[[], None]:
         answers.append(events)
         shape = ChatFormatter(envelope, cast(Any, None))
         answer = StreamedAnswer([5], 1, shape, events, {}, with_details=False, with_explanation=False)
-        request = LinkRequest(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
+        request = link_request(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
         link.submit(request, TrackedRequest(number, request, answer, cast(Any, NobodyLooks()), b""))
     slots = list(range(1, num_streams + 1))
     link._on_step(StepFrame(starts=[SequenceStart(slot=slot, shard_id="s0") for slot in slots]))

@@ -34,7 +34,7 @@ from kvloom.v1.generation_pb2 import (
     StepFrame,
     StopConditions,
 )
-from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, RouterServiceConnectRequest, Submit
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, RouterServiceConnectRequest
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectRequest, ShardServiceConnectResponse
 from kvloom_common.config import KvloomConfig
 from kvloom_common.models.served_model import ServedModel
@@ -57,6 +57,7 @@ from tests.fakes.cost_counting import (
     calls_of,
     print_baseline,
 )
+from tests.fakes.link_requests import make_submit
 from tests.fakes.served_models import tiny_models
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
@@ -117,7 +118,7 @@ def router_half() -> Callable[[], None]:
         driver.dispatch(ShardUp(ShardDescription(name, "i", "tiny", 16, 10_000, 64, 4096)))
         driver.dispatch(KvSnapshotArrived(name, 0, ()))
     driver.add_client("c", cast(Any, client))
-    submit = Submit(
+    submit = make_submit(
         request_id="chatcmpl-0123456789abcdef",
         model="tiny",
         packed_prompt_token_ids=pack_token_ids(tokenizer.encode_now(PROMPT)),
@@ -191,7 +192,9 @@ def edge_half() -> Callable[[], None]:
     link = GrpcRouterLink("127.0.0.1:1", "edge")
     link._connected = True
     link._fleet = FleetState(
-        models=[ModelInfo(name="tiny", num_ready_shards=1, max_model_len=4096)], reads_packed_token_ids=True
+        models=[ModelInfo(name="tiny", num_ready_shards=1, max_model_len=4096)],
+        reads_packed_token_ids=True,
+        reads_submit_request=True,
     )
     members = group._members
     members._new_link = lambda *_args: link

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 
 import pytest
 
@@ -57,6 +58,16 @@ def test_events_are_a_subject_and_a_verb_in_the_past_tense(name: str, is_good: b
 def test_both_names_of_a_conditional_event_are_read() -> None:
     tree = ast.parse("log.info('a_began' if x else 'b_ended', y=1)\nlog.warning(name)\nother.info('not ours')")
     assert [name for _, name in words.log_events(tree)] == ["a_began", "b_ended", "(name)"]
+
+
+def test_the_page_lists_every_event() -> None:
+    """Operators match names in dashboards and alarms, and must know what there is."""
+    page = (words.REPOSITORY / "docs/logs.md").read_text().split("## All events\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    trees = [tree for path, tree in words.trees("structlog|FailureLog") if words.folder_of(path) != words.SDK]
+    logged = {name for tree in trees for _, name in words.log_events(tree)}
+    assert listed == sorted(name for name in logged if not name.startswith("("))
+    assert len(listed) > 150
 
 
 def test_a_folder_may_not_have_more_than_the_record_says() -> None:

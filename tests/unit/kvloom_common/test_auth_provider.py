@@ -111,7 +111,7 @@ async def test_a_provider_that_fails_lets_nobody_in(world: World, answer: object
     assert (error.reason, error.kind.http_status) == (ErrorReason.AUTH_UNAVAILABLE, 503)
     assert error.retry_after_seconds
     assert "secret" not in error.message + str(lines)
-    assert [(line["event"], line["provider"]) for line in lines] == [("the auth provider fails", "acme")]
+    assert [(line["event"], line["provider"]) for line in lines] == [("auth_provider_failed", "acme")]
     world.provider.answer = "alice"
     assert await world.verifier.verify(ALICE) == "alice"
 

@@ -13,6 +13,7 @@ from router.caller_scope import TRUSTED, CallerScope
 from router.core.events import Request
 from router.core.objectives import LiveObjectives
 from router.intake import Intake
+from tests.fakes.link_requests import make_submit
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 OUTSIDE = CallerScope("acme/search")
@@ -27,7 +28,7 @@ def submitted(scope: CallerScope, output: str = "", **fields: Any) -> Request:
     token_ids = TOKENIZER.encode_now(output) if output else []
     choice = Choice(slot=1, output_token_ids=token_ids, num_delivered_chars=len(output))
     prompt = TOKENIZER.encode_now("the fox")
-    submit = pb.Submit(request_id="r", model="m", prompt_token_ids=prompt, choices=[choice], **fields)
+    submit = make_submit(request_id="r", model="m", prompt_token_ids=prompt, choices=[choice], **fields)
     return intake().request_from_submit(submit, "client", scope)
 
 

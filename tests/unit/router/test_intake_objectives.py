@@ -8,18 +8,20 @@ import pytest
 
 from kvloom.client.generate_request import build_request
 from kvloom.errors import KvloomError
-from kvloom.objectives import objectives_later
+from kvloom.objectives import delay_objectives
 from kvloom.v1.generation_pb2 import Choice
-from kvloom.v1.router_service_pb2 import Objectives, Submit
+from kvloom.v1.router_service_pb2 import Objectives
 from router.core.events import Request
 from router.core.objectives import Objectives as CoreObjectives
-from router.intake import Intake, within_deadline
+from router.intake import Intake
+from router.request_builder import within_deadline
+from tests.fakes.link_requests import make_submit
 from tests.fakes.served_models import tiny_models
 
 
 def request_of(objectives: Objectives | None) -> Request:
     intake = Intake(tiny_models(), 50, lambda: False)
-    submit = Submit(model="tiny", prompt_token_ids=[1], choices=[Choice(slot=1)], objectives=objectives)
+    submit = make_submit(model="tiny", prompt_token_ids=[1], choices=[Choice(slot=1)], objectives=objectives)
     return intake.request_from_submit(submit, "c")
 
 
@@ -50,7 +52,8 @@ def test_the_sdk_has_options_for_them() -> None:
 
 def test_objectives_count_from_the_first_arrival() -> None:
     """A failover must give a request no new time, and must not have it refused."""
-    later = objectives_later(Objectives(deadline_ms=9000, elapsed_ms=500), 2.0, is_admitted=True)
+    later = Objectives(deadline_ms=9000, elapsed_ms=500)
+    delay_objectives(later, 2.0, is_admitted=True)
     assert later == Objectives(deadline_ms=9000, elapsed_ms=2500, admitted=True)
 
 

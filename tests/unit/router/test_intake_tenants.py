@@ -10,7 +10,7 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice
-from kvloom.v1.router_service_pb2 import TIER_BATCH, Submit
+from kvloom.v1.router_service_pb2 import TIER_BATCH
 from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.tenancy.class_rights import ClassRights
 from kvloom_common.tenancy.table import Tenant
@@ -18,6 +18,7 @@ from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.core.events import Request
 from router.intake import Intake
 from tests.fakes.fake_control import SEARCH_KEY, two_organisations
+from tests.fakes.link_requests import make_submit
 from tests.fakes.tenants import change, identities_of
 
 SALTS = CacheSalts(b"key")
@@ -25,7 +26,7 @@ SALTS = CacheSalts(b"key")
 
 def request_of(scope: CallerScope, **fields: Any) -> Request:
     intake = Intake({}, 1000, lambda: False, cache_salts=SALTS)
-    submit = Submit(
+    submit = make_submit(
         request_id="r",
         model="m",
         prompt_token_ids=[1, 2],

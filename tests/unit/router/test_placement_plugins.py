@@ -47,7 +47,7 @@ def test_a_policy_that_fails_costs_a_placement_s_quality_only(costs: object) -> 
         found = policy.costs(ARRIVAL, [CANDIDATE, FASTER])
     assert [sum(terms) for terms in found] == [CANDIDATE.predicted_ttft_seconds, FASTER.predicted_ttft_seconds]
     assert all(len(terms) == 2 for terms in found)
-    assert [(line["event"], line["policy"]) for line in lines] == [("the placement policy fails", "acme")]
+    assert [(line["event"], line["policy"]) for line in lines] == [("placement_policy_failed", "acme")]
 
 
 def test_a_policy_that_works_is_not_changed() -> None:

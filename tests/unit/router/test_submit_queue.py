@@ -10,6 +10,7 @@ import pytest
 from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, Submit
 from router.links.submit_queue import LONG_PROMPT_TOKENS, MAX_WAITING, SubmitQueue
+from tests.fakes.link_requests import make_submit
 
 FAULTY = "faulty"
 
@@ -22,9 +23,9 @@ class Client:
         self.queue = SubmitQueue(self._submit, self._cancel, self.faults.append, self._count)
 
     def _submit(self, submit: Submit) -> None:
-        if submit.request_id == FAULTY:
+        if submit.request.request_id == FAULTY:
             raise protocol_violation("It is faulty.")
-        self.taken.append(submit.request_id)
+        self.taken.append(submit.request.request_id)
 
     def _cancel(self, slots: Sequence[int]) -> None:
         self.taken.append(f"cancel {list(slots)}")
@@ -45,11 +46,11 @@ class Client:
 
 
 def long(name: str) -> Submit:
-    return Submit(request_id=name, packed_prompt_token_ids=bytes(4 * LONG_PROMPT_TOKENS))
+    return make_submit(request_id=name, packed_prompt_token_ids=bytes(4 * LONG_PROMPT_TOKENS))
 
 
 def short(name: str) -> Submit:
-    return Submit(request_id=name, prompt_token_ids=[1, 2, 3])
+    return make_submit(request_id=name, prompt_token_ids=[1, 2, 3])
 
 
 def frame(*submits: Submit, cancels: Sequence[int] = ()) -> RouterServiceConnectRequest:

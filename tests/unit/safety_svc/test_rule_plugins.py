@@ -87,7 +87,7 @@ def test_a_rule_that_fails_clears_nothing_more(plugin_site: PluginSite, text: st
     assert screener.hit is not None
     assert screener.hit.is_failure
     assert screener.num_clear_chars == cleared == len("good so far ") - 8
-    assert [(line["event"], line["rule"]) for line in lines] == [("a safety rule fails", "r")]
+    assert [(line["event"], line["rule"]) for line in lines] == [("safety_rule_failed", "r")]
     assert text not in str(lines)
 
 

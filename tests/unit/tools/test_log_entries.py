@@ -94,11 +94,11 @@ def test_a_stack_trace_stays_with_its_line() -> None:
 def test_a_request_is_found_by_both_of_its_ids() -> None:
     """Lines with only the fabric's id are found by the caller's id, in both formats; lines of others are not."""
     lines = [
-        console(1, "sequence ended    request_id=chatcmpl-1.0 num_output_tokens=3"),
-        console(2, "http request      client_request_id=mine request_id=chatcmpl-1 path='/a b'"),
-        as_json(3, "request ended", request_id="chatcmpl-1", client_request_id="mine"),
-        console(4, "http request      client_request_id=other request_id=chatcmpl-12"),
-        console(5, "requests moved    num_requests=1"),
+        console(1, "sequence_ended    request_id=chatcmpl-1.0 num_output_tokens=3"),
+        console(2, "http_request_ended client_request_id=mine request_id=chatcmpl-1 path='/a b'"),
+        as_json(3, "request_ended", request_id="chatcmpl-1", client_request_id="mine"),
+        console(4, "http_request_ended client_request_id=other request_id=chatcmpl-12"),
+        console(5, "requests_moved    num_requests=1"),
     ]
     entries = list(entries_of("p", lines))
     for wanted in ("mine", "chatcmpl-1"):

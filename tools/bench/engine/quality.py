@@ -39,7 +39,7 @@ _QUESTIONS: Final = (
 
 
 class _Sample(msgspec.Struct, frozen=True):
-    """What one model computed. The lists are shorter than those of the texts if time ran out."""
+    """The results of one model. The lists are shorter than those of the texts if time ran out."""
 
     log_probabilities: list[torch.Tensor]
     """By window: float32 [tokens - 1, vocab_size]."""

@@ -39,7 +39,7 @@ _SECTION_ERRORS: Final = (EngineError, KvloomError, ImportError, MemoryError, OS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurements:
-    """What to measure beside prefill, decoding, memory and load time."""
+    """Says what to measure beside prefill, decoding, memory and load time."""
 
     roofline: bool = False
     reference: bool = False

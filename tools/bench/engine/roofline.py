@@ -34,7 +34,7 @@ _CACHES: Final = Path("/sys/devices/system/cpu")
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What this machine can do at most with `num_threads` threads."""
+    """The most that this machine can do with `num_threads` threads."""
 
     num_threads: int
     gb_per_second: float
@@ -68,8 +68,9 @@ def decode_shares(
     dtype: str,
     weight_format: str,
 ) -> dict[str, float]:
-    """What a step of one token for each of `context_lengths` reaches. `dtype` is that of the KV cache. There is no
-    share of the bandwidth for formats whose size is not in BYTES_PER_WEIGHT."""
+    """Returns the shares of the machine's limits that a step of one token for each of `context_lengths` reaches.
+    `dtype` is that of the KV cache. There is no share of the bandwidth for formats whose size is not in
+    BYTES_PER_WEIGHT."""
     gb_per_second = None
     if {dtype, weight_format} <= BYTES_PER_WEIGHT.keys():
         per_weight, per_kv_number = BYTES_PER_WEIGHT[weight_format], BYTES_PER_WEIGHT[dtype]
@@ -78,7 +79,8 @@ def decode_shares(
 
 
 def prefill_shares(limits: Limits, config: LlamaConfig, num_tokens: int, seconds: float) -> dict[str, float]:
-    """What a prompt of `num_tokens` reaches. There is no share of the bandwidth, which it hardly needs."""
+    """Returns the shares that a prompt of `num_tokens` reaches. There is no share of the bandwidth, which it hardly
+    needs."""
     return _shares(limits, None, prefill_operations(config, num_tokens) / seconds / 1e9)
 
 

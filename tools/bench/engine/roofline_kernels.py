@@ -29,7 +29,7 @@ def _num_lanes() -> int:
 
 _LANES: Final = _num_lanes()
 OPERATIONS_PER_ITERATION: Final = 2 * _NUM_CHAINS * _LANES
-"""Of `multiply_add`."""
+"""The operations of one iteration of `multiply_add`."""
 
 
 @llvm.intrinsic

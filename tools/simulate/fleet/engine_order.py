@@ -27,7 +27,7 @@ class EngineOrder(Protocol):
 
     @property
     def newcomers_may_pass(self) -> bool:
-        """Whether a new sequence may go before one that is already waiting."""
+        """True when a new sequence may go before one that is already waiting."""
         ...
 
     def __len__(self) -> int: ...
@@ -55,7 +55,7 @@ class EngineOrder(Protocol):
         ...
 
     def goes_before(self, waiting: ShardSequence, begun: ShardSequence) -> bool:
-        """Whether a waiting sequence gets its prefill before one that has begun."""
+        """True when a waiting sequence gets its prefill before one that has begun."""
         ...
 
     def sort_begun(self, begun: list[ShardSequence]) -> None:

@@ -42,7 +42,7 @@ class FleetOptions:
 
     profile: Profile
     num_shards: int
-    """Of all models together."""
+    """The number of shards of all models together."""
     models: Sequence[ModelFleet] = ()
     """Models by name, whose shards follow one another. () means a single one without a name, with `num_shards`,
     `profile` and `capacity_blocks`."""
@@ -63,9 +63,9 @@ class FleetOptions:
     core_config: CoreConfig | None = None
     """None means a core with `policy`, without a safety service, that rejects nothing and has no timeouts."""
     has_tenants: bool = True
-    """Whether the router is told the tenants of calls."""
+    """True when the router is told the tenants of calls."""
     has_classes: bool = True
-    """Whether the router is told which calls are batch, and so each shard which ones are urgent."""
+    """True when the router is told which calls are batch, and so each shard which ones are urgent."""
     on_action: Callable[[Action, float], None] | None = None
     """Called with every action of every router and its time."""
 

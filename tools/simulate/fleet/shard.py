@@ -35,7 +35,7 @@ class _Counts:
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    """What the steps that have just ended produced."""
+    """Collects what the steps that have just ended produced."""
 
     starts: list[ShardSequence] = dataclasses.field(default_factory=list)
     """Sequences that have got their first token."""
@@ -98,7 +98,7 @@ class SimShard:
         return len(self._sequences)
 
     def can_hold(self, num_prompt_tokens: int, num_output_tokens: int) -> bool:
-        """Whether a sequence of this length fits at all."""
+        """True when a sequence of this length fits at all."""
         return -(-(num_prompt_tokens + num_output_tokens) // self._block_size) <= self.cache.num_blocks
 
     def submit(self, sequence: ShardSequence, now: float) -> None:

@@ -19,8 +19,8 @@ def prefill_seconds(profile: Profile, position: int, num_tokens: int) -> float:
 def prefill_step_seconds(
     profile: Profile, chunks: Iterable[tuple[int, int]], num_decoding: int, num_context_tokens: int
 ) -> float:
-    """Of one step that prefills `chunks`, (position, tokens) each, and decodes one token of `num_decoding` sequences
-    with `num_context_tokens` tokens of context together."""
+    """Returns the seconds of one step that prefills `chunks`, (position, tokens) each, and decodes one token of
+    `num_decoding` sequences with `num_context_tokens` tokens of context together."""
     num_tokens = 0
     num_pairs = 0.0
     for position, count in chunks:

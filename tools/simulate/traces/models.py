@@ -1,4 +1,4 @@
-"""Which model each call of a trace is for: the one that the trace names, or one chosen by session."""
+"""Chooses the model of each call of a trace: the one that the trace names, or one chosen by session."""
 
 from __future__ import annotations
 

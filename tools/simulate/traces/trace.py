@@ -26,7 +26,7 @@ class MeasuredWorkload(Workload, Protocol):
 class Trace(Protocol):
     @property
     def is_closed_loop(self) -> bool:
-        """Whether its load is a number of users. Otherwise it is a multiple of the recorded rate."""
+        """True when its load is a number of users. Otherwise it is a multiple of the recorded rate."""
         ...
 
     @property

@@ -39,7 +39,7 @@ class RunningRollout:
         try:
             await self.rollout.run()
         except Exception:
-            log.exception("a rollout failed", model=self.state.new)
+            log.exception("rollout_failed", model=self.state.new)
             self.state.phase, self.state.reason = "failed", "a fault of the supervisor, which its log describes"
         finally:
             self._on_end(self.state)

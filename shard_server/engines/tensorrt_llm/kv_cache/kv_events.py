@@ -70,7 +70,7 @@ class KvEventTranslator:
 
     def forget_all(self, reason: str) -> None:
         """Forget all blocks and start over; `take_events` returns the event."""
-        log.warning("KV events start over", reason=reason)
+        log.warning("kv_events_started_over", reason=reason)
         self.num_resyncs += 1
         self._blocks.clear()
         self._partial.clear()
@@ -100,7 +100,7 @@ class KvEventTranslator:
         self.num_resyncs += 1
         restarted = record.event_id == 0 and record.kind == "created"
         log.warning(
-            "KV events: the engine has restarted" if restarted else "KV events were lost",
+            "kv_events_engine_restarted" if restarted else "kv_events_lost",
             rank=rank,
             expected=expected,
             event_id=record.event_id,

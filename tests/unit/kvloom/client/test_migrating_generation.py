@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvloom.client.generation import DeltaBuffer
 from kvloom.client.migrating_generation import MigratingGeneration
 from kvloom.errors import KvloomError
-from kvloom.router_link.link import LinkRequest
 from kvloom.router_link.tracked_request import TrackedRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
@@ -17,6 +16,7 @@ from kvloom.v1.generation_pb2 import (
     StopConditions,
 )
 from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
+from tests.fakes.link_requests import link_request
 
 
 def test_a_continuation_has_the_ticket_and_all_that_was_received() -> None:
@@ -47,7 +47,7 @@ class _Owner:
 
 def test_so_does_one_over_a_shared_stream() -> None:
     """Prompts of tokens are sent over one stream to each router."""
-    request = LinkRequest("r", "m", [1], "", SamplingParams(), StopConditions())
+    request = link_request("r", "m", [1], "", SamplingParams(), StopConditions())
     tracked = TrackedRequest(1, request, DeltaBuffer(10), _Owner(), b"")
     tracked.on_submitted("link")
     tracked.on_start(0, SequenceStart(continuation_ticket=b"ticket"))
@@ -55,4 +55,7 @@ def test_so_does_one_over_a_shared_stream() -> None:
     lost = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "lost").to_proto()
     tracked.on_finish(0, SequenceFinish(reason=FINISH_REASON_ERROR, error=lost))
     later = tracked.next_request()
-    assert (later.continuation_ticket, [list(one.token_ids) for one in later.partial_choices]) == (b"ticket", [[5]])
+    assert (later.wanted.continuation_ticket, [list(one.token_ids) for one in later.partial_choices]) == (
+        b"ticket",
+        [[5]],
+    )

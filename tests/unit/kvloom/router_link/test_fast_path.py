@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvloom.router_link.deferred_token_log import MAX_FRAMES
-from kvloom.router_link.link import GrpcRouterLink, LinkRequest
+from kvloom.router_link.link import GrpcRouterLink
 from kvloom.router_link.tracked_request import TrackedRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
@@ -22,6 +22,7 @@ from kvloom.v1.generation_pb2 import (
 from router.core.actions import FleetChanged
 from router.core.frames import Finish, Step
 from router.links.local_link import LocalRouterLink
+from tests.fakes.link_requests import link_request
 
 NUM_TOKENS = 2 * MAX_FRAMES + 3
 
@@ -143,7 +144,7 @@ def link_with(
     answers = [FastPathAnswer() for _ in range(num_requests)]
     requests: list[TrackedRequest] = []
     for number, answer in enumerate(answers):
-        request = LinkRequest(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
+        request = link_request(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
         requests.append(TrackedRequest(number, request, answer, owner, b""))
         router.link.submit(request, requests[-1])
         requests[-1].on_submitted("link")
@@ -195,7 +196,7 @@ async def test_an_end_finds_all_tokens_counted_and_frees_the_slot(driver_type: t
     assert answers[0].finish is not None
     assert answers[0].num_tokens == 5
     late = FastPathAnswer()
-    request = LinkRequest("late", "m", [1], "", SamplingParams(), StopConditions())
+    request = link_request("late", "m", [1], "", SamplingParams(), StopConditions())
     router.link.submit(request, TrackedRequest(3, request, late, owner, b""))
     for number in range(5):
         send(router, number, [1, 2])

@@ -10,12 +10,12 @@ from kvloom.errors import KvloomError
 from kvloom.text.token_ids import pack_token_ids
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice
-from kvloom.v1.router_service_pb2 import Submit
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from router.core.events import Request
 from router.intake import Intake
 from shard_server.engines.base import EngineInfo
 from shard_server.submits import resolve_submit
+from tests.fakes.link_requests import make_submit
 from tests.fakes.served_models import tiny_models
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
@@ -34,7 +34,7 @@ INFO = EngineInfo(
 
 def by_router(**prompt: Any) -> list[int]:
     intake = Intake(tiny_models(), 50, lambda: False)
-    request = intake.request_from_submit(Submit(model="tiny", choices=[Choice(slot=1)], **prompt), "c")
+    request = intake.request_from_submit(make_submit(model="tiny", choices=[Choice(slot=1)], **prompt), "c")
     assert isinstance(request, Request)
     return list(request.prompt_token_ids)
 

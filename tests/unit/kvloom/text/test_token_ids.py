@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvloom.text.token_ids import are_below, pack_token_ids, prompt_fields, token_array, unpack_token_ids
-from kvloom.v1.router_service_pb2 import Submit
 from tests.examples import num_examples
+from tests.fakes.link_requests import make_submit
 
 ids_of = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -52,5 +52,7 @@ def test_are_below_is_what_max_says(ids: list[int], limit: int, num_before: int)
 
 def test_prompt_fields_are_what_the_reader_knows() -> None:
     """A process of an earlier version gets the field that it understands."""
-    assert Submit(**prompt_fields([1, 2], packed=False)).prompt_token_ids == [1, 2]
-    assert unpack_token_ids(Submit(**prompt_fields([1, 2], packed=True)).packed_prompt_token_ids) == array("I", [1, 2])
+    assert make_submit(**prompt_fields([1, 2], packed=False)).prompt_token_ids == [1, 2]
+    assert unpack_token_ids(make_submit(**prompt_fields([1, 2], packed=True)).packed_prompt_token_ids) == array(
+        "I", [1, 2]
+    )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS, Run, last_runs
-from kvloom_common.tenancy.usage_record import counting
+from kvloom_common.tenancy.usage_record import OUTCOME_LOST, counting
 from tests.fakes.usage import usage_record
 
 
@@ -23,6 +23,18 @@ def test_a_killed_router_loses_nothing() -> None:
     """Its record is behind what it had delivered, or a little ahead of it; the next router knows better."""
     assert spans((0, 80), (100, 120)) == [(100, 120)]
     assert spans((0, 100), (97, 120), (119, 150)) == [(119, 150)]
+
+
+def test_what_a_killed_router_computed_is_not_paid_twice() -> None:
+    """However much was on its way: the client knows no better than to continue behind what it has. Once, and not by a
+    client that only says so."""
+    killed = usage_record(1, "a", "r0/1", num_output_tokens=100, answer_id="x", outcome=OUTCOME_LOST, num_attempts=1)
+    after = {"num_output_tokens": 120, "num_resumed_tokens": 30, "answer_id": "x", "num_attempts": 1}
+    first, second = (usage_record(1, "a", f"{router}/1", **after) for router in ("r1", "r2"))
+    assert counting([killed, first]) == [first]
+    assert len(counting([killed, first, second])) == 2
+    running = msgspec.structs.replace(killed, outcome="stop")
+    assert len(counting([running, first])) == 2
 
 
 def test_repetitions_count_by_themselves() -> None:
@@ -46,15 +58,16 @@ def test_edges_are_believed() -> None:
     assert sorted(record.producer for record in counting(outside)) == ["r0/1", "r1/1"]
 
 
-RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), min_size=1, max_size=6)
+SPANS = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted)
+RUNS = st.lists(st.tuples(SPANS, st.booleans()), min_size=1, max_size=6)
 
 
 @given(RUNS)
-def test_what_is_computed_counts(runs: list[tuple[int, int]]) -> None:
+def test_what_is_computed_counts(runs: list[tuple[list[int], bool]]) -> None:
     """Whatever positions a client names, and in whatever order records arrive."""
-    named = [Run(begin, end, ("", number)) for number, (begin, end) in enumerate(runs)]
+    named = [Run(*span, ("", number), is_lost) for number, (span, is_lost) in enumerate(runs)]
     counted = last_runs(named)
-    computed = sum(run.end - run.begin for run in named)
+    computed = sum(run.end - run.begin for run in named if not run.is_lost)
     total = sum(run.end for run in counted)
     assert total >= max(computed - MAX_LOST_TOKENS, *(run.end for run in named), 0)
     for order in itertools.islice(itertools.permutations(named), 24):

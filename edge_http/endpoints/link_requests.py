@@ -1,0 +1,47 @@
+"""The requests to the router that a job makes, one for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from edge_http.edge import Edge
+from edge_http.endpoints.objectives import TimedJob
+from edge_http.openai.prompt import Prompt
+from edge_http.wire.headers import RECEIPT, refuses_result_cache, request_id, traceparent, wants_receipt
+from kvloom.router_link.link import LinkRequest
+from kvloom.v1.router_service_pb2 import Submit
+
+
+def link_requests(
+    edge: Edge, request: web.BaseRequest, job: TimedJob, prompts: Sequence[Prompt], name: str, timeout_seconds: float
+) -> list[LinkRequest]:
+    """The requests for the job's prompts, whose response has the id `name`. Raises KvloomError."""
+    wanted, adapter = job.wanted, job.model.adapter
+    wanted.model, wanted.timeout_seconds = job.model.name, timeout_seconds
+    if adapter is not None:
+        wanted.adapter_checksum = adapter.checksum
+    if edge.has_result_cache:
+        wanted.no_result_cache = refuses_result_cache(request)
+    if RECEIPT in request.headers:
+        wanted.receipt = wants_receipt(request, can_have=edge.receipt_keys is not None)
+    submit = Submit(
+        request=wanted,
+        tenant=edge.callers.caller_of(request),
+        traceparent=traceparent(request),
+        client_request_id=request_id(request),
+        key_id=edge.callers.key_id_of(request),
+        has_fallback_model=job.has_fallback_model,
+    )
+    return [_of_prompt(submit, prompt, name, number, len(prompts)) for number, prompt in enumerate(prompts)]
+
+
+def _of_prompt(submit: Submit, prompt: Prompt, name: str, number: int, count: int) -> LinkRequest:
+    own = submit
+    if count > 1:
+        own = Submit()
+        own.CopyFrom(submit)
+    own.request.request_id = name if count == 1 else f"{name}.{number}"
+    own.prompt_text = prompt.text
+    return LinkRequest(own, prompt.token_ids)
