@@ -6,5 +6,6 @@ commands.py   the command
 dst/          `kvloom-lab dst`: deterministic simulation tests of the router core
 chaos/        `kvloom-lab chaos`: a live fabric under faults
 bench/        `kvloom-lab bench`: what parts and policies cost and bring, also beside others' gateways and engines
+pages.py      tables in Markdown, and their places in documentation pages
 study/        `kvloom-lab bench routing`: the tables of placement policies in the docs
 """

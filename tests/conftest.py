@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["tests.fabric_starts"]
+
 LONGEST_FIRST = (
     "tests/e2e/test_fabric_models.py",
     "tests/e2e/test_docs_commands.py",
@@ -49,6 +51,7 @@ NEEDS_TORCH = (
     "unit/tools/bench/test_engine*",
     "lab/bench/test_engine_vs.py",
     "unit/tools/test_cli.py",
+    "property/test_call_guides.py",
     "property/test_torch_*",
 )
 """Quick tests that are left out where the embedded engine is not installed."""
@@ -189,6 +192,12 @@ def postgres_url(postgres_sockets: Path) -> str:
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database, likewise: each test runs with both kinds."""
+    return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=(pytest.mark.postgres, pytest.mark.long))])
+def database_below_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database below what is tested, which is the same whichever kind it is."""
     return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 

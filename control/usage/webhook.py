@@ -43,12 +43,20 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class AlertSender:
     """`run` is its task."""
 
-    def __init__(self, database: Database, urls: Sequence[str], secret: str, metrics: UsageMetrics) -> None:
-        """Raises ValueError for a secret that is none."""
+    def __init__(
+        self,
+        database: Database,
+        urls: Sequence[str],
+        secret: str,
+        metrics: UsageMetrics,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        """Raises ValueError for a secret that is none. The database is asked every `poll_seconds`."""
         self._database = database
         self._urls = urls
         self._webhook = Webhook(secret)
         self._metrics = metrics
+        self._poll_seconds = poll_seconds
         self._opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
 
     async def run(self) -> None:
@@ -58,7 +66,7 @@ class AlertSender:
                 await self.send_due(time.time())
             except DATABASE_ERRORS as error:
                 log.warning("budget_notices_read_failed", cause=type(error).__name__)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
 
     async def send_due(self, now: float) -> None:
         """Try all notices that are due at `now` (seconds since 1970). Raises SQLAlchemyError."""

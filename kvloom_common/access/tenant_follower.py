@@ -47,7 +47,6 @@ LONGEST_PAUSE_SECONDS: Final = 0.5
 TOUCH_SECONDS: Final = 10.0
 """How often the copy on disk is marked as current."""
 REPORT_SECONDS: Final = 30.0
-"""How often `control` is told which keys were used."""
 MAX_PENDING_PARTS: Final = 1024
 """Parts of one set of changes. Beyond that a snapshot is asked for."""
 FREED_ENTRIES: Final = 256
@@ -69,8 +68,12 @@ def control_finder(config: KvloomConfig, own_name: str, trust: FabricTrust) -> P
 class TenantFollower:
     """`tenants` is usable from the beginning, with the copy that this process has kept."""
 
-    def __init__(self, config: KvloomConfig, own_name: str, trust: FabricTrust) -> None:
-        """`own_name`: the process's; its copy is called after it."""
+    def __init__(
+        self, config: KvloomConfig, own_name: str, trust: FabricTrust, report_seconds: float = REPORT_SECONDS
+    ) -> None:
+        """`own_name`: the process's; its copy is called after it. `control` is told every `report_seconds` which keys
+        were used."""
+        self._report_seconds = report_seconds
         self.tenants = Tenants(config.control.max_stale_seconds)
         self.tried = asyncio.Event()
         """Set once the table is that of `control`, or that could not be reached. Nothing should be served before: keys
@@ -227,7 +230,7 @@ class TenantFollower:
         """Reports the keys that were used. A report that fails is forgotten: keys that are still in use come with the
         next one."""
         while True:
-            await asyncio.sleep(REPORT_SECONDS)
+            await asyncio.sleep(self._report_seconds)
             uses = self.tenants.take_uses()
             if self._stub is None or not uses:
                 continue

@@ -64,14 +64,16 @@ class MemoryWatch:
         registry: CollectorRegistry,
         is_idle: Callable[[], bool],
         read_resident: Callable[[], int] | None = None,
+        sample_seconds: float = SAMPLE_SECONDS,
     ) -> None:
         """`component` is "edge" or "router", as in the names of metrics. `max_bytes` is the limit, 0 for a share of the
         machine's memory. `is_idle`: whether no request runs. `read_resident` returns the process's memory; None: as the
-        system counts it."""
+        system counts it. It is read every `sample_seconds`."""
         self._policy = MemoryPolicy(memory_limit_bytes(max_bytes))
         self._on_level = on_level
         self._is_idle = is_idle
         self._read_resident = read_resident
+        self._sample_seconds = sample_seconds
         self._component = component
         prefix = f"kvloom_{component}_memory"
         limit = Gauge(f"{prefix}_limit_bytes", "The memory in bytes that this process may have.", registry=registry)
@@ -93,7 +95,7 @@ class MemoryWatch:
                 read = memory.read
             while True:
                 await self._sample(read)
-                await asyncio.sleep(SAMPLE_SECONDS)
+                await asyncio.sleep(self._sample_seconds)
 
     async def _sample(self, read: Callable[[], int]) -> None:
         resident_bytes, before = read(), self._policy.level

@@ -181,6 +181,7 @@ class CatalogueFollower:
 
     catalogue: Catalogue
     source: CardSource
+    retry_seconds: float = RETRY_SECONDS
     _seen: set[str] = dataclasses.field(default_factory=set)
     """The models that the routers serve."""
     _failed: set[str] = dataclasses.field(default_factory=set)
@@ -194,7 +195,7 @@ class CatalogueFollower:
             if self.source.fleet is not fleet:
                 continue
             try:
-                async with asyncio.timeout(None if is_complete else RETRY_SECONDS):
+                async with asyncio.timeout(None if is_complete else self.retry_seconds):
                     await self.source.wait_fleet_change()
             except TimeoutError:
                 pass

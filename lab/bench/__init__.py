@@ -3,37 +3,28 @@
 commands.py                 `kvloom-lab bench`: the commands by name
 data_plane/                 CPU per token and request of the fabric, process by process, also beside other gateways
 engine_peers/               other engines for `kvloom-lab bench engine-peers`
-tenants/                    what keys, limits, metering and prices cost
 peers/                      other gateways for `kvloom-lab bench data-plane --peers`
 conversations_command.py    `kvloom-lab bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP
 infinite_cache.py           the hits that a perfect cache would have
-directory.py                `kvloom-lab bench directory`: what the table of many tenants costs a process that follows it
-directory_follower.py       that process
 kv_shares.py                `kvloom-lab bench kv-shares`: cache hits of a tenant that another one floods
-memory.py                   `kvloom-lab bench memory`: what bursts leave behind, and how long they hold up the edge
-memory_bursts.py            the bursts
-live_probe.py               asks an edge whether it is alive, from a process of its own
-fair_queue.py               `kvloom-lab bench fair-queue`: what the next request costs to find among many tenants
 fairness.py                 `kvloom-lab bench fairness`
 fairness_model.py           what a tenant that floods the fleet costs another one, in virtual time
 fairness_run.py             the same on a fabric of real processes
 brownout.py                 `kvloom-lab bench brownout`
 brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 brownout_run.py             the same on fabrics of real processes
-overload.py                 `kvloom-lab bench overload`
-overload_model.py           goodput under overload, in virtual time
-preemption.py               `kvloom-lab bench preemption`
-preemption_run.py           urgent requests on shards that batch answers fill, with preemption and without
+overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
+preemption.py               `kvloom-lab bench preemption`: urgent requests on shards that batch answers fill
+experiment.py               what all benches share: flags, a run, rows, and their table, JSON and plot
+modelled.py                 experiments in virtual time: requests at random times, a fleet's capacity
 bench_fabric.py             the fabric that a bench starts: its options, its configuration, and what the bench asks it
 arrivals.py                 requests at random times, and how many of them a fabric can answer
 plots.py                    plots of cache hits by turn, and of goodput over time
 streams.py                  streams as their clients see them, and whether two runs have the same answers
-spot_notice.py              `kvloom-lab bench spot-notice`
-spot_notice_run.py          a shard with notice under load, and what its streams noticed
+spot_notice.py              `kvloom-lab bench spot-notice`: a shard with notice under load, and what its streams noticed
 tenant_timing.py            `kvloom-lab bench tenant-timing`: what the time to the first token tells another tenant
 auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom-lab bench index`: the router's prefix index
 prefix_index_fill.py        fills an index as a fleet does
-page_table.py               writes a table into a documentation page
 """

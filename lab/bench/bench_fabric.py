@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, Literal
@@ -18,12 +18,14 @@ from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom_common.access.api_keys import ApiKey, digest_of, draw_key, write_api_keys
 from kvloom_common.config import KvloomConfig, ModelConfig
 from kvloom_common.metrics.exposition import samples_in
+from lab.bench.experiment import DATA_DIR, Flag, choice, count, flag, show_progress
 from lab.bench.streams import Stream, explain, open_session
+from router.core.placement import POLICIES
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model
-from tools.options import F, data_dir_option, option
+from tools.simulate.fleet.profile import PROFILES
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 from tools.supervisor.supervised_process import ProcessStatus
@@ -31,81 +33,44 @@ from tools.supervisor.supervised_process import ProcessStatus
 MODELLED: Final = "model"
 """In place of an engine: shards that `kvloom simulate` models, in virtual time."""
 FABRIC_ONLY: Final = ("model", "device", "max_batch", "num_prompt_words", "max_tokens")
-"""The options of `shard_options` and `request_options` that modelled shards do not have."""
+"""The parameters of SHARD_FLAGS and `request_flags` that modelled shards do not have."""
 SHARD_SETTINGS: Final = ("model", "device", "data_dir", "num_shards", "max_batch")
 """Those of the options of a bench on a real fabric that `bench_config` takes."""
 Device = Literal["cpu", "cuda"]
 _BLOCKS_ON_GPU: Final = 8192
 
 
-def shard_options(scope: str = "") -> Callable[[F], F]:
-    """--model, --device and --data-dir."""
-
-    def add(function: F) -> F:
-        add_model = option(
-            "--model",
-            default=BUILTIN_MODEL_NAME,
-            show_default=True,
-            metavar="NAME|PATH",
-            scope=scope,
-            help="Name, directory or .gguf file.",
-        )
-        add_device = option(
-            "--device",
-            type=click.Choice(["cpu", "cuda"]),
-            default="cpu",
-            show_default=True,
-            scope=scope,
-            help="The device of the torch engine.",
-        )
-        return add_model(add_device(data_dir_option(function)))
-
-    return add
+MODEL: Final = flag("--model", str, BUILTIN_MODEL_NAME, "Name, directory or .gguf file.", metavar="NAME|PATH")
+SHARD_FLAGS: Final = (MODEL, choice("--device", ["cpu", "cuda"], "cpu", "What the torch engine computes on."), DATA_DIR)
+ENGINE_OR_MODELLED: Final = choice(
+    "--engine",
+    [MODELLED, "torch", "sim"],
+    MODELLED,
+    "model: modelled shards in virtual time; otherwise the engine of a fabric that is started.",
+)
+PROFILE: Final = choice("--profile", sorted(PROFILES), "70b", "What a modelled shard is.")
+POLICY: Final = choice("--policy", sorted(POLICIES), "ect", "Placement policy.")
+SEED: Final = count("--seed", 1, least=0)
 
 
-def request_options(scope: str, *, max_tokens: int) -> Callable[[F], F]:
+def request_flags(max_tokens: int) -> tuple[Flag, ...]:
     """--max-batch, --prompt-words and --max-tokens, for benches that may also run in virtual time."""
-
-    def add(function: F) -> F:
-        add_max_batch = option(
-            "--max-batch",
-            type=click.IntRange(1, 256),
-            default=8,
-            show_default=True,
-            scope=scope,
-            help="Answers that run on a shard at the same time, of a real fabric.",
-        )
-        add_prompt_words = option(
+    return (
+        count("--max-batch", 8, "Answers that run on a shard at the same time, of a real fabric.", most=256),
+        count(
             "--prompt-words",
-            "num_prompt_words",
-            type=click.IntRange(1, 1000),
-            default=40,
-            show_default=True,
-            scope=scope,
-            help="Numbers in the longest prompt to a real fabric; the shortest has half as many.",
-        )
-        add_max_tokens = option(
+            40,
+            "Numbers in the longest prompt to a real fabric; the shortest has half as many.",
+            most=1000,
+            to="num_prompt_words",
+        ),
+        count(
             "--max-tokens",
-            type=click.IntRange(2, 4000),
-            default=max_tokens,
-            show_default=True,
-            scope=scope,
-            help="Output tokens of the longest answer of a real fabric; the shortest has half as many.",
-        )
-        return add_max_batch(add_prompt_words(add_max_tokens(function)))
-
-    return add
-
-
-def engine_option(scope: str) -> Callable[[F], F]:
-    """--engine of a bench that runs in virtual time, unless a real fabric is asked for."""
-    return option(
-        "--engine",
-        type=click.Choice([MODELLED, "torch", "sim"]),
-        default=MODELLED,
-        show_default=True,
-        scope=scope,
-        help="model: modelled shards in virtual time; otherwise the engine of a fabric that is started.",
+            max_tokens,
+            "Output tokens of the longest answer of a real fabric; the shortest has half as many.",
+            least=2,
+            most=4000,
+        ),
     )
 
 
@@ -140,10 +105,6 @@ def check_engine_options(engine: str, modelled: Collection[str]) -> None:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = next(parameter.opts[0] for parameter in context.command.params if parameter.name == name)
             raise CommandError(f"{flag} is for --engine {wanted}")
-
-
-def show_progress(message: str) -> None:
-    click.echo(message, err=True)
 
 
 class Fabric(msgspec.Struct, frozen=True):

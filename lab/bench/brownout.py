@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import click
-from rich.console import Console
-from rich.table import Table
-
-from lab.bench import brownout_run
+from lab.bench import brownout_model, brownout_run
 from lab.bench.arrivals import Requests
 from lab.bench.bench_fabric import (
+    ENGINE_OR_MODELLED,
     MODELLED,
+    PROFILE,
+    SEED,
+    SHARD_FLAGS,
     SHARD_SETTINGS,
     bench_config,
     check_engine_options,
-    engine_option,
-    request_options,
-    shard_options,
-    show_progress,
+    request_flags,
 )
-from lab.bench.brownout_model import BrownoutPlan, run
+from lab.bench.brownout_model import BrownoutPlan
 from lab.bench.brownout_run import LADDER, WITHOUT, FabricBrownoutPlan
+from lab.bench.experiment import Column, Report, TableOf, count, experiment, number, show_progress
 from lab.bench.plots import Timeline, draw_goodput
-from tools.options import option
-from tools.simulate.fleet.profile import PROFILES
-from tools.simulate.plot import check_plot_file
 
 _MODELLED_SECONDS: Final = 240.0
 _FABRIC_SECONDS: Final = 45.0
@@ -43,99 +36,65 @@ _FABRIC_TITLES: Final = {
     LADDER: "Answers of half the length, of a quarter, no batch requests and a short queue",
     WITHOUT: "No brownout",
 }
-_HEADINGS = (
-    "phase",
-    "load",
-    "asked/s",
-    "good/s",
-    "good",
-    "refused",
-    "TTFT p50 s",
-    "p95",
-    "tokens",
-    "batch",
+_COLUMNS: Final = (
+    Column("phase", "phase", is_left=True),
+    Column("load", "load", "g", "x"),
+    Column("asked/s", "interactive_per_second", ".1f"),
+    Column("good/s", "goodput_per_second", ".1f"),
+    Column("good", "good_share", ".0%"),
+    Column("refused", "refused_share", ".0%"),
+    Column("TTFT p50 s", "ttft_p50", ".2f"),
+    Column("p95", "ttft_p95", ".2f"),
+    Column("tokens", "mean_output_tokens"),
+    Column("batch", "batch_answered_share", ".0%"),
 )
 
 
-@click.command()
-@engine_option("bench-brownout")
-@option("--shards", "num_shards", type=click.IntRange(1), default=1, show_default=True, scope="bench-brownout")
-@option(
-    "--profile",
-    type=click.Choice(sorted(PROFILES)),
-    default="70b",
-    show_default=True,
-    scope="bench-brownout",
-    help="The modelled shard: a model and its hardware.",
+@experiment(
+    "brownout",
+    ENGINE_OR_MODELLED,
+    count("--shards", 1, to="num_shards"),
+    PROFILE,
+    number(
+        "--load", 3.0, "Requests during the overload, as a multiple of what the fleet can serve.", least=0.1, most=20
+    ),
+    number("--ttft-slo-seconds", 2.0, "A request is good if its first token comes within this time.", above=True),
+    number("--batch-share", 0.4, "Share of the requests in the batch tier.", most=1),
+    number(
+        "--overload-seconds",
+        None,
+        "How long the overload is; before it a quarter of that, and after it as long, are normal.  "
+        f"[default: {_MODELLED_SECONDS:g} of virtual time, {_FABRIC_SECONDS:g} of a real engine]",
+        least=4,
+    ),
+    *request_flags(max_tokens=48),
+    *SHARD_FLAGS,
+    SEED,
+    plot="the share of good requests over time, and the step,",
 )
-@option(
-    "--load",
-    type=click.FloatRange(min=0.1, max=20),
-    default=3.0,
-    show_default=True,
-    scope="bench-brownout",
-    help="Requests during the overload, as a multiple of what the fleet can serve.",
-)
-@option(
-    "--ttft-slo-seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    default=2.0,
-    show_default=True,
-    scope="bench-brownout",
-    help="A request is good if its first token comes within this time.",
-)
-@option(
-    "--batch-share",
-    type=click.FloatRange(0, 1),
-    default=0.4,
-    show_default=True,
-    scope="bench-brownout",
-    help="Share of the requests in the batch tier.",
-)
-@option(
-    "--overload-seconds",
-    type=click.FloatRange(min=4),
-    scope="bench-brownout",
-    help="How long the overload is; before it a quarter of that, and after it as long, are normal.  "
-    f"[default: {_MODELLED_SECONDS:g} of virtual time, {_FABRIC_SECONDS:g} of a real engine]",
-)
-@request_options("bench-brownout", max_tokens=48)
-@shard_options("bench-brownout")
-@option("--seed", type=click.IntRange(0), default=1, show_default=True, scope="bench-brownout")
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the share of good requests over time, and the step, into this .svg or .png file.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_brownout(
-    engine: str, overload_seconds: float | None, plot: Path | None, as_json: bool, **settings: Any
-) -> None:
+def bench_brownout(engine: str, overload_seconds: float | None, **settings: Any) -> Report:
     """Measure goodput before, during and after a time of overload, with the brownout ladder and without: with the real
     router core and modelled shards in virtual time, or on fabrics of torch or simulated shards that are started for
     it."""
     check_engine_options(engine, modelled=("profile",))
-    if plot is not None:
-        check_plot_file(plot)
     timelines: dict[str, Timeline] = {}
     if engine == MODELLED:
         fields = {field.name for field in dataclasses.fields(BrownoutPlan)} & settings.keys()
         plan = BrownoutPlan(
             overload_seconds=overload_seconds or _MODELLED_SECONDS, **{name: settings[name] for name in fields}
         )
-        report, shards, titles = run(plan, timelines), plan.profile, _MODELLED_TITLES
+        report, titles = brownout_model.run(plan, timelines), _MODELLED_TITLES
     else:
         report = _run_fabric(engine, overload_seconds or _FABRIC_SECONDS, settings, timelines)
-        shards, titles = engine, _FABRIC_TITLES
-    title = f"{report['num_shards']} x {shards}"
-    if plot is not None:
-        begin = report["overload_seconds"] / 4
-        overload = begin, begin + report["overload_seconds"]
-        draw_goodput(plot, timelines, overload, f"TTFT within {report['ttft_slo_seconds']:g} s, {title}")
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        _show(report, title, titles)
+        titles = _FABRIC_TITLES
+    title = f"{report['num_shards']} x {report.get('profile', engine)}"
+    begin = report["overload_seconds"] / 4
+    overload = begin, begin + report["overload_seconds"]
+    return Report(
+        report,
+        list(_parts(report, title, titles)),
+        lambda path: draw_goodput(path, timelines, overload, f"TTFT within {report['ttft_slo_seconds']:g} s, {title}"),
+    )
 
 
 def _run_fabric(
@@ -153,48 +112,17 @@ def _run_fabric(
     return asyncio.run(brownout_run.run(config, plan, timelines, show_progress))
 
 
-def _show(report: Mapping[str, Any], title: str, titles: Mapping[str, str]) -> None:
-    console = Console()
-    console.print(
+def _parts(report: Mapping[str, Any], title: str, titles: Mapping[str, str]) -> Iterator[TableOf | str]:
+    yield (
         f"{title}: the fleet completes {report['capacity_per_second']:g} requests/s; objective of interactive "
-        f"requests: TTFT within {report['ttft_slo_seconds']:g} s; {report['batch_share']:.0%} are batch",
-        soft_wrap=True,
+        f"requests: TTFT within {report['ttft_slo_seconds']:g} s; {report['batch_share']:.0%} are batch"
     )
     for name, heading in titles.items():
         found = report[name]
-        console.print(_table(heading, found["phases"]))
+        yield TableOf(_COLUMNS, found["phases"], heading)
         if found["steps"]:
-            changes = ", ".join(f"{step} at {at:g} s" for at, step in found["steps"])
-            console.print(f"steps: {changes}", soft_wrap=True)
+            yield "steps: " + ", ".join(f"{step} at {at:g} s" for at, step in found["steps"])
             counts = ", ".join(f"{effect} {count}" for effect, count in sorted(found["effects"].items()))
-            console.print(f"effects on requests: {counts}\n", soft_wrap=True)
+            yield f"effects on requests: {counts}\n"
         if num_errors := sum(row.get("errors", 0) for row in found["phases"]):
-            console.print(f"other errors: {num_errors}")
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "phase" else "right")
-    for row in rows:
-        table.add_row(
-            row["phase"],
-            f"{row['load']:g}x",
-            f"{row['interactive_per_second']:.1f}",
-            f"{row['goodput_per_second']:.1f}",
-            _percent(row["good_share"]),
-            _percent(row["refused_share"]),
-            _number(row["ttft_p50"]),
-            _number(row["ttft_p95"]),
-            "-" if row["mean_output_tokens"] is None else str(row["mean_output_tokens"]),
-            _percent(row["batch_answered_share"]),
-        )
-    return table
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+            yield f"other errors: {num_errors}"

@@ -19,6 +19,8 @@ import msgspec
 from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
 from lab.bench.arrivals import Requests, arrival_times, measure_capacity, play_arrivals
 from lab.bench.bench_fabric import Fabric, bench_fabric
+from lab.bench.brownout_model import phases_of
+from lab.bench.modelled import share_of
 from lab.bench.plots import Timeline
 from lab.bench.streams import Stream
 from tools.simulate.statistics import quantile
@@ -26,7 +28,6 @@ from tools.simulate.statistics import quantile
 LADDER: Final = "ladder"
 WITHOUT: Final = "without"
 _MODELLED_OVERLOAD_SECONDS: Final = 240.0
-_NORMAL_LOAD: Final = 0.5
 _CAPACITY_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.25
 _REFUSED: Final = (429, 408)
@@ -43,14 +44,7 @@ class FabricBrownoutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def phases(self) -> Sequence[tuple[str, float, float, float]]:
-        """(name, begin, end, load) of each, in seconds."""
-        begin = self.overload_seconds / 4
-        end = begin + self.overload_seconds
-        return (
-            ("before", 0.0, begin, _NORMAL_LOAD),
-            ("overload", begin, end, self.load),
-            ("after", end, end + self.overload_seconds, _NORMAL_LOAD),
-        )
+        return phases_of(self.overload_seconds, self.load)
 
     @property
     def capacity_seconds(self) -> float:
@@ -199,18 +193,14 @@ def row_of(streams: Sequence[Stream], seconds: float, plan: FabricBrownoutPlan) 
     return {
         "interactive_per_second": round(len(interactive) / seconds, 2),
         "goodput_per_second": round(len(good) / seconds, 2),
-        "good_share": _share(len(good), len(interactive)),
-        "refused_share": _share(len(refused), len(interactive)),
+        "good_share": share_of(len(good), len(interactive)),
+        "refused_share": share_of(len(refused), len(interactive)),
         "errors": sum(bool(stream.error) and stream.status not in _REFUSED for stream in streams),
         "ttft_p50": _finite(ttfts, 0.5),
         "ttft_p95": _finite(ttfts, 0.95),
         "mean_output_tokens": round(sum(lengths) / len(lengths)) if lengths else None,
-        "batch_answered_share": _share(sum(stream.has_finished for stream in batch), len(batch)),
+        "batch_answered_share": share_of(sum(stream.has_finished for stream in batch), len(batch)),
     }
-
-
-def _share(count: int, of: int) -> float | None:
-    return round(count / of, 4) if of else None
 
 
 def _finite(ordered: Sequence[float], share: float) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 import shutil
 import statistics
@@ -18,16 +17,25 @@ import click
 
 from kvloom_common.config import KvloomConfig, ModelConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.bench.bench_fabric import MODEL
 from lab.bench.conversations import Exchange, play
+from lab.bench.experiment import (
+    DATA_DIR,
+    Column,
+    Report,
+    TableOf,
+    choice,
+    count,
+    experiment,
+    flag,
+    number,
+    show_progress,
+)
 from lab.bench.infinite_cache import CachedRequest, infinite_cache_tokens
 from router.core.placement import POLICIES
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model
-from tools.options import data_dir_option, option
 from tools.supervisor.child_fabric import child_fabric
-
-_DEFAULT_POLICIES: Final = "ect,round_robin"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,58 +162,39 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-@click.command("conversations")
-@option(
-    "--shards", "num_shards", type=click.IntRange(1, 64), default=2, show_default=True, help="Shards of each fabric."
+_COLUMNS: Final = (
+    Column("policy", "policy", is_left=True),
+    Column("requests", "requests"),
+    Column("prompt", "prompt_tokens"),
+    Column("cached", "cached_tokens"),
+    Column("infinite", "infinite_cache_tokens"),
+    Column("share", "cached_share", ".1%"),
+    Column("TTFT mean s", "ttft_mean", ".3f"),
+    Column("p50", "ttft_p50", ".3f"),
+    Column("p99", "ttft_p99", ".3f"),
 )
-@option("--engine", type=click.Choice(["torch", "sim"]), default="torch", show_default=True, help="The shards' engine.")
-@option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
-@click.option("--conversations", "num_conversations", type=click.IntRange(1, 1000), default=8, show_default=True)
-@click.option("--turns", "num_turns", type=click.IntRange(1, 100), default=6, show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True, help="The longest answer.")
-@click.option(
-    "--think-seconds",
-    type=click.FloatRange(min=0),
-    default=0.5,
-    show_default=True,
-    help="Longest pause between an answer and the next question.",
+
+
+@experiment(
+    "conversations",
+    count("--shards", 2, "Of each fabric.", most=64, to="num_shards"),
+    choice("--engine", ["torch", "sim"], "torch", "Of its shards."),
+    MODEL,
+    count("--conversations", 8, most=1000, to="num_conversations"),
+    count("--turns", 6, most=100, to="num_turns"),
+    count("--max-tokens", 32, "Of an answer, at most."),
+    number("--think-seconds", 0.5, "Longest pause between an answer and the next question."),
+    flag("--policies", str, "ect,round_robin", "Placement policies, separated by commas."),
+    count("--rounds", 1, "All policies again.", to="num_rounds"),
+    DATA_DIR,
 )
-@click.option(
-    "--policies", default=_DEFAULT_POLICIES, show_default=True, help="Placement policies, separated by commas."
-)
-@click.option(
-    "--rounds", "num_rounds", type=click.IntRange(1), default=1, show_default=True, help="All policies again."
-)
-@data_dir_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
-def bench_conversations(
-    model: str, policies: str, num_rounds: int, data_dir: Path | None, as_json: bool, **sizes: Any
-) -> None:
+def bench_conversations(model: str, policies: str, num_rounds: int, data_dir: Path | None, **sizes: Any) -> Report:
     """Hold conversations with one fabric per policy; compare cached prompt tokens with an infinite cache, and TTFT."""
     names = [name.strip() for name in policies.split(",")]
     for name in names:
         if name not in POLICIES:
             raise click.BadParameter(f"{name!r} is none of {', '.join(sorted(POLICIES))}", param_hint="--policies")
-
-    def report_progress(message: str) -> None:
-        click.echo(message, err=True)
-
-    cache_dir = model_cache_dir(data_dir)
-    found = resolve_model(model, cache_dir, report_progress)
+    found = resolve_model(model, model_cache_dir(data_dir), show_progress)
     plan = ConversationsPlan(model=ModelConfig(name=found.name, path=str(found.path)), **sizes)
-    reports = run_bench(plan, names, num_rounds, report_progress)
-    if as_json:
-        click.echo(json.dumps(reports))
-    else:
-        _print(reports)
-
-
-def _print(reports: Sequence[dict[str, Any]]) -> None:
-    heads = f"{'policy':<16} {'requests':>8} {'prompt':>8} {'cached':>8} {'infinite':>8} {'share':>7}"
-    print(f"{heads}   TTFT mean / p50 / p99")
-    for row in reports:
-        print(
-            f"{row['policy']:<16} {row['requests']:>8} {row['prompt_tokens']:>8} {row['cached_tokens']:>8} "
-            f"{row['infinite_cache_tokens']:>8} {row['cached_share']:>7.1%}   "
-            f"{row['ttft_mean']:.3f} / {row['ttft_p50']:.3f} / {row['ttft_p99']:.3f} s"
-        )
+    rows = run_bench(plan, names, num_rounds, show_progress)
+    return Report(rows, [TableOf(_COLUMNS, rows)])

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from kvloom_common.config import KvloomConfig
-from lab.bench.overload_model import OverloadPlan, PoissonCalls, find_capacity
+from lab.bench.modelled import RandomCalls, fleet_capacity, percentile, router_core
+from lab.bench.overload import LENGTHS
 from router.core.core import CoreConfig
 from router.core.core_config import NO_OVERLOAD_CONTROL
-from router.core_config import core_config
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.runs import Curves
@@ -53,8 +52,9 @@ class TwoTenants:
     """The calls of both in the order of their arrival."""
 
     def __init__(self, plan: FairnessPlan, rate: float, *, has_flood: bool) -> None:
-        self._calm = PoissonCalls(rate, plan.seconds, plan.seed)
-        self._flood = PoissonCalls(rate * plan.flood_factor, plan.seconds, plan.seed + 1) if has_flood else None
+        self._calm = RandomCalls([(0.0, plan.seconds, rate)], LENGTHS, plan.seed)
+        flood = RandomCalls([(0.0, plan.seconds, rate * plan.flood_factor)], LENGTHS, plan.seed + 1)
+        self._flood = flood if has_flood else None
         self.block_size = self._calm.block_size
 
     def first_calls(self) -> Iterable[tuple[float, Call]]:
@@ -80,7 +80,7 @@ def _of(tenant: str, calls: Iterable[tuple[float, Call]], first_number: int) -> 
 def run(plan: FairnessPlan, curves: dict[str, Curves] | None = None) -> dict[str, Any]:
     """Measure the calm tenant alone, and both together with and without fair sharing. The calm tenant's TTFTs are added
     to `curves`."""
-    capacity = find_capacity(OverloadPlan(num_shards=plan.num_shards, profile=plan.profile, seed=plan.seed))
+    capacity = fleet_capacity(plan.num_shards, plan.profile, LENGTHS, plan.seed)
     rate = plan.calm_load * capacity
     alone = _measure(plan, rate, has_flood=False, is_fair=True)
     fair = _measure(plan, rate, has_flood=True, is_fair=True)
@@ -99,8 +99,15 @@ def run(plan: FairnessPlan, curves: dict[str, Curves] | None = None) -> dict[str
         **dataclasses.asdict(plan),
         "rows": rows,
         "served_tokens_per_second": _served(fair, plan),
-        "ttft_p99_rise": round(rows[1]["ttft_p99"] / rows[0]["ttft_p99"] - 1, 4),
+        "ttft_p99_rise": rise(rows[0], rows[1]),
     }
+
+
+def rise(alone: Mapping[str, Any], beside: Mapping[str, Any]) -> float | None:
+    """By how much of itself the TTFT's p99 is higher in the second row."""
+    if alone["ttft_p99"] is None or beside["ttft_p99"] is None:
+        return None
+    return round(beside["ttft_p99"] / alone["ttft_p99"] - 1, 4)
 
 
 def _measure(plan: FairnessPlan, rate: float, *, has_flood: bool, is_fair: bool) -> Sequence[Outcome]:
@@ -116,21 +123,12 @@ def _measure(plan: FairnessPlan, rate: float, *, has_flood: bool, is_fair: bool)
 
 
 def _core_config(plan: FairnessPlan) -> CoreConfig:
-    """The router's defaults, without a safety service."""
-    config = core_config(KvloomConfig())
-    assert config.fairness is not None
-    fairness = config.fairness
+    fairness = router_core().fairness
+    assert fairness is not None
     if plan.competing_prefill_seconds is not None:
         fairness = msgspec.structs.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
-    return dataclasses.replace(
-        config,
-        fairness=fairness,
-        policy=plan.policy,
-        answer_mode="off",
-        safety_required=False,
-        decision_sample_share=0.0,
-        health=None,
-        overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True),
+    return router_core(
+        fairness=fairness, policy=plan.policy, overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True)
     )
 
 
@@ -142,8 +140,8 @@ def _row(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> dict[s
         "requests": len(counted),
         "answered": len(good),
         "tokens_per_second": round(num_tokens / (plan.seconds - plan.warm_up_seconds), 1),
-        "ttft_p50": _percentile(good, 0.5),
-        "ttft_p99": _percentile(good, 0.99),
+        "ttft_p50": percentile(good, 0.5),
+        "ttft_p99": percentile(good, 0.99),
     }
 
 
@@ -160,7 +158,3 @@ def _served(outcomes: Sequence[Outcome], plan: FairnessPlan) -> float:
     ended = [one.call for one in outcomes if not one.failed and plan.warm_up_seconds <= one.finished_at <= plan.seconds]
     num_tokens = sum(call.num_prompt_tokens + call.num_output_tokens for call in ended)
     return round(num_tokens / (plan.seconds - plan.warm_up_seconds), 1)
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 3) if ordered else float("inf")

@@ -15,12 +15,11 @@ import msgspec
 from kvloom_common.config import KvloomConfig
 from lab.bench.arrivals import Requests, arrival_times, measure_capacity, play_arrivals
 from lab.bench.bench_fabric import Fabric, bench_fabric
+from lab.bench.fairness_model import CALM, FLOOD, rise
 from lab.bench.streams import Stream
 from tools.simulate.runs import Curves
 from tools.simulate.statistics import quantile
 
-CALM: Final = "calm"
-FLOOD: Final = "flood"
 _CAPACITY_SECONDS: Final = 15.0
 _MAX_WARM_UP_SECONDS: Final = 5.0
 _MAX_WAIT_SECONDS: Final = 120.0
@@ -78,7 +77,6 @@ async def run(
     ]
     for row, one in zip((rows[0], rows[1], rows[3]), (alone, fair, as_one), strict=True):
         curves[row["run"]] = Curves(_ttfts(_counted(one.calm, plan)), [])
-    p99s = rows[1]["ttft_p99"], rows[0]["ttft_p99"]
     return {
         "engine": config.shard.engine,
         "device": config.shard.torch.device,
@@ -94,7 +92,7 @@ async def run(
         "rows": rows,
         "served_tokens_per_second": served_per_second((*fair.calm, *fair.flood), fair.began_at, plan),
         "served_as_one_tokens_per_second": served_per_second((*as_one.calm, *as_one.flood), as_one.began_at, plan),
-        "ttft_p99_rise": None if None in p99s else round(p99s[0] / p99s[1] - 1, 4),
+        "ttft_p99_rise": rise(rows[0], rows[1]),
     }
 
 

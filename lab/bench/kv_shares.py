@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import click
-
 from kvloom_common.config import KvloomConfig
 from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from kvloom_common.text.block_hash import root_hash
 from kvloom_common.text.tokenizer import ModelTokenizer
-from lab.bench.bench_fabric import Device, bench_config, shard_options
+from lab.bench.bench_fabric import SHARD_FLAGS, Device, bench_config
+from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment
 from lab.bench.plots import draw_hit_rates
 from shard_server.engines.base import Engine, EngineRequest, Sampling, SequenceEnd, SequenceStart
 from shard_server.engines.create import create_engine
 from tools.failures import CommandError
-from tools.options import option
-from tools.simulate.plot import check_plot_file
 
 ANSWER_TOKENS: Final = 16
 QUESTION_TOKENS: Final = 64
@@ -200,52 +196,32 @@ def run_bench(config: KvloomConfig, plan: KvSharesPlan) -> list[dict[str, Any]]:
     return reports
 
 
-@click.command("kv-shares")
-@option("--engine", type=click.Choice(["sim", "torch"]), default="sim", show_default=True, help="The engine.")
-@click.option("--blocks", "num_blocks", type=click.IntRange(64), default=256, show_default=True, help="KV blocks.")
-@click.option(
-    "--share",
-    "percent",
-    type=click.IntRange(1, MAX_KV_SHARES_PERCENT),
-    default=50,
-    show_default=True,
-    help="The guaranteed share in percent.",
+_COLUMNS: Final = (
+    Column("engine", "engine", is_left=True),
+    Column("case", "case", is_left=True),
+    Column("prompt", "prompt_tokens"),
+    Column("cached", "cached_tokens"),
+    Column("hit rate", "hit_rate", ".1%"),
+    Column("loss", "loss", ".1%"),
 )
-@click.option("--conversations", "num_conversations", type=click.IntRange(1, 1000), default=4, show_default=True)
-@click.option("--turns", "num_turns", type=click.IntRange(2, 100), default=6, show_default=True)
-@click.option(
-    "--flood",
-    "num_flood_requests",
-    type=click.IntRange(1, 10_000),
-    default=16,
-    show_default=True,
-    help="Requests of the other tenant in each turn.",
+
+
+@experiment(
+    "kv-shares",
+    choice("--engine", ["sim", "torch"], "sim", "What computes."),
+    count("--blocks", 256, "KV blocks.", least=64, to="num_blocks"),
+    count("--share", 50, "The guaranteed share in percent.", most=MAX_KV_SHARES_PERCENT, to="percent"),
+    count("--conversations", 4, most=1000, to="num_conversations"),
+    count("--turns", 6, least=2, most=100, to="num_turns"),
+    count("--flood", 16, "Requests of the other tenant in each turn.", most=10_000, to="num_flood_requests"),
+    *SHARD_FLAGS,
+    plot="the hit rate of each turn",
 )
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the hit rate of each turn into this .svg or .png file.",
-)
-@shard_options()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
-def bench_kv_shares(
-    engine: str, model: str, device: Device, plot: Path | None, data_dir: Path | None, as_json: bool, **sizes: int
-) -> None:
+def bench_kv_shares(engine: str, model: str, device: Device, data_dir: Path | None, **sizes: int) -> Report:
     """Flood an engine while another tenant holds conversations; print the cache hits of these conversations alone, and
     with the flood without and with a guaranteed share of the KV blocks."""
-    if plot is not None:
-        check_plot_file(plot)
     plan = KvSharesPlan(**sizes)
-    reports = run_bench(bench_config(engine, model, device, data_dir), plan)
-    if plot is not None:
-        rates = {row["case"]: row["hit_rate_by_turn"] for row in reports}
-        draw_hit_rates(plot, rates, f"Cache hits of {plan.num_conversations} conversations, {engine}")
-    if as_json:
-        click.echo(json.dumps(reports))
-        return
-    click.echo(f"{'engine':<8} {'case':<16} {'prompt':>7} {'cached':>7} {'hit rate':>9} {'loss':>7}")
-    for row in reports:
-        click.echo(
-            f"{row['engine']:<8} {row['case']:<16} {row['prompt_tokens']:>7} {row['cached_tokens']:>7} "
-            f"{row['hit_rate']:>9.1%} {row['loss']:>7.1%}"
-        )
+    rows = run_bench(bench_config(engine, model, device, data_dir), plan)
+    rates = {row["case"]: row["hit_rate_by_turn"] for row in rows}
+    title = f"Cache hits of {plan.num_conversations} conversations, {engine}"
+    return Report(rows, [TableOf(_COLUMNS, rows)], lambda path: draw_hit_rates(path, rates, title))

@@ -1,95 +1,150 @@
-"""`kvloom-lab bench overload`: the goodput that remains when clients ask for more than the fleet can serve."""
+"""`kvloom-lab bench overload`: goodput under overload, in virtual time and with clients that have deadlines.
+
+A request is good when its last token arrives within its deadline, counted from its arrival. Load 1 is the rate that the
+fleet completes when requests never run out and have no deadline.
+"""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
 
-import click
-from rich.console import Console
-from rich.table import Table
-
-from lab.bench.overload_model import OverloadPlan, run
-from router.core.placement import POLICIES
-from tools.options import option
+from kvloom_common.config import OverloadConfig
+from lab.bench.bench_fabric import POLICY, PROFILE, SEED
+from lab.bench.experiment import Column, Report, TableOf, count, experiment, number
+from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
+from router.core.core_config import NO_OVERLOAD_CONTROL
+from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
+from tools.simulate.workload import Outcome
+from tools.simulate.world import simulate
 
-_TITLES = {"shedding": "Requests are refused early", "without": "Only a full queue refuses (sheds_early = false)"}
+LENGTHS: Final = Lengths("lengths", 2000.0, 150.0, 32_000, 2000)
+WARM_UP_SHARE: Final = 0.25
+"""Share of the virtual time whose arrivals are not counted."""
+_TITLES: Final = {
+    "shedding": "Requests are refused early",
+    "without": "Only a full queue refuses (sheds_early = false)",
+}
+_COLUMNS: Final = (
+    Column("load", "load", "g", "x"),
+    Column("requests/s", "requests_per_second", ".1f"),
+    Column("good/s", "goodput_per_second", ".1f"),
+    Column("good", "good_share", ".0%"),
+    Column("refused at once", "refused_at_once_share", ".0%"),
+    Column("given up late", "given_up_late_share", ".1%"),
+    Column("wasted prefill", "wasted_share", ".1%"),
+    Column("TTFT p50 s", "ttft_p50", ".2f"),
+    Column("p99", "ttft_p99", ".2f"),
+)
 
 
-@click.command()
-@option("--shards", "num_shards", type=click.IntRange(1), default=2, show_default=True, scope="bench-overload")
-@option(
-    "--profile",
-    type=click.Choice(sorted(PROFILES)),
-    default="70b",
-    show_default=True,
-    scope="bench-overload",
-    help="The modelled shard: a model and its hardware.",
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OverloadPlan:
+    num_shards: int = 2
+    profile: str = "70b"
+    policy: str = "ect"
+    deadline_seconds: float = 20.0
+    seconds: float = 120.0
+    """Virtual time during which requests arrive."""
+    seed: int = 1
+    loads: Sequence[float] = (0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
+
+
+def find_capacity(plan: OverloadPlan) -> float:
+    """The requests per second that the fleet completes when requests never run out."""
+    return fleet_capacity(plan.num_shards, plan.profile, LENGTHS, plan.seed)
+
+
+def measure(plan: OverloadPlan, capacity: float, load: float, *, sheds_early: bool) -> dict[str, Any]:
+    """Measure one row of the table."""
+    options = FleetOptions(
+        profile=PROFILES[plan.profile],
+        num_shards=plan.num_shards,
+        policy=plan.policy,
+        seed=plan.seed,
+        core_config=router_core(
+            policy=plan.policy,
+            request_timeout_seconds=plan.deadline_seconds,
+            overload=_overload(sheds_early=sheds_early),
+        ),
+    )
+    outcomes = simulate(RandomCalls([(0.0, plan.seconds, load * capacity)], LENGTHS, plan.seed), options).outcomes
+    begin = WARM_UP_SHARE * plan.seconds
+    counted = [outcome for outcome in outcomes if outcome.arrived_at >= begin]
+    good = [outcome for outcome in counted if not outcome.failed]
+    refused = [outcome for outcome in counted if outcome.failed and outcome.finished_at == outcome.arrived_at]
+    return {
+        "load": load,
+        "requests_per_second": round(load * capacity, 2),
+        "goodput_per_second": round(len(good) / (plan.seconds - begin), 2),
+        "good_share": share_of(len(good), len(counted)),
+        "refused_at_once_share": share_of(len(refused), len(counted)),
+        "given_up_late_share": share_of(len(counted) - len(good) - len(refused), len(counted)),
+        "ttft_p50": percentile([outcome.ttft_seconds for outcome in good], 0.5),
+        "ttft_p99": percentile([outcome.ttft_seconds for outcome in good], 0.99),
+        "wasted_share": _wasted_share(counted),
+    }
+
+
+def run(plan: OverloadPlan) -> dict[str, Any]:
+    """Measure every load with and without early shedding."""
+    capacity = find_capacity(plan)
+    runs = {
+        name: [measure(plan, capacity, load, sheds_early=sheds_early) for load in plan.loads]
+        for name, sheds_early in (("shedding", True), ("without", False))
+    }
+    return {
+        "capacity_per_second": round(capacity, 2),
+        "deadline_seconds": plan.deadline_seconds,
+        "num_shards": plan.num_shards,
+        "profile": plan.profile,
+        "policy": plan.policy,
+        "seed": plan.seed,
+        "goodput_kept": {name: _kept(rows) for name, rows in runs.items()},
+        **runs,
+    }
+
+
+def _kept(rows: Sequence[dict[str, Any]]) -> float:
+    """Goodput at the highest load, relative to the peak."""
+    peak = max(row["goodput_per_second"] for row in rows)
+    return round(rows[-1]["goodput_per_second"] / peak, 4) if peak else 0.0
+
+
+def _overload(*, sheds_early: bool) -> OverloadConfig:
+    return router_core().overload if sheds_early else NO_OVERLOAD_CONTROL
+
+
+def _wasted_share(outcomes: Sequence[Outcome]) -> float:
+    """The share of the prompt tokens sent to shards that belongs to requests which missed their deadline."""
+    sent = [o for o in outcomes if not o.failed or o.ttft_seconds < o.finished_at - o.arrived_at]
+    num_tokens = sum(outcome.call.num_prompt_tokens for outcome in sent)
+    num_wasted = sum(outcome.call.num_prompt_tokens for outcome in sent if outcome.failed)
+    return share_of(num_wasted, num_tokens) or 0.0
+
+
+@experiment(
+    "overload",
+    count("--shards", 2, to="num_shards"),
+    PROFILE,
+    POLICY,
+    number(
+        "--deadline-seconds", 20.0, "From a request's arrival to its last token; later is worth nothing.", above=True
+    ),
+    number("--seconds", 120.0, "Virtual time during which requests arrive.", least=1),
+    SEED,
 )
-@option(
-    "--policy",
-    type=click.Choice(sorted(POLICIES)),
-    default="ect",
-    show_default=True,
-    scope="bench-overload",
-    help="Placement policy.",
-)
-@option(
-    "--deadline-seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    default=20.0,
-    show_default=True,
-    scope="bench-overload",
-    help="From a request's arrival to its last token; later is worth nothing.",
-)
-@option(
-    "--seconds",
-    type=click.FloatRange(min=1),
-    default=120.0,
-    show_default=True,
-    scope="bench-overload",
-    help="Virtual time during which requests arrive.",
-)
-@option("--seed", type=click.IntRange(0), default=1, show_default=True, scope="bench-overload")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_overload(as_json: bool, **plan: Any) -> None:
+def bench_overload(**plan: Any) -> Report:
     """Measure goodput at 0.5 to 3 times the fleet's capacity, with the real router core and modelled shards in virtual
     time, so that the figures are the same on every machine."""
     report = run(OverloadPlan(**plan))
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
-    console = Console()
-    console.print(
+    parts: list[TableOf | str] = [
         f"{report['num_shards']} x {report['profile']}, {report['policy']}: the fleet completes "
         f"{report['capacity_per_second']:g} requests/s; deadline {report['deadline_seconds']:g} s"
-    )
+    ]
     for name, title in _TITLES.items():
-        console.print(_table(title, report[name]))
-        console.print(f"goodput at the highest load: {report['goodput_kept'][name]:.0%} of its peak\n")
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("load", "requests/s", "good/s", "good", "refused at once", "given up late", "wasted prefill"):
-        table.add_column(heading, justify="right")
-    for heading in ("TTFT p50 s", "p99"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['load']:g}x",
-            f"{row['requests_per_second']:.1f}",
-            f"{row['goodput_per_second']:.1f}",
-            f"{row['good_share']:.0%}",
-            f"{row['refused_at_once_share']:.0%}",
-            f"{row['given_up_late_share']:.1%}",
-            f"{row['wasted_share']:.1%}",
-            _seconds(row["ttft_p50"]),
-            _seconds(row["ttft_p99"]),
-        )
-    return table
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+        kept = f"goodput at the highest load: {report['goodput_kept'][name]:.0%} of its peak\n"
+        parts += [TableOf(_COLUMNS, report[name], title), kept]
+    return Report(report, parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +11,10 @@ from typing import Any, Final
 
 import click
 import psutil
+from msgspec.structs import replace
 
 from kvloom_common.text.block_hash import block_hashes, root_hash
+from lab.bench.experiment import Column, Report, TableOf, count, experiment, flag
 from lab.bench.prefix_index_fill import FilledIndex, chain
 from router.core.prefix_index.prefix_index import PrefixIndex
 
@@ -187,75 +188,70 @@ def _rss_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-@click.command("index")
-@click.option(
-    "--shards", "num_shards", type=click.IntRange(1, 4096), default=256, show_default=True, help="That share it."
+_TIMES: Final = (
+    Column("CPU-µs a prompt", "what", is_left=True),
+    Column("p50", "p50_us", ".2f"),
+    Column("p99", "p99_us", ".2f"),
 )
-@click.option(
-    "--blocks",
-    "num_blocks",
-    type=click.IntRange(100_000, 50_000_000),
-    default=1_000_000,
-    show_default=True,
-    help="Held in all; 10000000 takes about a minute.",
+_STEPS: Final = (
+    Column("CPU-ms of a shard's", "what", is_left=True),
+    Column("total", "total", ".2f"),
+    Column("at once", "at_once", ".2f"),
+    Column("longest later step", "longest", ".2f"),
 )
-@click.option(
-    "--prompt-tokens",
-    "num_prompt_tokens",
-    type=click.IntRange(256, 131_072),
-    default=8192,
-    show_default=True,
-    help="The length of a looked-up prompt.",
+
+
+@experiment(
+    "index",
+    count("--shards", 256, "That share it.", most=4096, to="num_shards"),
+    count(
+        "--blocks",
+        1_000_000,
+        "Held in all; 10000000 takes about a minute.",
+        least=100_000,
+        most=50_000_000,
+        to="num_blocks",
+    ),
+    count("--prompt-tokens", 8192, "Of a looked-up prompt.", least=256, most=131_072, to="num_prompt_tokens"),
+    count("--block-size", 16, "Tokens in a block.", most=128),
+    flag(
+        "--snapshot-blocks",
+        click.IntRange(1, 2_000_000),
+        (20_000, 100_000, 1_000_000),
+        "Size of a snapshot; may be repeated.",
+        to="snapshot_sizes",
+        multiple=True,
+    ),
 )
-@click.option("--block-size", type=click.IntRange(1, 128), default=16, show_default=True, help="Tokens in a block.")
-@click.option(
-    "--snapshot-blocks",
-    "snapshot_sizes",
-    type=click.IntRange(1, 2_000_000),
-    multiple=True,
-    default=(20_000, 100_000, 1_000_000),
-    show_default=True,
-    help="Size of a snapshot; may be repeated.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_index(
-    num_shards: int,
-    num_blocks: int,
-    num_prompt_tokens: int,
-    block_size: int,
-    snapshot_sizes: Sequence[int],
-    as_json: bool,
-) -> None:
+    num_shards: int, num_blocks: int, num_prompt_tokens: int, block_size: int, snapshot_sizes: Sequence[int]
+) -> Report:
     """Measure the router's prefix index: look-ups, updates, snapshots and memory, in CPU time of one thread."""
     if not 16 <= num_prompt_tokens // block_size <= num_blocks // 100:
         raise click.UsageError("The prompt must have at least 16 blocks, and at most a hundredth of all blocks.")
     report = run_bench(
         num_shards, num_blocks, snapshot_sizes, num_prompt_tokens=num_prompt_tokens, block_size=block_size
     )
-    click.echo(json.dumps(report)) if as_json else _print(report)
-
-
-def _print(report: dict[str, Any]) -> None:
-    memory, hashing = report["memory"], report["hashing"]
-    print(f"{report['num_blocks']:,} blocks on {report['num_shards']} shards, prompts of {report['prompt_blocks']}")
-    print(f"memory   {memory['bytes_per_block']:.1f} bytes a block, {memory['gib']:.2f} GiB")
-    print(f"fill     {report['fill_us_per_block']:.2f} us a block, hashing of the test's own included")
-    print(f"{'CPU-us a prompt':<62}{'p50':>9}{'p99':>9}")
-    print(_line("hashing it", hashing))
-    for row in report["look_up"]:
-        print(_line(f"look-up: {row['case']}", row))
-    for row in report["place"]:
-        print(_line(f"place: {row['case']}", row))
-    print("CPU-us a block")
-    for row in report["update"]:
-        print(_line(f"{row['operation']}, {row['batch']} in a batch", row))
-    print("CPU-ms of a shard's                        total   at once   longest later step")
-    for row in report["snapshot"]:
-        for name in ("snapshot", "removal"):
-            total, at_once = row[f"{name}_total_ms"], row[f"{name}_at_once_ms"]
-            longest = row[f"{name}_longest_later_step_ms"]
-            print(f"{name} with {row['blocks']:,} blocks".ljust(39) + f"{total:9.2f}{at_once:10.2f}{longest:21.2f}")
-
-
-def _line(label: str, row: dict[str, Any]) -> str:
-    return f"  {label:<60}{row['p50_us']:9.2f}{row['p99_us']:9.2f}"
+    memory = report["memory"]
+    prompts = [
+        {"what": "hashing it", **report["hashing"]},
+        *({"what": f"{name}: {row['case']}", **row} for name in ("look_up", "place") for row in report[name]),
+    ]
+    updates = [{"what": f"{row['operation']}, {row['batch']} in a batch", **row} for row in report["update"]]
+    steps = [
+        {
+            "what": f"{name} with {row['blocks']:,} blocks",
+            "total": row[f"{name}_total_ms"],
+            "at_once": row[f"{name}_at_once_ms"],
+            "longest": row[f"{name}_longest_later_step_ms"],
+        }
+        for row in report["snapshot"]
+        for name in ("snapshot", "removal")
+    ]
+    about = (
+        f"{report['num_blocks']:,} blocks on {report['num_shards']} shards, prompts of {report['prompt_blocks']}\n"
+        f"memory   {memory['bytes_per_block']:.1f} bytes a block, {memory['gib']:.2f} GiB\n"
+        f"fill     {report['fill_us_per_block']:.2f} us a block, hashing of the test's own included"
+    )
+    per_block = (replace(_TIMES[0], heading="CPU-µs a block"), *_TIMES[1:])
+    return Report(report, [about, TableOf(_TIMES, prompts), TableOf(per_block, updates), TableOf(_STEPS, steps)])

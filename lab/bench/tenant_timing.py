@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import click
 import grpc
 import grpc.aio
 import msgspec
@@ -30,12 +29,22 @@ import msgspec
 from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
-from kvloom_common.config import KvloomConfig, ModelConfig
+from kvloom_common.config import KvloomConfig
 from lab.bench.auc import auc
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from lab.bench.bench_fabric import MODEL, bench_config
+from lab.bench.experiment import (
+    DATA_DIR,
+    Column,
+    Report,
+    TableOf,
+    count,
+    experiment,
+    flag,
+    number,
+    show_progress,
+)
 from tools.failures import CommandError
-from tools.models.resolve import model_cache_dir, resolve_model
-from tools.options import EngineName, data_dir_option, option
+from tools.options import EngineName
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 
@@ -75,46 +84,30 @@ class Attack(NamedTuple):
     num_prompt_tokens: int
 
 
-@click.command()
-@option(
-    "--engine", scope="bench-tenant-timing", type=EngineName(), default="sim", show_default=True, help="The engine."
+_COLUMNS: Final = (
+    Column("prompts of", lambda row: row[0], is_left=True),
+    Column("repeated, and others", lambda row: row[1].num_prompts),
+    Column("AUC", lambda row: row[1].auc, ".4f"),
+    Column("95%, from", lambda row: row[1].low, ".4f"),
+    Column("to", lambda row: row[1].high, ".4f"),
+    Column("first token, repeated", lambda row: row[1].repeated_ms, ".2f", " ms"),
+    Column("others", lambda row: row[1].fresh_ms, ".2f", " ms"),
+    Column("said to be cached", lambda row: row[1].max_cached_tokens),
 )
-@option(
-    "--model",
-    scope="bench-tenant-timing",
-    default=BUILTIN_MODEL_NAME,
-    show_default=True,
-    metavar="NAME|PATH",
-    help="The model.",
+
+
+@experiment(
+    "tenant-timing",
+    flag("--engine", EngineName(), "sim", "The engine."),
+    MODEL,
+    count(
+        "--num-prompts", 2000, "How many prompts of the victim are tried, and as many others.", least=10, most=100_000
+    ),
+    count("--prompt-tokens", 256, "The length of a prompt.", least=32, most=4096, to="num_prompt_tokens"),
+    number("--max-seconds", 900.0, "End after this time with the prompts that there are.", least=1),
+    flag("--seed", int, 1, "Draws the prompts."),
+    DATA_DIR,
 )
-@option(
-    "--num-prompts",
-    scope="bench-tenant-timing",
-    type=click.IntRange(10, 100_000),
-    default=2000,
-    show_default=True,
-    help="How many prompts of the victim are tried, and as many others.",
-)
-@option(
-    "--prompt-tokens",
-    "num_prompt_tokens",
-    scope="bench-tenant-timing",
-    type=click.IntRange(32, 4096),
-    default=256,
-    show_default=True,
-    help="The length of a prompt.",
-)
-@option(
-    "--max-seconds",
-    scope="bench-tenant-timing",
-    type=click.FloatRange(min=1),
-    default=900.0,
-    show_default=True,
-    help="End after this time with the prompts that there are.",
-)
-@option("--seed", scope="bench-tenant-timing", type=int, default=1, show_default=True, help="Draws the prompts.")
-@data_dir_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_tenant_timing(
     engine: str,
     model: str,
@@ -123,40 +116,25 @@ def bench_tenant_timing(
     max_seconds: float,
     seed: int,
     data_dir: Path | None,
-    as_json: bool,
-) -> None:
+) -> Report:
     """Try to tell by the time to the first token what another tenant has asked, on a fabric that is started for it.
 
     The exit status is 1 if the 95% confidence interval of the AUC is not within 0.45 to 0.55, or if the same attack
     does not even succeed on prompts that are cached for the attacker.
     """
-    cache_dir = model_cache_dir(data_dir)
-    found = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
-    config = KvloomConfig(model=ModelConfig(name=found.name, path=str(found.path)))
-    config.shard.engine, config.shard.num_shards, config.shard.sim.step_ms = engine, 1, _STEP_MS
+    config = bench_config(engine, model, "cpu", data_dir)
+    config.shard.sim.step_ms = _STEP_MS
     config.shard.sim.prefill_tokens_per_second = _SIM_PREFILL_TOKENS_PER_SECOND
-    config.safety.answer_mode = "off"  # it holds the first words back, and it is the prefill that is to be timed
     config.control.enabled = True
     across, own = asyncio.run(_measure(config, num_prompts, num_prompt_tokens, max_seconds, seed))
     is_safe = max(across.high - 0.5, 0.5 - across.low) <= MAX_DISTANCE and not across.max_cached_tokens
     is_proof = own.auc >= MIN_OWN_AUC
-    if as_json:
-        shown = {"another_tenant": across, "own_tenant": own, "ok": is_safe and is_proof}
-        click.echo(msgspec.json.encode(shown).decode())
-    else:
-        _show("prompts of another tenant", across)
-        _show("prompts of its own tenant", own)
-        verdict = "nothing can be told" if is_safe else "NOT SHOWN: the interval is not within 0.45 to 0.55"
-        click.echo(verdict if is_proof else f"NOT SHOWN: even what is cached was not found (AUC {own.auc:.3f})")
-    sys.exit(0 if is_safe and is_proof else 1)
-
-
-def _show(what: str, timing: Timing) -> None:
-    click.echo(
-        f"{what}: {timing.num_prompts} repeated and as many others, AUC {timing.auc:.4f} (95%: {timing.low:.4f} to "
-        f"{timing.high:.4f}), first token after {timing.repeated_ms:.2f} and {timing.fresh_ms:.2f} ms (medians), at "
-        f"most {timing.max_cached_tokens} tokens said to be cached"
-    )
+    verdict = "nothing can be told" if is_safe else "NOT SHOWN: the interval is not within 0.45 to 0.55"
+    if not is_proof:
+        verdict = f"NOT SHOWN: even what is cached was not found (AUC {own.auc:.3f})"
+    table = TableOf(_COLUMNS, [("another tenant", across), ("its own tenant", own)])
+    shown = {"another_tenant": across, "own_tenant": own, "ok": is_safe and is_proof}
+    return Report(shown, [table, verdict], is_right=is_safe and is_proof)
 
 
 async def _measure(
@@ -177,9 +155,9 @@ async def _measure(
                 rng = random.Random(seed)
                 own_until = time.monotonic() + max_seconds / 3
                 await _timing(attack, attacker, attacker, _NUM_WARM_UP, own_until, rng)
-                click.echo("the attacker's own prompts", err=True)
+                show_progress("the attacker's own prompts")
                 own = await _timing(attack, attacker, attacker, min(num_prompts, NUM_OWN_PROMPTS), own_until, rng)
-                click.echo("the victim's prompts", err=True)
+                show_progress("the victim's prompts")
                 until = time.monotonic() + max_seconds
                 return await _timing(attack, victim, attacker, num_prompts, until, rng), own
     finally:

@@ -17,7 +17,7 @@ from lab.chaos.checking.report_text import attack_page, chaos_page, soak_page, s
 from lab.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind
 from lab.chaos.fabric.surroundings import unavailable
 from lab.chaos.run import ChaosPlan, Progress, run_chaos
-from lab.study.page import check_page, write_table
+from lab.pages import check_page, write_table
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model

@@ -3,5 +3,5 @@
 command.py  the command that runs the missing simulations and writes the tables
 plan.py     the simulations behind each table
 results.py  the reports of finished simulations, kept in a file
-page.py     renders the tables and writes them to a page
+page.py     renders the tables
 """

@@ -9,7 +9,8 @@ from typing import Final
 
 import click
 
-from lab.study.page import check_page, render, write_table
+from lab.pages import check_page, write_table
+from lab.study.page import render
 from lab.study.plan import CLASSES, Job, StudyPlan
 from lab.study.results import StudyResults
 from tools.failures import CommandError

@@ -1,22 +1,13 @@
-"""Renders tables in Markdown and writes them to a page, between the markers
-
-<!-- table: NAME -->
-<!-- end table -->
-"""
+"""Renders the tables of the study in Markdown."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from lab.pages import markdown_table
 from lab.study.plan import RIVALS, Row, StudyTable
 from lab.study.results import StudyResults
-from tools.failures import CommandError
 from tools.simulate.statistics import combine
-
-END: Final = "<!-- end table -->"
 
 
 def render(table: StudyTable, results: StudyResults) -> str:
@@ -28,36 +19,9 @@ def render(table: StudyTable, results: StudyResults) -> str:
     return _render_capacities(table, results) if table.kind == "capacity" else _render_contest(table, results)
 
 
-def check_page(page: Path, names: Sequence[str]) -> None:
-    """Raises CommandError for a table that has no markers on the page."""
-    text = _read(page)
-    for name in names:
-        if _find(text, name) is None:
-            raise CommandError(f"{page}: there is no <!-- table: {name} --> followed by {END}")
-
-
-def write_table(page: Path, name: str, markdown: str) -> None:
-    """Replace the text between the markers of `name`. Raises CommandError."""
-    text = _read(page)
-    place = _find(text, name)
-    if place is None:
-        raise CommandError(f"{page}: there is no <!-- table: {name} --> followed by {END}")
-    page.write_text(f"{text[: place.start(1)]}\n{markdown}\n{text[place.end(1) :]}")
-
-
-def _find(text: str, name: str) -> re.Match[str] | None:
-    return re.search(rf"<!-- table: {re.escape(name)} -->((?:(?!<!-- table:).)*?){re.escape(END)}", text, re.DOTALL)
-
-
-def _read(page: Path) -> str:
-    try:
-        return page.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{page}: {error}") from error
-
-
 def _render_figures(table: StudyTable, results: StudyResults) -> str:
-    lines = _head(["policy", "hit", "TTFT mean s", "p50", "p90", "p99", "TPOT ms", "goodput", "in flight max/mean"])
+    heads = ["policy", "hit", "TTFT mean s", "p50", "p90", "p99", "TPOT ms", "goodput", "in flight max/mean"]
+    lines: list[list[str]] = []
     for policy in table.policies:
         row = _row(table, table.rows[0], policy, results)
         cells = [
@@ -68,13 +32,14 @@ def _render_figures(table: StudyTable, results: StudyResults) -> str:
             _share(row, "goodput"),
             _number(row, "in_flight_imbalance", 2),
         ]
-        lines.append(_line([policy, *cells]))
-    return "\n".join(lines)
+        lines.append([policy, *cells])
+    return markdown_table(heads, lines)
 
 
 def _render_contest(table: StudyTable, results: StudyResults) -> str:
     """Mean TTFT in seconds / goodput, and a comparison of the default policy with its best rival in either."""
-    lines = _head(["", *table.policies, "TTFT to best rival", "goodput to best rival"])
+    heads = ["", *table.policies, "TTFT to best rival", "goodput to best rival"]
+    lines: list[list[str]] = []
     for row in table.rows:
         found = {policy: _row(table, row, policy, results) for policy in table.policies}
         cells = [f"{_number(one, 'ttft_mean', 3)} / {_share(one, 'goodput')}" for one in found.values()]
@@ -84,13 +49,14 @@ def _render_contest(table: StudyTable, results: StudyResults) -> str:
         if ttfts and ours["ttft_mean"] is not None:
             difference = f"{100 * (ours['ttft_mean'] / min(ttfts) - 1):+.1f}%"
         goodput = ours["goodput"] - max(found[rival]["goodput"] for rival in RIVALS)
-        lines.append(_line([row.label, *cells, difference, f"{100 * goodput:+.1f} points"]))
-    return "\n".join(lines)
+        lines.append([row.label, *cells, difference, f"{100 * goodput:+.1f} points"])
+    return markdown_table(heads, lines)
 
 
 def _render_classes(table: StudyTable, results: StudyResults) -> str:
     columns = ["TTFT p50 s", "p99", "TPOT ms", "goodput", "good/s"]
-    lines = _head(["rate", "policy", *columns, "batch: TTFT p50 s", "p99", "TPOT ms", "goodput", "good/s", "tokens/s"])
+    heads = ["rate", "policy", *columns, "batch: TTFT p50 s", "p99", "TPOT ms", "goodput", "good/s", "tokens/s"]
+    lines: list[list[str]] = []
     for row in table.rows:
         for policy in table.policies:
             cells: list[str] = []
@@ -99,20 +65,21 @@ def _render_classes(table: StudyTable, results: StudyResults) -> str:
                 one = combine(policy, [report.classes[name] for report in found if report is not None])
                 cells += [f"{one[field]:.{digits}f}" for field, digits in (("ttft_p50", 2), ("ttft_p99", 1))]
                 cells += [f"{1e3 * one['tpot_mean']:.0f}", f"{one['goodput']:.1%}", f"{one['goodput_per_second']:.2f}"]
-            lines.append(_line([row.label, policy, *cells, f"{one['output_tokens_per_second']:.0f}"]))
-    return "\n".join(lines)
+            lines.append([row.label, policy, *cells, f"{one['output_tokens_per_second']:.0f}"])
+    return markdown_table(heads, lines)
 
 
 def _render_capacities(table: StudyTable, results: StudyResults) -> str:
-    lines = _head(["", *table.policies])
+    heads = ["", *table.policies]
+    lines: list[list[str]] = []
     for row in table.rows:
         cells: list[str] = []
         for policy in table.policies:
             report = results.find_capacity(table.capacity_job(row, policy))
             assert report is not None
             cells.append(f"{report.capacity:.4g}")
-        lines.append(_line([row.label, *cells]))
-    return "\n".join(lines)
+        lines.append([row.label, *cells])
+    return markdown_table(heads, lines)
 
 
 def _row(table: StudyTable, row: Row, policy: str, results: StudyResults) -> dict[str, Any]:
@@ -129,11 +96,3 @@ def _number(row: dict[str, Any], field: str, digits: int, factor: float = 1.0) -
 
 def _share(row: dict[str, Any], field: str) -> str:
     return f"{_number(row, field, 1, factor=100)}%"
-
-
-def _head(names: Sequence[str]) -> list[str]:
-    return [_line(names), "|" + "---|" * len(names)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -14,7 +14,7 @@ from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
 from kvloom_common.process.watched_files import following
 from kvloom_common.trust.fabric_trust import NO_SECRET
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 TENANT = "acme/search"
 

@@ -15,7 +15,8 @@ from kvloom.router_link.link import ChoiceProgress, RouterLink
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_shard import expected_text, expected_tokens, token_text
-from tests.fakes.router_world import MODEL, Answer, eventually, link_request
+from tests.fakes.router_world import MODEL, Answer, link_request
+from tests.waiting import eventually
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 _NOT_SERVED = (ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, ErrorReason.ERROR_REASON_NO_SHARD_READY)

@@ -190,7 +190,7 @@ class SchedulingSuite(StartedEngines):
         driver.engine.submit(request_of("a", prompt_of(1, 10), 2000))
         await driver.step_until(lambda: "a" in driver.tokens)
         num_read = len(driver.tokens["a"])
-        await asyncio.sleep(0.3)  # time to run ahead, which is what must not be used
+        await asyncio.sleep(0.3)  # sleep: time to run ahead, which is what must not be used
         driver.engine.cancel("a")
         await driver.step_until(lambda: "a" in driver.ends)
         assert len(driver.tokens["a"]) - num_read <= MAX_UNREAD_OUTPUTS

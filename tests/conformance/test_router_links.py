@@ -15,7 +15,8 @@ from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.conformance.router_link_suite import LENGTH, LinkRig, RouterLinkSuite
 from tests.fakes.fake_router_link import FakeRequest, FakeRouterLink
 from tests.fakes.fake_shard import FakeShard, expected_tokens, token_text
-from tests.fakes.router_world import MODEL, RouterWorld, eventually, num_ready_shards, router_world
+from tests.fakes.router_world import MODEL, RouterWorld, num_ready_shards, router_world
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -102,8 +102,8 @@ def sim_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("sim")
     (folder / "kvloom.toml").write_text('[router.decision_log]\npath = "decisions.jsonl"\n')
     step_ms = str(1000 * SIM_STEP_SECONDS)
-    options = ("--engine", "sim", "--sim-step-ms", step_ms, "--config", str(folder / "kvloom.toml"))
-    with shared(RunningFabric.start(folder / "data", *options)) as fabric:
+    sim = ("--engine", "sim", "--sim-step-ms", step_ms, "--shards", "2")
+    with shared(RunningFabric.start(folder / "data", *sim, "--config", str(folder / "kvloom.toml"))) as fabric:
         yield fabric
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _BLOCK = r"<!-- {marker}: (?P<name>[\w-]+)(?: after (?P<after>[\w-]+))? -->\n```{language}\n(?P<body>.*?)^```$"
 _ELLIPSIS = "…"
+_DELTA = re.compile(r'(?<="delta":\{"content":")((?:[^"\\]|\\.)+)(?="\})')
+"""The text of an event, as it stands in its JSON."""
+_DELTA_OF_ANY_TEXT = "text"
 BEHIND_EXAMPLE = "--- behind an example ---"
 
 
@@ -48,14 +51,21 @@ def script_of(walk: Sequence[Example]) -> str:
 def missing_from(printed: str, documented: str) -> str | None:
     """The first piece of the documented text that was not printed behind the pieces before it; None if all were.
 
-    Lines are pieces, cut again at each "…"."""
+    Lines are pieces, cut again at each "…". How many tokens an event of a streamed answer brings depends on how busy
+    the machine is: of such events the number and the shape count, and of their texts what they make together."""
+    lines = _DELTA.sub(_DELTA_OF_ANY_TEXT, documented).splitlines()
+    pieces = [piece.strip() for line in lines for piece in line.split(_ELLIPSIS)]
+    missing = _first_missing(_DELTA.sub(_DELTA_OF_ANY_TEXT, printed), filter(None, pieces))
+    return missing or _first_missing("".join(_DELTA.findall(printed)), _DELTA.findall(documented))
+
+
+def _first_missing(text: str, pieces: Iterable[str]) -> str | None:
     position = 0
-    for line in documented.splitlines():
-        for piece in filter(None, (piece.strip() for piece in line.split(_ELLIPSIS))):
-            found = printed.find(piece, position)
-            if found < 0:
-                return piece
-            position = found + len(piece)
+    for piece in pieces:
+        found = text.find(piece, position)
+        if found < 0:
+            return piece
+        position = found + len(piece)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom_common.trust.secret import read_secret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.e2e.forked_command import KVLOOM, can_be_forked, run_forked
+from tests.fabric_starts import count_start
 from tools.supervisor.state import FabricState, RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,7 +51,7 @@ def run_kvloom(
 ) -> subprocess.CompletedProcess[str]:
     if can_be_forked(args, env):
         return run_forked(args, env, timeout_seconds, stdin)
-    return subprocess.run(
+    done = subprocess.run(
         [shutil.which("kvloom", path=env.get("PATH", "")) or str(KVLOOM), *args],
         env=env,
         input=stdin,
@@ -58,12 +60,38 @@ def run_kvloom(
         timeout=timeout_seconds,
         check=False,
     )
+    if args[0] == "up" and done.returncode == 0:
+        count_start()
+    return done
+
+
+@contextlib.contextmanager
+def foreground_fabric(data_dir: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], RunningFabric, str]]:
+    """`kvloom up` as in a terminal: yields the command, the fabric and what was printed, once it is ready."""
+    env = kvloom_environment(data_dir)
+    command = [str(KVLOOM), "up", *args]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            output = []
+            for line in process.stdout:
+                output.append(line)
+                if line.startswith("ready: "):
+                    break
+            assert output[-1].startswith("ready: "), "".join(output)
+            count_start()
+            yield process, RunningFabric.running(env), "".join(output)
+        finally:
+            process.kill()
 
 
 def run_lab(*args: str, env: dict[str, str], timeout_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
     """Run `kvloom-lab`, which starts processes and runs for long."""
     command = [str(KVLOOM.with_name("kvloom-lab")), *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    if done.returncode == 0:
+        count_start()
+    return done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +163,7 @@ def eventually(what: str, holds: Callable[[], bool], timeout_seconds: float = 20
     deadline = time.monotonic() + timeout_seconds
     while not holds():
         assert time.monotonic() < deadline, f"after {timeout_seconds:g} s, still not: {what}"
-        time.sleep(0.02)
+        time.sleep(0.02)  # sleep: the one way to wait for what sends no event
 
 
 def assert_all_gone(pids: list[int]) -> None:

@@ -89,7 +89,7 @@ async def play(request: FakeRequest, deltas: list[str]) -> None:
     request.start(shard_id="shard-1", num_cached_tokens=16)
     for delta in deltas:
         request.tokens(delta)
-        await asyncio.sleep(0.02)  # so that there is a rate to show
+        await asyncio.sleep(0.02)  # sleep: so that there is a rate to show
 
 
 async def screenshot(page: Page, name: str) -> None:
@@ -106,7 +106,7 @@ async def test_tokens_stream_and_facts_follow(browser: Browser, world: EdgeWorld
     request.tokens("The capital of France")
     await expect(last_answer(page).locator(".text")).to_have_text("The capital of France")
     await expect(page.get_by_role("button", name="Stop")).to_be_visible()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # sleep: so that there is a rate to show
     request.tokens(" is Paris.")
     request.finish()
     facts = last_answer(page).locator(".facts")

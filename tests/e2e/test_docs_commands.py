@@ -68,6 +68,13 @@ def test_the_readme_shows_commands():
     assert any(str(path) == "README.md" for path, _ in WALKS)
 
 
+def event(key: str, text: str) -> str:
+    return f'data: {{"{key}":{{"content":"{text}"}}}}\n'
+
+
+THE, PARIS, DOT = (event("delta", text) for text in ("The", " Paris", "."))
+
+
 @pytest.mark.parametrize(
     ("printed", "documented", "missing"),
     [
@@ -75,8 +82,15 @@ def test_the_readme_shows_commands():
         ("a\nb\n", "b\na\n", "a"),
         ('{"id":"x-17","n":1}', '{"id":"x-…","n":1}', None),
         ('{"id":"x-17","n":1}', '{"id":"x-…","n":2}', '","n":2}'),
+        (f"{THE}{PARIS}{DOT}", f"{THE}{PARIS}", None),
+        (f"{THE}{event('delta', ' Paris.')}", f"{THE}{PARIS}", None),
+        (f"{THE}{event('delta', ' Par')}{event('delta', 'is')}", f"{THE}{PARIS}", None),
+        (event("delta", "The Paris"), f"{THE}{PARIS}", event("delta", "text").strip()),
+        (f"{THE}{DOT}{PARIS}", f"{DOT}{THE}", "The"),
+        (f"{THE}{event('delta', ' Rome')}", f"{THE}{PARIS}", " Paris"),
+        (f"{THE}{event('message', ' Paris')}", f"{THE}{PARIS}", event("delta", "text").strip()),
     ],
 )
 def test_output_is_compared_in_order_with_wildcards(printed: str, documented: str, missing: str | None):
-    """The comparison must let ids differ and nothing else."""
+    """The comparison must let ids differ, and which event brings a token, and nothing else."""
     assert missing_from(printed, documented) == missing

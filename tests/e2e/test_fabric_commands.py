@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,30 +16,12 @@ from tests.e2e.fabric import (
     RunningFabric,
     assert_all_gone,
     eventually,
+    foreground_fabric,
     kvloom_environment,
     run_kvloom,
 )
 
 on_the_shared_fabric = pytest.mark.xdist_group("sim")
-
-
-@contextlib.contextmanager
-def foreground_fabric(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], RunningFabric]]:
-    """`kvloom up` as in a terminal; yields once it has said that it is ready."""
-    env = kvloom_environment(data_dir)
-    args = [str(KVLOOM), "up", "--engine", "sim", "--shards", "1"]
-    with subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            assert process.stdout is not None
-            output = []
-            for line in process.stdout:
-                output.append(line)
-                if line.startswith("ready: "):
-                    break
-            assert output[-1].startswith("ready: "), "".join(output)
-            yield process, RunningFabric.running(env)
-        finally:
-            process.kill()
 
 
 @on_the_shared_fabric
@@ -130,26 +109,11 @@ def test_a_second_fabric_is_refused_and_leaves_the_first_alone(sim_fabric: Runni
     assert sim_fabric.pids() == before
 
 
-def test_ctrl_c_stops_everything(model_dir: Path, tmp_path: Path):
-    """Ctrl-C is how most fabrics end: no process may stay, and a new one must be able to start."""
-    with foreground_fabric(tmp_path) as (process, fabric):
-        pids = fabric.pids()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
-        assert_all_gone(pids)
-        gone = run_kvloom("status", "--json", env=fabric.env)
-        assert gone.returncode == 3
-        assert json.loads(gone.stdout)["processes"] == []
-        down = run_kvloom("down", env=fabric.env)
-        assert down.returncode == 3
-        assert down.stderr.startswith("error: kvloom is not running")
-
-
 @pytest.mark.long
 def test_a_killed_supervisor_takes_its_processes_along(model_dir: Path, tmp_path: Path):
     """kill -9 (or the kernel, short of memory) must not leave half a fabric that holds the ports. (Machines of
     test_fabric_fleet.py die so in every run.)"""
-    with foreground_fabric(tmp_path) as (process, fabric):
+    with foreground_fabric(tmp_path, "--engine", "sim", "--shards", "1") as (process, fabric, _):
         pids = fabric.pids()
         process.kill()
         assert_all_gone(pids)
@@ -172,38 +136,14 @@ def test_a_process_that_cannot_start_fails_up_with_its_reason(model_dir: Path, t
 
 
 @pytest.mark.parametrize(
-    ("settings", "args", "message"),
-    [
-        ("", ["--model", "smollm2-135m-instruct", "--model", "no-such-model"], "no such model: no-such-model"),
-        ('[control]\ndatabase_url = "postgresql://kvloom@127.0.0.1:1/kvloom"\n', ["--control"], "at 127.0.0.1:1: "),
-        ('[redis]\nurl = "redis://127.0.0.1:1"\n', [], "cannot use the Redis server at redis://127.0.0.1:1"),
-    ],
-)
-def test_what_is_refused_is_refused_before_a_model_is_converted(
-    tmp_path: Path, settings: str, args: list[str], message: str
-) -> None:
-    """Up to a minute of conversion, and 261 MB on the disk, came before a mistake was told."""
-    config, models = tmp_path / "kvloom.toml", tmp_path / "models"
-    config.write_text(settings)
-    env = kvloom_environment(tmp_path / "data", KVLOOM_MODEL_CACHE_DIR=str(models))
-    done = run_kvloom("up", "--config", str(config), *args, env=env)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert not models.exists()
-
-
-@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--model", "no-such-model"], "error: no such model: no-such-model"),
-        (["--model", "."], "is not a model directory: it has no config.json"),
         (["--shards", "0"], "error: Invalid value for '--shards'"),
-        (["--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file or directory"),
-        (["--engine", "abacus"], "error: Invalid value for '--engine'"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(tmp_path: Path, args: list[str], message: str):
-    """A typing mistake deserves one clear line, not a stack trace."""
+    """A typing mistake deserves one clear line, not a stack trace. (tests/unit/tools/test_up_refusals.py has more.)"""
     done = subprocess.run(
         [str(KVLOOM), "up", *args],
         env=kvloom_environment(tmp_path / "data"),

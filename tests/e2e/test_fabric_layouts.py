@@ -30,7 +30,12 @@ ASKING: Final[Sequence[Sequence[str]]] = (
 """Commands that need no argument which depends on the layout."""
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LAYOUTS])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.long] * (name == "colocated"))])
+        for name in LAYOUTS
+    ]
+)
 def fabric(request: pytest.FixtureRequest) -> RunningFabric:
     return request.getfixturevalue(f"{request.param}_fabric")
 
@@ -76,11 +81,12 @@ def test_models_that_are_served_are_listed(fabric: RunningFabric) -> None:
     assert "ready, generate" in served
 
 
-@pytest.mark.xdist_group("colocated")
-def test_the_operators_organisation_is_reloaded(colocated_fabric: RunningFabric) -> None:
+@pytest.mark.xdist_group("control")
+def test_the_operators_organisation_is_reloaded(control_fabric: RunningFabric) -> None:
     """With an edge to restart, an administrator who was the operator's stayed it until somebody did."""
-    fabric = colocated_fabric
+    fabric = control_fabric
     file = Path(fabric.env["KVLOOM_DATA_DIR"]).parent / "kvloom.toml"
+    before_it = file.read_text()
     made = run_kvloom("keys", "create", "--project", "staff/ops", "--create", "--scope", "admin", env=fabric.env)
     assert "it may: administer its organisation; it may not: use models" in made.stderr
     key = made.stdout.strip()
@@ -95,31 +101,34 @@ def test_the_operators_organisation_is_reloaded(colocated_fabric: RunningFabric)
 
     eventually("the key is known", lambda: status() == 403)
     before = fabric.pids()
-    file.write_text('[control]\noperator_organisation = "staff"\n')
+    file.write_text(f'{before_it}operator_organisation = "staff"\n')
     try:
         lines = run_kvloom("reload", env=fabric.env).stdout
         assert lines == "  control.operator_organisation: applied\nreloaded\n"
         eventually("the key is an operator's", lambda: status() == 200)
     finally:
-        file.write_text("")
+        file.write_text(before_it)
         run_kvloom("reload", env=fabric.env)
     eventually("the key is an operator's no more", lambda: status() == 403)
     assert fabric.pids() == before
 
 
-@pytest.mark.xdist_group("colocated")
-def test_a_route_to_a_model_that_nothing_serves_is_told(colocated_fabric: RunningFabric) -> None:
+@pytest.mark.xdist_group("control")
+def test_a_route_to_a_model_that_nothing_serves_is_told(control_fabric: RunningFabric) -> None:
     """It started without a word, and every request by it went to the fallback, or failed."""
-    fabric = colocated_fabric
+    fabric = control_fabric
     file = Path(fabric.env["KVLOOM_DATA_DIR"]).parent / "kvloom.toml"
+    before_it = file.read_text()
     warning = "warning: the route smart names the model nowhere, which nothing serves"
-    file.write_text('[[routes]]\nname = "smart"\ntargets = ["nowhere"]\nfallback = ["smollm2-135m-instruct"]\n')
+    file.write_text(
+        f'{before_it}[[routes]]\nname = "smart"\ntargets = ["nowhere"]\nfallback = ["smollm2-135m-instruct"]\n'
+    )
     try:
         assert warning in run_kvloom("reload", env=fabric.env).stdout
         shown = run_kvloom("status", env=fabric.env)
         assert (shown.returncode, warning in shown.stdout) == (0, True)
         assert len(fabric.status()["warnings"]) == 1
     finally:
-        file.write_text("")
+        file.write_text(before_it)
         run_kvloom("reload", env=fabric.env)
     assert fabric.status()["warnings"] == []

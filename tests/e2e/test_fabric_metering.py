@@ -90,7 +90,7 @@ class Load:
                         self.num_complete += 1
                         self.completed.release()
             except aiohttp.ClientError:
-                await asyncio.sleep(0.1)  # no busy loop
+                await asyncio.sleep(0.1)  # sleep: no busy loop
 
     async def _outsider(self, stub: RouterServiceStub) -> None:
         """A client of a router's own port, which lies about what its answers have, and uses one id for all."""
@@ -119,7 +119,7 @@ class Load:
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise
-                await asyncio.sleep(0.1)  # its router was killed: no busy loop
+                await asyncio.sleep(0.1)  # sleep: its router was killed: no busy loop
 
     async def work(self, num_answers: int) -> None:
         """Until so many more answers are complete."""

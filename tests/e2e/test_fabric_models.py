@@ -216,24 +216,6 @@ def test_a_load_that_fails_leaves_everything_as_it_was(fabric: RunningFabric, tm
         assert openai_client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1).usage
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--model", BUILTIN, "--model", BUILTIN), "two have the name or alias"),
-        (("--model", BUILTIN, "--shards", "other=2"), f"there is no such model; there are {BUILTIN}"),
-        (("--shards", "tiny=none"), "is no number from 1 to 1024"),
-        (("--model", "tiny=/nowhere"), "no such model: /nowhere"),
-    ],
-)
-def test_faulty_choices_are_named_before_anything_starts(
-    tmp_path: Path, model_dir: Path, flags: tuple[str, ...], message: str
-) -> None:
-    """A typing mistake must not cost a start of all processes."""
-    done = run_kvloom("up", "--detach", *SIM, *flags, env=kvloom_environment(tmp_path))
-    assert done.returncode != 0
-    assert message in done.stdout + done.stderr
-
-
 def kill_shard_of(fabric: RunningFabric, model: str) -> None:
     """Kill one, and return when it serves again."""
     victim = next(shard for shard in fabric.processes("shard") if shard["model"] == model)

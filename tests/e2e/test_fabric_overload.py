@@ -69,7 +69,7 @@ class Load:
         async with asyncio.TaskGroup() as tasks:
             begin = time.monotonic()
             for number in range(int(rate * seconds)):
-                await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+                await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))  # sleep: the rate
                 tasks.create_task(self.one())
 
 
@@ -97,7 +97,8 @@ async def test_three_times_capacity(fabric: RunningFabric) -> None:
                 await after.one()
 
 
-@pytest.mark.parametrize(("seconds", "ratio"), [(2.0, 2), pytest.param(5.0, 5, marks=pytest.mark.long)])
+@pytest.mark.long  # it judges a clock
+@pytest.mark.parametrize(("seconds", "ratio"), [(2.0, 2), (5.0, 5)])
 async def test_what_can_wait_waits(fabric: RunningFabric, seconds: float, ratio: int) -> None:
     """While urgent requests keep the fleet busy, those of the lower tier are the ones that are refused. Some
     of them are served at first, of which the longer run has relatively fewer."""
@@ -111,7 +112,7 @@ async def test_what_can_wait_waits(fabric: RunningFabric, seconds: float, ratio:
                 before = len(load.good_at)
                 await load.one(**fields)
                 if len(load.good_at) == before:
-                    await asyncio.sleep(0.1)  # refused: no busy loop
+                    await asyncio.sleep(0.1)  # sleep: refused: no busy loop
 
         urgents = [user(urgent) for _ in range(16)]
         batches = [user(batch, service_tier="flex") for _ in range(16)]

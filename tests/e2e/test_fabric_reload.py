@@ -17,27 +17,40 @@ import psutil
 import pytest
 
 from tests.e2e.fabric import KVLOOM, RunningFabric, assert_all_gone, eventually, kvloom_environment, run_kvloom
+from tests.fabric_starts import count_start
 
-SIM = ("--engine", "sim", "--sim-step-ms", "2")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reload")
+pytestmark = pytest.mark.xdist_group("sim")
 
 
-@pytest.fixture(scope="module")
-def file(folder: Path) -> Path:
-    path = folder / "kvloom.toml"
-    path.write_text("")
-    return path
+class ConfigFile:
+    """The fabric's configuration file, to which tests add."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = path.read_text()
+
+    def add(self, text: str) -> None:
+        """In place of what was added before."""
+        self._path.write_text(self._before + text)
 
 
-@pytest.fixture(scope="module")
-def fabric(model_dir: Path, folder: Path, file: Path) -> Iterator[RunningFabric]:
-    fabric = RunningFabric.start(folder / "data", *SIM, "--shards", "1", "--config", str(file))
-    yield fabric
-    fabric.stop()
+@pytest.fixture
+def fabric(sim_fabric: RunningFabric) -> RunningFabric:
+    return sim_fabric
+
+
+@pytest.fixture
+def file(fabric: RunningFabric) -> Iterator[ConfigFile]:
+    """What is shared is as it was when a test has ended."""
+    file = ConfigFile(data_dir(fabric).parent / "kvloom.toml")
+    yield file
+    file.add("")
+    run_kvloom("reload", "--restart", env=fabric.env)
+    assert reload_lines(fabric) == []
+
+
+def data_dir(fabric: RunningFabric) -> Path:
+    return Path(fabric.env["KVLOOM_DATA_DIR"])
 
 
 def reload_lines(fabric: RunningFabric, *flags: str) -> list[str]:
@@ -61,10 +74,10 @@ def takes_three_messages(fabric: RunningFabric) -> bool:
         return error.code != 400
 
 
-def test_each_changed_key_is_applied_or_says_what_applies_it(fabric: RunningFabric, file: Path) -> None:
+def test_each_changed_key_is_applied_or_says_what_applies_it(fabric: RunningFabric, file: ConfigFile) -> None:
     """Somebody who has changed the file must know what serves now."""
     before = fabric.pids()
-    file.write_text(
+    file.add(
         '[edge]\nmax_messages = 2\n[shard]\nnum_shards = 3\n[shard.sim]\nstep_ms = 9.0\n[redis]\nkey_prefix = "x"\n'
     )
     lines = reload_lines(fabric)
@@ -76,20 +89,20 @@ def test_each_changed_key_is_applied_or_says_what_applies_it(fabric: RunningFabr
     lines = reload_lines(fabric, "--restart")
     assert lines[-2:] == ["edge was restarted", "edge.max_messages: applied"]
     assert not takes_three_messages(fabric)
-    file.write_text("")
+    file.add("")
     assert reload_lines(fabric) == [
         "redis.key_prefix: applied: it is as at the start again",
         "edge.max_messages: needs kvloom restart edge",
     ]
-    file.write_text("[edge]\nmax_messages = 2\n")
+    file.add("[edge]\nmax_messages = 2\n")
     assert reload_lines(fabric) == ["edge.max_messages: applied: the processes run with it"]
-    file.write_text("")
+    file.add("")
     assert reload_lines(fabric, "--restart") == ["edge was restarted", "edge.max_messages: applied"]
 
 
-def test_a_faulty_file_changes_nothing(fabric: RunningFabric, file: Path, folder: Path) -> None:
+def test_a_faulty_file_changes_nothing(fabric: RunningFabric, file: ConfigFile) -> None:
     """A typing mistake must not reach processes that are restarted later."""
-    stored = folder / "data" / "run" / "config.json"
+    stored = data_dir(fabric) / "run" / "config.json"
     before = stored.read_bytes()
     for text, reason in (
         ("[edge]\nmax_mesages = 2", "max_mesages"),
@@ -97,21 +110,21 @@ def test_a_faulty_file_changes_nothing(fabric: RunningFabric, file: Path, folder
         ("[tls]\ncertificate_file = '/nowhere'\nkey_file = '/nowhere'", "/nowhere"),
         ("[[models]]\nname = 'a'\n[[models]]\nname = 'a'", "name or alias 'a'"),
     ):
-        file.write_text(text)
+        file.add(text)
         done = run_kvloom("reload", env=fabric.env)
         assert done.returncode == 1
         assert reason in done.stderr
-    file.write_text("")
+    file.add("")
     assert stored.read_bytes() == before
-    done = run_kvloom("reload", "--config", str(folder / "none.toml"), env=fabric.env)
+    done = run_kvloom("reload", "--config", str(data_dir(fabric) / "none.toml"), env=fabric.env)
     assert "none.toml cannot be read" in done.stderr
 
 
-def test_models_of_the_file_come_and_go(fabric: RunningFabric, file: Path, folder: Path, model_dir: Path) -> None:
+def test_models_of_the_file_come_and_go(fabric: RunningFabric, file: ConfigFile, model_dir: Path) -> None:
     """Which models are served is in the file; those that stay must not notice."""
     both = f'[[models]]\nname = "smollm2-135m-instruct"\n[[models]]\nname = "second"\npath = "{model_dir}"\n'
     shards = [process["pid"] for process in fabric.processes("shard")]
-    file.write_text(both + 'aliases = ["other"]\nshard = { num_shards = 1 }\n')
+    file.add(both + 'aliases = ["other"]\nshard = { num_shards = 1 }\n')
     assert "models: second was loaded" in reload_lines(fabric)
 
     def names() -> set[str]:
@@ -119,7 +132,7 @@ def test_models_of_the_file_come_and_go(fabric: RunningFabric, file: Path, folde
             return {model["id"] for model in json.loads(answer.read())["data"]}
 
     assert names() == {"smollm2-135m-instruct", "second", "other"}
-    file.write_text(both + 'aliases = ["new"]\nshard = { num_shards = 2 }\n')
+    file.add(both + 'aliases = ["new"]\nshard = { num_shards = 2 }\n')
     assert reload_lines(fabric, "--restart") == [
         "models.second.shard.num_shards: needs kvloom models unload second, and then kvloom reload",
         "shard-second-0 is the only shard of its model: shard-second-0-spare serves meanwhile",
@@ -127,25 +140,30 @@ def test_models_of_the_file_come_and_go(fabric: RunningFabric, file: Path, folde
         "models.second.aliases: applied",
     ]
     eventually("the new alias is known", lambda: names() == {"smollm2-135m-instruct", "second", "new"})
-    file.write_text("")
+    file.add("")
     assert "models: second was unloaded" in reload_lines(fabric)
     assert names() == {"smollm2-135m-instruct"}
     assert [process["pid"] for process in fabric.processes("shard")] == shards
 
 
-def test_a_daemon_reloads_at_sighup(fabric: RunningFabric, file: Path, folder: Path) -> None:
+def test_a_daemon_reloads_at_sighup(fabric: RunningFabric, file: ConfigFile) -> None:
     """Service managers reload so; the fabric must go on, whatever the file is like."""
     supervisor = fabric.status()["supervisor_pid"]
-    log = folder / "data" / "logs" / "kvloom.log"
-    file.write_text("[router]\nmax_attempts = 7\n")
+    log = data_dir(fabric) / "logs" / "kvloom.log"
+    before = log.stat().st_size
+
+    def is_logged(text: str) -> bool:
+        return text in log.read_bytes()[before:].decode()
+
+    file.add("[router]\nmax_attempts = 7\n")
     os.kill(supervisor, signal.SIGHUP)
-    eventually("it was reloaded", lambda: "router.max_attempts: needs kvloom restart router" in log.read_text())
-    file.write_text("[router]\nmax_attempts = 'many'\n")
-    eventually("the reload has ended", lambda: "the configuration was reloaded" in log.read_text())
+    eventually("it was reloaded", lambda: is_logged("router.max_attempts: needs kvloom restart router"))
+    file.add("[router]\nmax_attempts = 'many'\n")
+    eventually("the reload has ended", lambda: is_logged("the configuration was reloaded"))
     os.kill(supervisor, signal.SIGHUP)
-    eventually("the fault is named", lambda: "not reloaded: The configuration file" in log.read_text())
+    eventually("the fault is named", lambda: is_logged("not reloaded: The configuration file"))
     assert fabric.status()["phase"] == "ready"
-    file.write_text("")
+    file.add("")
 
 
 @pytest.mark.long
@@ -158,7 +176,7 @@ def test_a_closed_terminal_stops_the_fabric_in_it(tmp_path: Path, model_dir: Pat
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.login_tty(int(sys.argv[1])); "
         "os.execv(sys.argv[2], sys.argv[2:])"
     )
-    argv = [sys.executable, "-c", in_terminal, str(terminal), str(KVLOOM), "up", *SIM, "--shards", "1"]
+    argv = [sys.executable, "-c", in_terminal, str(terminal), str(KVLOOM), "up", "--engine", "sim", "--shards", "1"]
     with subprocess.Popen(argv, env=env, pass_fds=[terminal], start_new_session=True) as process:
         os.close(terminal)
 
@@ -168,13 +186,14 @@ def test_a_closed_terminal_stops_the_fabric_in_it(tmp_path: Path, model_dir: Pat
                 output += os.read(controller, 4096)
 
         output_until(b"ready: http://")
+        count_start()
         pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         os.close(controller)
         assert process.wait(60) == 0
     assert_all_gone(pids)
 
 
-def test_adapters_of_the_file_come_and_go(fabric: RunningFabric, file: Path, model_dir: Path) -> None:
+def test_adapters_of_the_file_come_and_go(fabric: RunningFabric, file: ConfigFile, model_dir: Path) -> None:
     """Without a restart; those that were loaded by command stay."""
     name = "smollm2-135m-instruct"
 
@@ -184,11 +203,11 @@ def test_adapters_of_the_file_come_and_go(fabric: RunningFabric, file: Path, mod
 
     before = fabric.pids()
     assert run_kvloom("models", "load-adapter", name, "manual", str(model_dir), env=fabric.env).returncode == 0
-    file.write_text('[[model.adapters]]\nname = "law"\n[[model.adapters]]\nname = "poetry"\n')
+    file.add('[[model.adapters]]\nname = "law"\n[[model.adapters]]\nname = "poetry"\n')
     lines = reload_lines(fabric)
     assert f"models.{name}.adapters: law was loaded" in lines
     assert listed() == {"law", "manual", "poetry"}
-    file.write_text('[[model.adapters]]\nname = "poetry"\npath = "changed"\n')
+    file.add('[[model.adapters]]\nname = "poetry"\npath = "changed"\n')
     lines = reload_lines(fabric)
     assert f"models.{name}.adapters: law was unloaded" in lines
     assert [line for line in lines if line.startswith("models.") and "poetry" in line] == [
@@ -197,7 +216,8 @@ def test_adapters_of_the_file_come_and_go(fabric: RunningFabric, file: Path, mod
     ]
     assert listed() == {"manual", "poetry"}
     assert reload_lines(fabric) == []
-    file.write_text("")
+    file.add("")
     reload_lines(fabric)
     assert listed() == {"manual"}
+    assert run_kvloom("models", "unload-adapter", name, "manual", env=fabric.env).returncode == 0
     assert fabric.pids() == before

@@ -18,6 +18,7 @@ import pytest
 import redis
 
 from kvloom_common.text.tokenizer import ModelTokenizer
+from tests import waiting
 from tests.e2e.fabric import RunningFabric, eventually
 from tests.e2e.test_fabric_sim import body, expected_text
 from tests.fakes.resuming_client import ResumingClient
@@ -91,12 +92,12 @@ def end_is_in_redis(fabric: RunningFabric, response_id: str) -> bool:
 
 
 async def until_ready(url: str) -> None:
+    async def is_ready() -> bool:
+        async with http.get(f"{url}/ready") as response:
+            return response.status == 200
+
     async with aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{url}/ready") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.02)
+        await waiting.eventually(is_ready, "the edge is ready")
 
 
 async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
@@ -209,8 +210,7 @@ async def test_running_answers_go_on_after_the_death_of_their_edge(
             asyncio.create_task(one.begin(body(name, i, num_tokens)))
             for i, (name, one) in enumerate(zip(names, clients, strict=True))
         ]
-        while not all(len(one.events) > 5 + 3 * i for i, one in enumerate(clients)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await waiting.eventually(lambda: all(len(one.events) > 5 + 3 * i for i, one in enumerate(clients)))
         process.kill()
         await asyncio.gather(*asking, return_exceptions=True)
         for one in clients:

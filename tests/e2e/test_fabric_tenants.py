@@ -17,7 +17,7 @@ PROMPT = "the same long question of two teams, word after word after word " * 8
 @pytest.fixture(
     params=[
         pytest.param("control", marks=pytest.mark.xdist_group("control")),
-        pytest.param("colocated", marks=pytest.mark.xdist_group("colocated")),
+        pytest.param("colocated", marks=[pytest.mark.xdist_group("colocated"), pytest.mark.long]),
     ]
 )
 def fabric(request: pytest.FixtureRequest) -> RunningFabric:

@@ -211,14 +211,24 @@ def fabric_python(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> P
 def fabric(
     fabric_python: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFactory, elsewhere: None
 ) -> Iterator[RunningFabric]:
-    """A fabric with tenants. Its user has modules of his own, with the names of kvloom's folders."""
+    """A fabric with tenants, and with the router inside the edge. Its user has modules of his own, with the names of
+    kvloom's folders."""
     folder = tmp_path_factory.mktemp("run")
     for name in ("tools", "router"):
         (folder / "own" / name).mkdir(parents=True)
         (folder / "own" / name / "__init__.py").write_text("raise RuntimeError('a user\\'s own module')\n")
     settings = {"PATH": path_of(fabric_python), "PYTHONPATH": str(folder / "own")}
     started = RunningFabric.start(
-        folder / "data", "--control", "--engine", "sim", "--sim-step-ms", "1", "--model", str(model_dir), **settings
+        folder / "data",
+        "--control",
+        "--colocate",
+        "--engine",
+        "sim",
+        "--sim-step-ms",
+        "1",
+        "--model",
+        str(model_dir),
+        **settings,
     )
     yield started
     started.stop()

@@ -20,7 +20,7 @@ def _name(text: str) -> x509.Name:
 
 
 class Authority:
-    """Issues certificates for 127.0.0.1."""
+    """Issues certificates for 127.0.0.1 and ::1."""
 
     def __init__(self, name: str) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -79,7 +79,7 @@ class Authority:
             .add_extension(
                 x509.SubjectAlternativeName(
                     [
-                        x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+                        *(x509.IPAddress(ipaddress.ip_address(address)) for address in ("127.0.0.1", "::1")),
                         *(x509.UniformResourceIdentifier(uri) for uri in uris),
                     ]
                 ),

@@ -14,8 +14,9 @@ from kvloom_common.config import EdgeConfig, EdgeResumeConfig, RedisConfig
 from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
-from tests.fakes.resume_world import client, until
+from tests.fakes.resume_world import client
 from tests.fakes.resuming_client import ResumingClient
+from tests.waiting import eventually
 
 _prefixes = itertools.count()
 
@@ -56,7 +57,7 @@ async def begin(world: EdgeWorld, stop_after: int) -> tuple[ResumingClient, Fake
     for i in range(stop_after - 1):
         request.tokens(f"{i} ")
     await reading
-    await until(lambda: not world.edge.resume.streams[streamed.response_id].is_attended)
+    await eventually(lambda: not world.edge.resume.streams[streamed.response_id].is_attended)
     return streamed, request
 
 

@@ -139,7 +139,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         while True:
             await self._has_work.wait()
             await self._may_step.wait()
-            await asyncio.sleep(self._step_seconds)
+            await asyncio.sleep(self._step_seconds)  # sleep: what a step takes
             step = self._step()
             await context.write(shard_service_pb2.ShardServiceConnectResponse(step=step, load=self._load()))
             if not self._running and not self._finishes:

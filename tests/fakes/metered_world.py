@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -36,9 +35,10 @@ from lab.dst.tenancy.sim_limits import price_to_proto
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, two_organisations
 from tests.fakes.fake_router_link import FakeRouterLink
-from tests.fakes.router_world import eventually, num_ready_shards
+from tests.fakes.router_world import num_ready_shards
 from tests.fakes.trusted_router import SECRET
 from tests.fakes.two_models_world import FIRST, ROUTE, SECOND, TwoModelsWorld, two_models_world
+from tests.waiting import eventually
 
 TENANT = "acme/search"
 PRICES = [
@@ -109,9 +109,11 @@ class MeteredWorld:
 
     async def until_recorded(self, count: int) -> None:
         """What edges and shadows do afterwards has no event."""
-        async with asyncio.timeout(10):
-            while len(await self.records()) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def are_recorded() -> bool:
+            return len(await self.records()) >= count
+
+        await eventually(are_recorded, f"{count} records")
 
     async def counted(self) -> list[UsageRecord]:
         """The records that control would count."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from kvloom_common.config import EdgeConfig, EdgeResumeConfig
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.resuming_client import ResumingClient
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -21,16 +20,9 @@ def config(**resume: Any) -> EdgeConfig:
     return EdgeConfig(resume=EdgeResumeConfig(**resume))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop run until the condition holds."""
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
-            await asyncio.sleep(0.001)
-
-
 async def unattended(world: EdgeWorld, count: int = 1) -> None:
     """Return once exactly that many responses have no reader."""
-    await until(lambda: sum(not stream.is_attended for stream in world.edge.resume.streams.values()) == count)
+    await eventually(lambda: sum(not stream.is_attended for stream in world.edge.resume.streams.values()) == count)
 
 
 async def metric(world: EdgeWorld, name: str) -> float:

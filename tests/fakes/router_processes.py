@@ -20,8 +20,8 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.server import ShardServer
 from tests.fakes.forked_process import ForkedProcess, fork_service
-from tests.fakes.router_world import eventually
 from tests.fakes.small_model import write_small_model
+from tests.waiting import eventually
 
 MODEL = "tiny"
 TIMEOUT_SECONDS = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -23,24 +23,13 @@ from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.served_models import catalogue_of
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 MODEL = "tiny"
 TIMEOUT_SECONDS = 10.0
 FLEET_TIMEOUT_SECONDS = 30.0
 
 _prefixes = itertools.count(1)
-
-
-async def eventually(
-    condition: Callable[[], object], what: str = "the condition", timeout_seconds: float = TIMEOUT_SECONDS
-) -> None:
-    """Waits until the condition holds. Raises AssertionError, with `what` was waited for, when it does not in time."""
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            while not condition():  # noqa: ASYNC110  (The condition has no event.)
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(f"{what} did not come true") from None
 
 
 class Answer:

@@ -15,9 +15,10 @@ from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from tests.fakes.edge_peers import die
 from tests.fakes.edge_world import EdgeWorld, chat_body
 from tests.fakes.fake_router_link import FakeRequest
-from tests.fakes.resume_world import CHAT, until
+from tests.fakes.resume_world import CHAT
 from tests.fakes.resuming_client import ResumingClient
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
@@ -151,7 +152,7 @@ async def begin_live(world: EdgeWorld, path: str, body: dict[str, Any], script: 
     request = await world.link.next_request()
     script.play(request, 0, end)
     stream = next(reversed(world.edge.resume.streams.values()))
-    await until(lambda: stream.num_visible == stream.num_events and len(streamed.events) == stream.num_events)
+    await eventually(lambda: stream.num_visible == stream.num_events and len(streamed.events) == stream.num_events)
     return streamed, request, reading
 
 

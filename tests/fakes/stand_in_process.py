@@ -42,12 +42,12 @@ def main() -> None:
     # A signal handler ends the pause; the limit keeps a lost stand-in from living on.
     deadline = time.monotonic() + 60
     while not stopped and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.05)  # sleep: until the signal, as a process that serves
     if arguments.leave:
         sys.stdout.write('{"event":"leaving"}\n')
         sys.stdout.flush()
         while not arguments.leave.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.05)  # sleep: until the signal, as a process that serves
     if arguments.record:
         with arguments.record.open("a") as file:
             file.write(f"{arguments.name}\n")

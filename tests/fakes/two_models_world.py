@@ -31,8 +31,9 @@ from router.server import RouterServer
 from router.tenancy.lease_desk import epoch_clock
 from shard_server.server import ShardServer
 from tests.fakes.failing_engine import FailingEngine, RecitingEngine
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually, num_ready_shards
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, num_ready_shards
 from tests.fakes.tiny_tokenizer import byte_fallback_tokenizer, model_tokenizer
+from tests.waiting import eventually
 
 FIRST, SECOND = "first", "second"
 ROUTE = RouteConfig(name="chat", targets=[FIRST], fallback=[SECOND], on_loss="continue")

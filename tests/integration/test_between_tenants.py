@@ -22,9 +22,10 @@ from router.server import RouterServer
 from shard_server.engines.sim_engine import SimEngine
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, SEARCH_KEY_2, FakeControl, key_of, two_organisations
 from tests.fakes.link_requests import make_submit
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.shard_world import EOS, VOCABULARY, sim_config
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -16,7 +16,7 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 from tools.cli.explain import print_explanation, print_plan
 from tools.supervisor.readiness import brownouts
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus

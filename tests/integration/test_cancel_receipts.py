@@ -19,7 +19,7 @@ from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.failover_world import MODEL, Collected, FailoverWorld, failover_world
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

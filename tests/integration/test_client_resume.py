@@ -18,8 +18,9 @@ from router.server import RouterServer
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.generate_stream import PROMPT, metered, start
-from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.served_models import catalogue_of
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -45,7 +46,7 @@ async def test_the_sdk_mends_lost_connections(world: RouterWorld) -> None:
     async with Client(proxy.address) as client, asyncio.timeout(4 * TIMEOUT_SECONDS):
         answers = [asyncio.create_task(ask(client, number)) for number in range(8)]
         while not all(answer.done() for answer in answers):
-            await asyncio.sleep(rng.uniform(0.02, 0.15))
+            await asyncio.sleep(rng.uniform(0.02, 0.15))  # sleep: the pace of what breaks connections
             proxy.reset()
         await asyncio.gather(*answers)
     await proxy.stop()

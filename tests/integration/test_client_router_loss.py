@@ -24,7 +24,7 @@ from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from lab.chaos.checking.metering import parse_usage_record
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, router_processes
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,6 +11,7 @@ from kvloom.client.client import Client
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_router import FakeRouter, serve_fake_router, text_of
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -46,9 +47,7 @@ async def test_an_answer_to_token_ids_continues_at_another_router(routers: list[
             model="m", token_ids=[1], request_id="mine", priority_class="batch", fairness_id="chat 7"
         )
         first_token = asyncio.create_task(anext(deltas))
-        async with asyncio.timeout(10):
-            while not (served := [r for r in routers if r.connections and r.connections[0].submits]):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        served = await eventually(lambda: [r for r in routers if r.connections and r.connections[0].submits])
         connection = served[0].connections[0]
         served[0].tokens(connection, (connection.submits[0].choices[0].slot, [7, 8]))
         assert (await first_token).token_ids == [7, 8]

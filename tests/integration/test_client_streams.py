@@ -13,7 +13,8 @@ from kvloom import CancelOutcome, Client, ErrorReason, FinishReason, GenerateOpt
 from kvloom.client.retries import retry_pause_seconds
 from kvloom.v1.router_service_pb2 import CancelRequest
 from tests.fakes.fake_router import FakeRouter, serve_fake_router, text_of
-from tests.fakes.router_world import MODEL, RouterWorld, eventually
+from tests.fakes.router_world import MODEL, RouterWorld
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

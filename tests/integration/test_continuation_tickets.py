@@ -17,7 +17,7 @@ from tests.fakes.fake_control import key_of
 from tests.fakes.link_requests import make_submit
 from tests.fakes.metered_world import FIRST, MeteredWorld, metered
 from tests.fakes.outside_client import PROMPT, OutsideClient, generate_request
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -22,8 +22,8 @@ HUGE: Final = [f"{number:03}" + "\N{PILE OF POO}" * 253 for number in range(256)
 
 
 @pytest.fixture
-async def world(database_url: str) -> AsyncIterator[ControlWorld]:
-    async with control_world(database_url) as world:
+async def world(database_below_url: str) -> AsyncIterator[ControlWorld]:
+    async with control_world(database_below_url) as world:
         yield world
 
 

@@ -31,7 +31,7 @@ from kvloom_common.process.watched_files import following
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 from tests.fakes.postgres_server import PostgresServer, find_postgres, make_postgres_database, postgres_server
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 
 async def make_key(world: ControlWorld, name: str = "") -> Any:
@@ -115,10 +115,9 @@ async def test_locked_rows_are_a_clear_answer_within_two_seconds(postgres_url: s
 
 @pytest.mark.postgres
 async def test_a_server_that_goes_and_comes_back_loses_nothing(
-    server: PostgresServer, server_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: PostgresServer, server_url: str, tmp_path: Path
 ) -> None:
     """PostgreSQL fails over: it is killed under load, away for a while, and starts again."""
-    monkeypatch.setattr("control.usage.webhook.POLL_SECONDS", 0.01)
     acknowledged: list[str] = []
 
     async def keep_making(world: ControlWorld) -> None:
@@ -127,9 +126,8 @@ async def test_a_server_that_goes_and_comes_back_loses_nothing(
                 acknowledged.append((await make_key(world)).key.id)
 
     async with control_world(server_url) as world, follower_of(world, tmp_path) as follower:
-        sender = AlertSender(
-            world.database, ["http://127.0.0.1:1"], "whsec_c2VjcmV0", UsageMetrics(CollectorRegistry())
-        )
+        metrics = UsageMetrics(CollectorRegistry())
+        sender = AlertSender(world.database, ["http://127.0.0.1:1"], "whsec_c2VjcmV0", metrics, poll_seconds=0.01)
         background = [asyncio.create_task(world.versions.run()), asyncio.create_task(sender.run())]
         first = await make_key(world)
         makers = [asyncio.create_task(keep_making(world)) for _ in range(3)]

@@ -25,8 +25,8 @@ DENIED, MISSING, INVALID = ErrorReason.PERMISSION_DENIED, ErrorReason.NOT_FOUND,
 
 
 @pytest.fixture
-async def world(database_url: str) -> AsyncIterator[ControlWorld]:
-    async with control_world(database_url) as world:
+async def world(database_below_url: str) -> AsyncIterator[ControlWorld]:
+    async with control_world(database_below_url) as world:
         for project in ("acme/search", "rival/chat"):
             await world.ask("CreateProject", project=Pb.Project(id=project), create_organisation=True)
         yield world

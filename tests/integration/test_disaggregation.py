@@ -17,8 +17,8 @@ from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Rele
 from tests.conformance.engine_driver import prompt_of
 from tests.fakes.failover_world import MODEL, Collected, FailoverWorld, failover_world
 from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_tensorrt_llm
-from tests.fakes.router_world import eventually
 from tests.fakes.tensorrt_llm_engine import make_tensorrt_llm_engine
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

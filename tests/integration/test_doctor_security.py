@@ -20,7 +20,10 @@ from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.certificates import Authority
 from tests.fakes.redis_server import redis_server
+from tools.doctor.security import client_ports
 from tools.doctor.strangers import attempt_http, attempt_http2, attempt_redis
+from tools.supervisor.state import FabricState
+from tools.supervisor.supervised_process import ProcessStatus
 
 Outcome = Literal["served", "refused", "unknown"]
 
@@ -55,6 +58,31 @@ async def test_a_listener_is_closed_only_if_it_refuses(
         attempt = await attempt_http(server.address, "/metrics", with_tls=tls)
         assert attempt.outcome == expected, attempt
         assert (await attempt_http(server.address, "/metrics", with_tls=not tls)).outcome == "unknown"
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("tls", "keys", "outcome", "detail"),
+    [
+        (False, False, "ok", "serves strangers who reach it, like the API"),
+        (True, False, "warning", "serves strangers who reach it, with TLS and without a key"),
+        (True, True, "ok", "refuses strangers"),
+    ],
+)
+async def test_a_fabric_is_met_as_its_clients_meet_it(
+    tmp_path: Path, tls: bool, keys: bool, outcome: str, detail: str
+) -> None:
+    """It sent plain HTTP, took the failed handshake for a refusal, and called open metrics closed."""
+    config = config_of(tmp_path, tls=tls, keys=keys)
+    server = MetricsServer(config, 0)
+    process = ProcessStatus("router", "router", 1, "ready", metrics_address=server.address)
+    state = FabricState(
+        supervisor_pid=1, supervisor_started=0.0, http_url="", router_address="", model="", processes=[process]
+    )
+    try:
+        (found,) = [finding async for finding in client_ports(config, state)]
+        assert (found.name, found.outcome, found.detail) == ("router metrics", outcome, f"{server.address} {detail}")
     finally:
         server.close()
 

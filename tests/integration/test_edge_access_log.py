@@ -13,6 +13,7 @@ from kvloom_common.config import LogConfig
 from kvloom_common.process.access_log import AccessLog
 from kvloom_common.process.request_context import add_request_fields
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.waiting import eventually
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 HEADERS = {"x-request-id": "mine-1", "traceparent": TRACEPARENT, "Authorization": "Bearer sk-secret"}
@@ -24,12 +25,12 @@ def switch_on(edge: Edge, **settings: Any) -> None:
 
 async def lines_of(world: EdgeWorld, capture: LogCapture, num_lines: int) -> list[dict[str, Any]]:
     """The lines of the access log; a line may be written just after the client has its answer."""
-    async with asyncio.timeout(5):
-        while True:
-            lines = [dict(entry) for entry in capture.entries if entry["event"] == "http_request_ended"]
-            if len(lines) >= num_lines:
-                return lines
-            await asyncio.sleep(0.01)
+
+    def written() -> list[dict[str, Any]]:
+        return [dict(entry) for entry in capture.entries if entry["event"] == "http_request_ended"]
+
+    await eventually(lambda: len(written()) >= num_lines, "the lines")
+    return written()
 
 
 def capturing() -> LogCapture:
@@ -77,9 +78,7 @@ async def test_a_client_that_leaves_is_logged_with_its_answer() -> None:
             asking = asyncio.create_task(
                 world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(), headers=HEADERS)
             )
-            async with asyncio.timeout(5):
-                while not world.link.requests:  # noqa: ASYNC110  (a fake sends no event)
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: world.link.requests, "the request")
             assert world.link.requests[0].request.submit.client_request_id == "mine-1", (
                 "the router gets the caller's id"
             )

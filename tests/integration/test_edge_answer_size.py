@@ -16,8 +16,8 @@ from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT
-from tests.fakes.router_world import eventually
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 PATHS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "the fox"}], "logprobs": True, "top_logprobs": 3},

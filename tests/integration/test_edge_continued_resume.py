@@ -17,10 +17,11 @@ from kvloom_common.models.model_routes import ModelRoutes
 from tests.fakes.edge_peers import die, edges, published
 from tests.fakes.edge_world import EdgeWorld, chat_body
 from tests.fakes.fake_router_link import ERROR, FakeRequest
-from tests.fakes.resume_world import CHAT, client, until
+from tests.fakes.resume_world import CHAT, client
 from tests.fakes.resuming_client import ResumingClient
 from tests.fakes.served_models import tiny_model
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 Pair = list[tuple[EdgeWorld, EdgeMembership]]
 ROUTES = ModelRoutes([RouteConfig(name="chat", targets=["tiny"], fallback=["second"], on_loss="continue")])
@@ -72,7 +73,7 @@ async def test_another_edge_passes_on_to_the_owner(pair: Pair) -> None:
     """Nothing changes for a client that comes back to any edge, as long as the one that has the answer lives."""
     streamed, second = await begin(pair)
     back = asyncio.create_task(streamed.resume())
-    await until(lambda: pair[0][0].edge.resume.streams[streamed.response_id].is_attended)
+    await eventually(lambda: pair[0][0].edge.resume.streams[streamed.response_id].is_attended)
     add(second, " jumps")
     second.finish()
     assert await back == 200
@@ -93,7 +94,7 @@ async def test_an_answer_that_has_ended_is_replayed_after_its_edge_has_died(pair
     """Its events are all that is needed."""
     streamed, second = await begin(pair)
     second.finish()
-    await until(lambda: pair[0][0].edge.resume.streams[streamed.response_id].ended)
+    await eventually(lambda: pair[0][0].edge.resume.streams[streamed.response_id].ended)
     await published(pair[0][1])
     await die(*pair[0])
     assert await streamed.resume() == 200

@@ -19,8 +19,8 @@ from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.fake_safety import FORBIDDEN
-from tests.fakes.router_world import eventually
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

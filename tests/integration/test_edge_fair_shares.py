@@ -13,7 +13,8 @@ from kvloom_common.config import EdgeConfig
 from kvloom_common.limits.address_limit import AddressLimit
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
-from tests.fakes.resume_world import CHAT, client, until
+from tests.fakes.resume_world import CHAT, client
+from tests.waiting import eventually
 
 MAX_REQUESTS = 40
 MAX_REQUESTS_PER_CALLER = 30
@@ -71,7 +72,7 @@ async def test_unread_streams_are_ended_and_their_places_are_free_again() -> Non
                 for request in held:
                     request.tokens("x" * 16_384)
                 await asyncio.sleep(0)
-        await until(lambda: not world.edge.num_running)
+        await eventually(lambda: not world.edge.num_running)
         assert world.edge._num_running_by_caller == {}
 
 
@@ -88,7 +89,7 @@ async def test_places_of_an_abandoned_stream_are_the_callers() -> None:
         await again.begin(chat_body(stream=True))
         assert again.status == 429
         request.finish()
-        await until(lambda: not world.edge.num_running)
+        await eventually(lambda: not world.edge.num_running)
         world.link.script = answer("a")
         await again.begin(chat_body(stream=True))
         assert again.done

@@ -12,8 +12,9 @@ import pytest
 
 from tests.fakes.edge_peers import edges, published
 from tests.fakes.edge_world import EdgeWorld, chat_body
-from tests.fakes.resume_world import CHAT, until
+from tests.fakes.resume_world import CHAT
 from tests.fakes.resuming_client import ResumingClient
+from tests.waiting import eventually
 
 _RESET: bytes = struct.pack("ii", 1, 0)
 """An SO_LINGER of zero seconds."""
@@ -64,13 +65,13 @@ async def test_a_client_that_has_reconnected_keeps_the_stream(
         request.start()
         request.tokens("a")
         await published(peers)
-        await until(lambda: len(streamed.events) > 1)
+        await eventually(lambda: len(streamed.events) > 1)
         late = second if is_at_another else first
         num_before = num_connections(late)
         send_and_leave(late, again(streamed), by_reset=by_reset)
         async with late.http.get(f"{late.url}/v1/models") as response:
             assert response.status == 200
-        await until(lambda: num_connections(late) == num_before + 1)  # The other one was accepted before it.
+        await eventually(lambda: num_connections(late) == num_before + 1)  # The other one was accepted before it.
         request.tokens("b")
         request.finish()
         await reading

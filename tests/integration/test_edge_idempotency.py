@@ -15,7 +15,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.edge_peers import edges
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
-from tests.fakes.resume_world import CHAT, config, until
+from tests.fakes.resume_world import CHAT, config
+from tests.waiting import eventually
 
 KEY = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
@@ -63,14 +64,14 @@ async def test_an_answered_request_is_replayed(world: EdgeWorld, path: str, fiel
         "text/event-stream" if "stream" in fields else "application/json"
     )
     assert len(world.link.requests) == num_requests
-    await until(lambda: world.edge.num_running == 0)
+    await eventually(lambda: world.edge.num_running == 0)
 
 
 async def test_a_repeat_waits_for_the_running_answer(world: EdgeWorld) -> None:
     """Clients repeat a request because its answer takes long; that must not make it take longer."""
     first, second = asyncio.create_task(ask(world)), asyncio.create_task(ask(world))
     request = await world.link.next_request()
-    await until(lambda: world.edge.num_running == 2)
+    await eventually(lambda: world.edge.num_running == 2)
     request.start()
     request.tokens("Hello")
     request.finish()
@@ -85,9 +86,9 @@ async def test_a_client_that_was_cut_off_finds_its_answer(world: EdgeWorld) -> N
     asking = asyncio.create_task(ask(world))
     request = await world.link.next_request()
     await hang_up(asking)
-    await until(lambda: world.edge.num_running == 1)
+    await eventually(lambda: world.edge.num_running == 1)
     again = asyncio.create_task(ask(world))
-    await until(lambda: world.edge.num_running == 2)
+    await eventually(lambda: world.edge.num_running == 2)
     assert not request.cancelled.is_set()
     request.start()
     request.finish()
@@ -104,7 +105,7 @@ async def test_without_a_repeat_it_is_cancelled(fields: dict[str, Any]) -> None:
         await hang_up(asking)
         async with asyncio.timeout(5):
             await request.cancelled.wait()
-        await until(lambda: world.edge.num_running == 0)
+        await eventually(lambda: world.edge.num_running == 0)
         assert len(world.edge.kept_answers) == len(world.edge.resume.streams) == 0
         assert world.edge.collected.num_leases == 0
 
@@ -154,7 +155,7 @@ async def test_kept_answers_are_bounded() -> None:
         world.link.script = answer("Hello")
         for fields in ({}, {"stream": True}):
             await ask(world, key=str(fields.get("stream", "")) or "whole", **fields)
-        await until(lambda: not len(world.edge.kept_answers))
+        await eventually(lambda: not len(world.edge.kept_answers))
         assert world.edge.kept_answers.num_bytes == 0
     async with edge_world(config(max_kept_answer_bytes=10_000)) as world:
         world.link.script = answer("x" * 2000)
@@ -192,7 +193,7 @@ async def test_a_repeat_at_another_edge(redis_url: str) -> None:
         asking = asyncio.create_task(ask(first))
         request = await first.link.next_request()
         repeat = asyncio.create_task(ask(second))
-        await until(lambda: first.edge.num_running + second.edge.num_running == 2)
+        await eventually(lambda: first.edge.num_running + second.edge.num_running == 2)
         request.start()
         request.tokens("Hello")
         request.finish()

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,13 @@ from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router import serve_fake_router
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.tiny_tokenizer import CHATML, byte_level_tokenizer, model_tokenizer
+from tests.waiting import eventually
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[EdgeWorld]:
     async with edge_world() as started:
         yield started
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Runs the event loop until the condition holds."""
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
-            await asyncio.sleep(0.001)
 
 
 async def connect(world: EdgeWorld, *, receive_buffer_bytes: int = 0, **fields: Any) -> socket.socket:
@@ -67,7 +61,7 @@ async def test_client_that_goes_away_cancels(world: EdgeWorld, stream: bool, sta
     raw.close()
     async with asyncio.timeout(5):
         await request.cancelled.wait()
-    await until(lambda: world.edge.num_running == 0)
+    await eventually(lambda: world.edge.num_running == 0)
     async with world.http.get(f"{world.url}/metrics") as response:
         assert "kvloom_edge_client_disconnects_total 1.0" in await response.text()
 
@@ -143,7 +137,7 @@ async def test_stuck_reader_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
         connections = world.server._runner.server
         assert connections is not None
-        await until(lambda: not connections.connections)
+        await eventually(lambda: not connections.connections)
         raw.close()
 
 
@@ -193,7 +187,7 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(world: EdgeWorld)
     running = asyncio.create_task(world.chat())
     request = await world.link.next_request()
     drain = asyncio.create_task(world.server.drain())
-    await until(lambda: world.edge.draining)
+    await eventually(lambda: world.edge.draining)
     status, body = await world.chat()
     assert (status, body["error"]["code"]) == (503, "draining")
     async with world.http.get(f"{world.url}/ready") as response:
@@ -224,11 +218,11 @@ async def test_a_client_answered_during_the_drain_may_ask_once_more() -> None:
             answered = await asked
             leaving = asyncio.create_task(server.drain())
             begun = loop.time()
-            await until(lambda: loop.time() > begun + LEAVE_SECONDS)
+            await eventually(lambda: loop.time() > begun + LEAVE_SECONDS)
             request.finish()
             assert b"[DONE]" in await answered.read()
             ended = loop.time()
-            await until(lambda: loop.time() > ended + 3 * LEAVE_POLL_SECONDS)
+            await eventually(lambda: loop.time() > ended + 3 * LEAVE_POLL_SECONDS)
             link.script = answer("b")
             async with http.post("/v1/chat/completions", json=chat_body()) as again:
                 assert again.status == 200

@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import pytest
 import structlog.testing
 
 from kvloom_common.config import EdgeConfig
-from kvloom_common.limits import memory_watch
 from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.limits.memory_watch import MemoryWatch
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
-from tests.fakes.resume_world import CHAT, until
+from tests.fakes.resume_world import CHAT
+from tests.waiting import eventually
 
 LIMIT_BYTES = 1000 * 2**20
 LARGE = "the fox " * (LARGE_BYTES // 4)
@@ -31,11 +30,12 @@ class Memory:
 
 
 @contextlib.asynccontextmanager
-async def watched(world: EdgeWorld, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Memory]:
-    monkeypatch.setattr(memory_watch, "SAMPLE_SECONDS", 0.002)
+async def watched(world: EdgeWorld) -> AsyncIterator[Memory]:
     memory = Memory()
     edge = world.edge
-    watch = MemoryWatch("edge", LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory)
+    watch = MemoryWatch(
+        "edge", LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory, sample_seconds=0.002
+    )
     task = asyncio.create_task(watch.watch())
     yield memory
     task.cancel()
@@ -48,27 +48,27 @@ def level(world: EdgeWorld) -> float:
     return value
 
 
-async def test_large_requests_are_refused_before_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_requests_are_refused_before_all_are() -> None:
     """The kernel would otherwise kill the process, with all answers that run in it."""
-    async with edge_world() as world, watched(world, monkeypatch) as memory:
+    async with edge_world() as world, watched(world) as memory:
         running = asyncio.create_task(world.chat())
         request = await world.link.next_request()
         request.start()
         world.link.script = answer("a")
         with structlog.testing.capture_logs() as logs:
             memory.resident_bytes = 900 * 2**20
-            await until(lambda: level(world) == MemoryLevel.HIGH)
+            await eventually(lambda: level(world) == MemoryLevel.HIGH)
             assert (await world.chat())[0] == 200
             async with world.http.post(world.url + CHAT, json=chat_body(prompt_cache_key=LARGE)) as refused:
                 assert refused.status == 503
                 assert refused.headers["Retry-After"]
                 assert (await refused.json())["error"]["code"] == "overloaded"
             memory.resident_bytes = 1001 * 2**20
-            await until(lambda: level(world) == MemoryLevel.FULL)
+            await eventually(lambda: level(world) == MemoryLevel.FULL)
             status, error = await world.chat()
             assert (status, error["error"]["code"]) == (503, "overloaded")
             memory.resident_bytes = 100 * 2**20
-            await until(lambda: level(world) == MemoryLevel.NORMAL)
+            await eventually(lambda: level(world) == MemoryLevel.NORMAL)
         changes = [entry["level"] for entry in logs if entry["event"] == "memory_level_changed"]
         assert changes == ["high", "full", "normal"]
         assert (await world.chat())[0] == 200
@@ -85,11 +85,11 @@ async def test_a_body_on_its_way_is_not_read_to_its_end() -> None:
         reader, writer = await asyncio.open_connection(*world.address)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
         writer.write(head.encode() + b" " * 1_000_000)
-        await until(lambda: world.edge.bodies.num_bytes > LARGE_BYTES)
+        await eventually(lambda: world.edge.bodies.num_bytes > LARGE_BYTES)
         world.edge.on_memory_level(MemoryLevel.HIGH)
         writer.write(b" " * 100_000)
         assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
-        await until(lambda: not world.edge.bodies.num_bytes)
+        await eventually(lambda: not world.edge.bodies.num_bytes)
         writer.close()
 
 

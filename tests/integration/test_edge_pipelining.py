@@ -9,7 +9,8 @@ from edge_http.server.connection import MAX_PIPELINED_BYTES
 from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
-from tests.fakes.resume_world import CHAT, until
+from tests.fakes.resume_world import CHAT
+from tests.waiting import eventually
 
 READ_BYTES = 256 * 2**10
 """The most that the event loop reads from a socket at a time."""
@@ -37,7 +38,7 @@ async def test_pipelined_bodies_are_not_read_ahead() -> None:
         first = await world.link.next_request()
         for _ in range(30):
             writer.write(raw_request(100_000))
-        await until(lambda: world.edge.pipelined.num_bytes > MAX_PIPELINED_BYTES)
+        await eventually(lambda: world.edge.pipelined.num_bytes > MAX_PIPELINED_BYTES)
         sending = asyncio.create_task(writer.drain())
         for _ in range(50):
             await asyncio.sleep(0)
@@ -53,7 +54,7 @@ async def test_pipelined_bodies_are_not_read_ahead() -> None:
             await reader.readexactly(int(length.split(b":")[1]))
         await sending
         writer.close()
-        await until(lambda: not world.edge.pipelined.num_bytes)
+        await eventually(lambda: not world.edge.pipelined.num_bytes)
 
 
 async def test_all_pipelined_requests_of_an_address_are_bounded() -> None:
@@ -64,7 +65,7 @@ async def test_all_pipelined_requests_of_an_address_are_bounded() -> None:
         running = [await world.link.next_request() for _ in connections]
         for _, writer in connections:
             writer.write(raw_request(60_000))
-        await until(lambda: world.edge.metrics._requests.labels("connection", "429").total >= 10)
+        await eventually(lambda: world.edge.metrics._requests.labels("connection", "429").total >= 10)
         assert 0 < world.edge.pipelined.num_bytes <= 2**19
         world.link.script = answer("a")
         for request in running:
@@ -78,5 +79,5 @@ async def test_all_pipelined_requests_of_an_address_are_bounded() -> None:
             writer.close()
         assert sorted(set(num_answers)) == [1, 2]
         assert num_answers.count(1) >= 10
-        await until(lambda: not world.edge.pipelined.num_leases)
+        await eventually(lambda: not world.edge.pipelined.num_leases)
         assert not world.edge.pipelined.num_bytes

@@ -15,8 +15,8 @@ from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_peers import edges
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import answer
-from tests.fakes.resume_world import until
 from tests.fakes.scripted_answer import Script, begin_live, client, kill, same_but_names, undisturbed
+from tests.waiting import eventually
 
 PATH = "/v1/responses"
 OUTPUT = ParserSpec(tools="hermes", reasoning="qwen3")
@@ -94,7 +94,7 @@ async def test_cancel(world: EdgeWorld) -> None:
     request = await world.link.next_request()
     request.start()
     request.tokens("x")
-    await until(lambda: len(streamed.events) > 2)
+    await eventually(lambda: len(streamed.events) > 2)
     response_id = json.loads(streamed.events[0])["response"]["id"]
     assert response_id == streamed.response_id
     async with world.http.post(f"{streamed.url}/{response_id}/cancel", headers=streamed.headers) as response:
@@ -111,7 +111,7 @@ async def test_a_second_connection_takes_over(world: EdgeWorld) -> None:
     request = await world.link.next_request()
     request.start()
     request.tokens("x")
-    await until(lambda: len(streamed.events) > 2)
+    await eventually(lambda: len(streamed.events) > 2)
     second = client(world, PATH)
     second.response_id = streamed.response_id
     resumed = asyncio.create_task(second.resume())

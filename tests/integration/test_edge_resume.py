@@ -17,7 +17,8 @@ from kvloom.v1.generation_pb2 import TokenLogprobs
 from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest, answer
-from tests.fakes.resume_world import CHAT, client, metric, unattended, until
+from tests.fakes.resume_world import CHAT, client, metric, unattended
+from tests.waiting import eventually
 
 TEXT = ["Hel", "lo", " 🙂", '"\n', "x" * 300]
 
@@ -128,7 +129,7 @@ async def test_any_sequence_of_drops_gives_the_same_events(world: EdgeWorld, see
                 streamed.events = streamed.events[: rng.randrange(len(streamed.events) + 1)]  # it lost some itself
             stop_after = len(streamed.events) + rng.randrange(6)
             drop = asyncio.create_task(streamed.resume(stop_after=stop_after, by_header=rng.random() < 0.5))
-            await asyncio.sleep(0.002 * rng.random())
+            await asyncio.sleep(0.002 * rng.random())  # sleep: the pace of tokens
     for index in range(2):
         request.finish(index=index)
     await drop
@@ -166,7 +167,7 @@ async def test_later_reader_takes_over(world: EdgeWorld) -> None:
     begin = asyncio.create_task(first.begin(chat_body(stream=True)))
     request = await world.link.next_request()
     request.start()
-    await until(lambda: bool(first.response_id))
+    await eventually(lambda: bool(first.response_id))
     second.response_id = first.response_id
     resume = asyncio.create_task(second.resume())
     await begin
@@ -208,7 +209,7 @@ async def test_repeated_post_with_its_key_is_the_same_request(world: EdgeWorld) 
     world.link.script = answer("for the other")
     await stranger.begin(chat_body(stream=True))
     assert len(world.link.requests) == 2  # the same key of another caller is another request
-    await until(lambda: world.edge.num_running == 0)
+    await eventually(lambda: world.edge.num_running == 0)
 
 
 async def test_drop_before_the_first_byte_without_a_key_cancels(world: EdgeWorld) -> None:
@@ -220,7 +221,7 @@ async def test_drop_before_the_first_byte_without_a_key_cancels(world: EdgeWorld
     await asyncio.gather(begin, return_exceptions=True)
     async with asyncio.timeout(5):
         await request.cancelled.wait()
-    await until(lambda: not world.edge.resume.streams)
+    await eventually(lambda: not world.edge.resume.streams)
 
 
 async def test_refusal_keeps_its_status_and_is_not_kept(world: EdgeWorld) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
-from tests.fakes.resume_world import CHAT, client, config, metric, unattended, until
+from tests.fakes.resume_world import CHAT, client, config, metric, unattended
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ async def test_client_that_does_not_return_is_cancelled() -> None:
         assert not request.cancelled.is_set()
         async with asyncio.timeout(5):
             await request.cancelled.wait()
-        await until(lambda: world.edge.num_running == 0)
+        await eventually(lambda: world.edge.num_running == 0)
         assert await dropped.resume() == 404
         assert await metric(world, "kvloom_edge_expired_responses_total") == 1
         assert await metric(world, "kvloom_edge_unclaimed_events_total") == 1
@@ -92,7 +93,7 @@ async def test_returning_in_time_stops_the_clock() -> None:
         await unattended(world)
         back = asyncio.create_task(dropped.resume())
         await unattended(world, 0)
-        await asyncio.sleep(0.2)  # it is the passing of time that must not matter
+        await asyncio.sleep(0.2)  # sleep: it is the passing of time that must not matter
         assert not request.cancelled.is_set()
         request.tokens("late")
         request.finish()
@@ -110,7 +111,7 @@ async def test_finished_answer_is_kept_until_it_expires() -> None:
         assert await dropped.resume() == 200
         assert dropped.done
         assert await dropped.resume() == 204
-        await until(lambda: not world.edge.resume.streams)
+        await eventually(lambda: not world.edge.resume.streams)
         assert await dropped.resume() == 404
         assert await metric(world, "kvloom_edge_resumed_streams_total") == 2
         assert await metric(world, "kvloom_edge_replayed_events_total") == len(dropped.events)
@@ -203,11 +204,11 @@ async def test_unattended_answers_are_bounded() -> None:
             requests.append(await world.link.next_request())
             requests[-1].start()
             await begin
-            await until(lambda: all(not stream.is_attended for stream in world.edge.resume.streams.values()))
+            await eventually(lambda: all(not stream.is_attended for stream in world.edge.resume.streams.values()))
         async with asyncio.timeout(5):
             await asyncio.gather(*(request.cancelled.wait() for request in requests[:3]))
         assert not any(request.cancelled.is_set() for request in requests[3:])
-        await until(lambda: world.edge.num_running == 2)
+        await eventually(lambda: world.edge.num_running == 2)
         assert await clients[0].resume() == 404
         requests[4].finish()
         assert await clients[4].resume() == 200
@@ -271,7 +272,7 @@ async def test_drain_waits_for_unattended_answers(world: EdgeWorld) -> None:
     await begin
     await unattended(world)
     drain = asyncio.create_task(world.server.drain())
-    await until(lambda: world.edge.draining)
+    await eventually(lambda: world.edge.draining)
     back = asyncio.create_task(dropped.resume())
     await unattended(world, 0)
     assert not drain.done()

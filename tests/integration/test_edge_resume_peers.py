@@ -17,7 +17,8 @@ from tests.fakes.edge_peers import begin, die, edges, join, left_by_a_dead_edge,
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 from tests.fakes.redis_server import redis_server
-from tests.fakes.resume_world import CHAT, client, until
+from tests.fakes.resume_world import CHAT, client
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ async def test_another_edge_passes_on_to_the_owner(pair: list[tuple[EdgeWorld, E
     await published(pair[0][1])
     streamed.url = second.url + CHAT
     back = asyncio.create_task(streamed.resume())
-    await until(lambda: first.edge.resume.streams[streamed.response_id].is_attended)
+    await eventually(lambda: first.edge.resume.streams[streamed.response_id].is_attended)
     request.tokens("live")
     request.finish()
     assert await back == 200
@@ -61,7 +62,7 @@ async def test_any_sequence_of_drops_at_any_edge_gives_the_same_events(redis_url
                 streamed.url = rng.choice(worlds).url + CHAT
                 back = asyncio.create_task(streamed.resume(stop_after=len(streamed.events) + rng.randrange(8)))
             request.tokens(delta)
-            await asyncio.sleep(0.003 * rng.random())
+            await asyncio.sleep(0.003 * rng.random())  # sleep: the pace of tokens
         request.finish()
         assert back is not None
         await back
@@ -83,7 +84,7 @@ async def test_drop_between_client_and_relay_starts_the_clock(redis_url: str) ->
         await published(peers)
         streamed.url = second.url + CHAT
         back = asyncio.create_task(streamed.resume())
-        await until(lambda: first.edge.resume.streams[streamed.response_id].is_attended)
+        await eventually(lambda: first.edge.resume.streams[streamed.response_id].is_attended)
         back.cancel()
         await asyncio.gather(back, return_exceptions=True)
         async with asyncio.timeout(5):
@@ -157,9 +158,9 @@ async def test_owner_that_dies_behind_a_relay(pair: list[tuple[EdgeWorld, EdgeMe
     streamed.url = second.url + CHAT
     back = asyncio.create_task(streamed.resume())
     stream = first.edge.resume.streams[streamed.response_id]
-    await until(lambda: stream.is_attended)
+    await eventually(lambda: stream.is_attended)
     request.tokens("live")
-    await until(lambda: len(streamed.events) == 3)
+    await eventually(lambda: len(streamed.events) == 3)
     runner = first.server._runner.server
     assert runner is not None
     for connection in list(runner.connections):
@@ -221,9 +222,11 @@ async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
         async with redis.asyncio.Redis.from_url(redis_url) as server:
             await server.flushall()
         assert await streamed.resume() == 503
-        async with asyncio.timeout(10):
-            while await streamed.resume(stop_after=2) != 200:  # noqa: ASYNC110  (as clients do)
-                await asyncio.sleep(0.05)
+
+        async def is_found() -> bool:
+            return await streamed.resume(stop_after=2) == 200
+
+        await eventually(is_found, "the response is found again")
         await published(peers)
         await die(first, peers)
         assert await streamed.read_to_the_end() == whole.events

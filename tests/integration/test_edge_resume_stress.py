@@ -12,7 +12,8 @@ import pytest
 from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest
-from tests.fakes.resume_world import CHAT, client, config, unattended, until
+from tests.fakes.resume_world import CHAT, client, config, unattended
+from tests.waiting import eventually
 
 
 async def test_slow_reader_loses_its_connection_but_not_its_answer() -> None:
@@ -113,8 +114,8 @@ async def test_reader_that_is_stuck_in_a_replay_harms_no_successor(monkeypatch: 
         await loop.sock_sendall(stuck, head.encode())
         await unattended(world, 0)
         back = asyncio.create_task(dropped.resume())
-        await until(lambda: len(dropped.events) == 12_001)
-        await asyncio.sleep(0.2)  # the stuck one's time is over
+        await eventually(lambda: len(dropped.events) == 12_001)
+        await asyncio.sleep(0.2)  # sleep: the stuck one's time is over
         request.tokens("live")
         request.finish()
         assert await back == 200
@@ -145,7 +146,7 @@ async def test_stuck_reader_of_a_replay_is_cut_off(monkeypatch: pytest.MonkeyPat
         await loop.sock_sendall(stuck, head.encode())
         async with asyncio.timeout(5):
             await request.cancelled.wait()
-        await until(lambda: not world.edge.resume.streams)
+        await eventually(lambda: not world.edge.resume.streams)
         stuck.close()
 
 
@@ -161,7 +162,7 @@ async def test_nothing_is_left_when_all_clients_are_gone() -> None:
             request.start()
             for i in range(rng.randrange(1, 60)):
                 request.tokens(f"{i} " * rng.randrange(20))
-                await asyncio.sleep(0.002 * rng.random())
+                await asyncio.sleep(0.002 * rng.random())  # sleep: the pace of tokens
             request.finish()
 
         async def one() -> str:
@@ -170,7 +171,7 @@ async def test_nothing_is_left_when_all_clients_are_gone() -> None:
                 streamed.headers["Idempotency-Key"] = f"key-{rng.randrange(10**9)}"
             await streamed.begin(chat_body(stream=True), stop_after=rng.randrange(10))
             while rng.random() < 0.7 and not streamed.done and streamed.status == 200:
-                await asyncio.sleep(0.02 * rng.random())
+                await asyncio.sleep(0.02 * rng.random())  # sleep: the pace of clients
                 await streamed.resume(stop_after=len(streamed.events) + rng.randrange(20))
             if rng.random() < 0.2:
                 async with world.http.post(
@@ -187,7 +188,7 @@ async def test_nothing_is_left_when_all_clients_are_gone() -> None:
         await asyncio.gather(*generating)
         assert {"done", "200"} <= set(outcomes) <= {"done", "200", "204", "404", "410"}
         resume = world.edge.resume
-        await until(lambda: not resume.streams)
+        await eventually(lambda: not resume.streams)
         kept = resume._retention
         assert kept.num_bytes == 0
         assert not any((resume._jobs, kept._running, kept._left, kept._ended, resume._by_key))

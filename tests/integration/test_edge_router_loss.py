@@ -16,7 +16,7 @@ from edge_http.server.process import EdgeListenOptions, serve_edge
 from kvloom.router_link.group import RouterGroup
 from kvloom_common.models.catalogue import load_catalogue
 from tests.fakes.router_processes import MODEL, TIMEOUT_SECONDS, RouterProcess, RouterProcesses, router_processes
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,8 +19,8 @@ from kvloom_common.process import service
 from tests.fakes.edge_peers import left_by_a_dead_edge
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.resume_world import CHAT
-from tests.fakes.router_world import eventually
 from tests.fakes.served_models import tiny_model
+from tests.waiting import eventually
 
 NUM_WAITING = 16
 

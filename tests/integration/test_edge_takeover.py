@@ -17,7 +17,6 @@ from kvloom.router_link.tracked_request import Assignment
 from tests.fakes.edge_peers import edges, nothing, published
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.redis_server import redis_server
-from tests.fakes.resume_world import until
 from tests.fakes.scripted_answer import (
     COMPLETIONS,
     PARSED,
@@ -30,6 +29,7 @@ from tests.fakes.scripted_answer import (
     same_but_names,
     undisturbed,
 )
+from tests.waiting import eventually
 
 Pair = list[tuple[EdgeWorld, EdgeMembership]]
 
@@ -82,7 +82,7 @@ async def test_two_edges_die_in_a_row(redis_url: str) -> None:
         reading = asyncio.create_task(streamed.resume())
         script.play(await second.link.next_request(), 7, 12)
         stream = second.edge.resume.streams[streamed.response_id]
-        await until(lambda: len(streamed.events) == stream.num_events)
+        await eventually(lambda: len(streamed.events) == stream.num_events)
         await kill(second, two, reading)
         await end_at(third, path, streamed, script, 12)
         assert same_but_names(streamed.events) == expected
@@ -145,7 +145,7 @@ async def test_two_clients_race(redis_url: str) -> None:
         for racer in racers:
             racer.response_id = streamed.response_id
         running = [asyncio.create_task(racer.resume()) for racer in racers]
-        await until(lambda: bool(second.link.requests or third.link.requests))
+        await eventually(lambda: bool(second.link.requests or third.link.requests))
         (rest,) = second.link.requests + third.link.requests
         script.play(rest, 4)
         await asyncio.gather(*running)
@@ -215,7 +215,7 @@ async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
         script.play(rest, 4, 6)
         stream = second.edge.resume.streams[streamed.response_id]
         publication = second.edge.resume.publications[streamed.response_id]
-        await until(lambda: len(streamed.events) == stream.num_events == publication.num_published)
+        await eventually(lambda: len(streamed.events) == stream.num_events == publication.num_published)
         name = request.request.wanted.request_id
         assert second.edge.losses.reported == [("link-1", name, 3)]  # pyright: ignore
         await kill(second, two, reading)
@@ -284,7 +284,7 @@ async def test_several_prompts(redis_url: str) -> None:
         done.finish()
         running.start()
         running.tokens("b")
-        await until(lambda: len(streamed.events) == 3)
+        await eventually(lambda: len(streamed.events) == 3)
         await kill(first, one, reading)
         streamed.url = second.url + COMPLETIONS
         back = asyncio.create_task(streamed.resume())
@@ -334,11 +334,11 @@ async def test_client_ahead_of_the_journal(redis_url: str) -> None:
         reading = asyncio.create_task(streamed.begin(body))
         request = await first.link.next_request()
         script.play(request, 0, 3)
-        await until(lambda: len(streamed.events) == 3)
+        await eventually(lambda: len(streamed.events) == 3)
         await published(one)
         one._publisher._flush = nothing  # pyright: ignore[reportAttributeAccessIssue]
         script.play(request, 3, 5)
-        await until(lambda: len(streamed.events) == 4)
+        await eventually(lambda: len(streamed.events) == 4)
         await kill(first, one, reading)
         streamed.url = second.url + path
         assert await streamed.resume() == 410

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 
 from tests.fakes.edge_peers import edges, published
-from tests.fakes.resume_world import until
 from tests.fakes.scripted_answer import (
     begin_live,
     client,
     kill,
     kinds,
 )
+from tests.waiting import eventually
 
 
 async def test_same_key_at_another_edge(redis_url: str) -> None:
@@ -28,7 +28,7 @@ async def test_same_key_at_another_edge(redis_url: str) -> None:
         repeating = asyncio.create_task(repeated.begin(body))
         await asyncio.wait([reading], timeout=5)  # taken over by the repeated one
         script.play(request, 0, 4)
-        await until(lambda: len(repeated.events) == 3)
+        await eventually(lambda: len(repeated.events) == 3)
         assert not second.link.requests
         other = client(second, path, **{"Idempotency-Key": "k"})
         await other.begin({**body, "max_tokens": 5})

@@ -27,9 +27,10 @@ from tests.fakes.fake_control import FakeControl, two_organisations
 from tests.fakes.fake_issuer import fake_issuer
 from tests.fakes.fake_router_link import answer
 from tests.fakes.resume_world import CHAT
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.tenants import callers_of, change
 from tests.fakes.trusted_router import SECRET, served_router
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -29,6 +29,7 @@ from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.edge_peers import begin, published
 from tests.fakes.edge_world import edge_world
 from tests.fakes.shard_world import shard_world
+from tests.waiting import eventually
 from tools.supervisor.child import bound_command
 from tools.supervisor.embedded_redis import embedded_redis, embedded_redis_url
 
@@ -185,12 +186,12 @@ async def _watched(followed: FabricTrust) -> AsyncIterator[None]:
 
 async def _until(followed: SharedSecret, secret: FabricSecret) -> None:
     expected = next(iter(secret.keys("registry")))
-    async with asyncio.timeout(20):
-        while True:
-            signed = followed.sealer.sign("key", b"{}")
-            if expected.encode() in signed and len(followed._secret.secrets) == len(secret.secrets):
-                return
-            await asyncio.sleep(0.05)  # the file is polled
+
+    def is_known() -> bool:
+        signed = followed.sealer.sign("key", b"{}")
+        return expected.encode() in signed and len(followed._secret.secrets) == len(secret.secrets)
+
+    await eventually(is_known, "the secret is known")
 
 
 @pytest.fixture
@@ -200,9 +201,7 @@ async def own_redis(tmp_path: Path) -> AsyncIterator[str]:
         spec = embedded_redis(url, tmp_path)
         process = await asyncio.create_subprocess_exec(*bound_command(spec.argv), stdout=asyncio.subprocess.DEVNULL)
         assert spec.probe is not None
-        async with asyncio.timeout(20):
-            while await spec.probe() is None:  # noqa: ASYNC110  (the server says nothing when it is ready)
-                await asyncio.sleep(0.02)
+        await eventually(spec.probe, "the server answers")
         try:
             yield url
         finally:

@@ -25,7 +25,8 @@ from shard_server.engines.base import EngineRequest
 from tests.fakes.failing_engine import RecitingEngine
 from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world
 from tests.fakes.fake_shard import FakeShard
-from tests.fakes.router_world import Answer, eventually, link_request, router_world
+from tests.fakes.router_world import Answer, link_request, router_world
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -92,7 +92,7 @@ def own_model_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_fact
     return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", request.param)
 
 
-@pytest.fixture(params=list(TORCH))
+@pytest.fixture(params=["plain", "speculation", pytest.param("int8", marks=pytest.mark.long)])
 async def world(
     request: pytest.FixtureRequest,
     router_redis_url: str,

@@ -47,7 +47,7 @@ from router.tenancy.rate_leases import RateLeases
 from tests.fakes.fake_budgets import FakeBudgets
 from tests.fakes.limited_rig import tenant_table
 from tests.fakes.redis_server import redis_server
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 ACCOUNT = "key:k1"
 
@@ -299,7 +299,7 @@ async def test_one_budget_of_three_routers_is_not_overspent_when_redis_dies(serv
                     found[slot % 3].submit(slot, 10 + slot % 23)
                 if wave == 2:
                     server.stop()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # sleep: the pace of requests
             await eventually(lambda: sum(len(router.client.ends) for router in found) == slot, "all ends", 20.0)
             for router in found:
                 router.driver.dispatch(Tick())
@@ -330,7 +330,7 @@ async def test_a_rate_of_three_routers_is_that_of_one(server: ValkeyServer):
         async with routers(server, control, tenant_table(key=Limits(requests_per_minute=60))) as found:
             for slot in range(1, 151):
                 found[slot % 3].submit(slot, 1)
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)  # sleep: the pace of requests
             await eventually(lambda: sum(len(router.client.ends) for router in found) == 150, "all ends")
             admitted = sum(finish.error is None for router in found for finish in router.client.ends.values())
             assert 60 <= admitted <= 62  # one a second fills up

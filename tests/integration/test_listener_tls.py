@@ -27,6 +27,7 @@ from kvloom_common.transport.standard_services import add_health_and_reflection
 from tests.fakes.certificates import Authority
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 RELOAD_SECONDS = 10
 POLL_SECONDS = 0.05
@@ -70,14 +71,12 @@ async def get(url: str, context: ssl.SSLContext) -> int:
 
 
 async def until_served(url: str, context: ssl.SSLContext) -> None:
-    async with asyncio.timeout(RELOAD_SECONDS):
-        while True:
-            try:
-                assert await get(url, context) == 200
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
-            else:
-                return
+    async def is_served() -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            return await get(url, context) == 200
+        return False
+
+    await eventually(is_served, f"{url} is served", RELOAD_SECONDS)
 
 
 @pytest.mark.parametrize("taken_over", [False, True], ids=["own port", "the supervisor's socket"])

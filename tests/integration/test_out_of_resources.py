@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,17 +25,12 @@ from router.decisions.file import DecisionWriter, RotatingFile
 from safety_svc.policy_file import PolicyFile
 from shard_server.engines.torch_engine.core_share import CoreShare
 from tests.fakes.no_descriptors import no_free_descriptors
+from tests.waiting import eventually
 from tools.supervisor.readiness import edge_reason
 from tools.supervisor.supervised_process import ProcessStatus
 
 POLL_SECONDS = 0.01
 POLICY = '[[rules]]\nname = "{0}"\nphrases = ["{0}"]\n'
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def test_a_log_line_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
@@ -174,10 +168,10 @@ def test_a_local_server_accepts_again_after_a_shortage() -> None:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting, no_free_descriptors():
                 waiting.connect(name)
-                await asyncio.sleep(0.05)  # the loop sees the connection and cannot accept it
+                await asyncio.sleep(0.05)  # sleep: the loop sees the connection, cannot accept it, and says nothing
             stream = await connect_local(address, router.ListModelsResponse)
             assert stream is not None
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # sleep: what must not be closed would be by then
             assert not stream.closed.done()
             stream.cancel()
         finally:

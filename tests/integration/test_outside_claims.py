@@ -19,7 +19,7 @@ from kvloom_common.tenancy.limits import Limits
 from tests.fakes.fake_control import key_of
 from tests.fakes.link_requests import make_submit
 from tests.fakes.metered_world import FIRST, MeteredWorld, metered
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

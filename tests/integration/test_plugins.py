@@ -41,9 +41,10 @@ from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.fake_router_link import answer as fake_answer
 from tests.fakes.plugin_site import PluginSite
-from tests.fakes.router_world import RouterWorld, eventually
+from tests.fakes.router_world import RouterWorld
 from tests.integration.test_listener_tls import get, tls_config, trusting
 from tests.integration.test_router_callers import failure_of, num_cached, request, served_router
+from tests.waiting import eventually
 from tools.simulate.command import simulate_command
 
 pytest_plugins = ("tests.fakes.router_fixtures",)

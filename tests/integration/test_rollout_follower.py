@@ -20,7 +20,7 @@ from kvloom_common.process.watched_files import following
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.redis_server import redis_server
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 RECORD = RolloutRecord("m", ("m",), old="m", new="m@2", share=0.5, address="a", incarnation_id="i", owner="o")
 TRUST = SharedSecret(FabricSecret.draw(), ("tools",), "t")

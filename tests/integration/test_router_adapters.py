@@ -23,7 +23,7 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_adapters import sim_adapter_checksum
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
 from tests.fakes.failover_world import MODEL, FailoverWorld, failover_world
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

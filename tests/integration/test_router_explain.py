@@ -22,7 +22,8 @@ from kvloom_common.config import CascadeConfig, RouteConfig, RouteRule
 from kvloom_common.process.service import StartError
 from router.decisions.records import FleetLine, RequestLine, read_decisions
 from tests.fakes.fake_shard import FakeShard
-from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, link_request
+from tests.waiting import eventually
 from tools.cli.explain import print_explanation, print_plan
 
 pytest_plugins = ("tests.fakes.router_fixtures",)

@@ -20,7 +20,8 @@ from kvloom_common.discovery.router_finder import RouterFinder, linked_routers
 from tests.fakes.fake_router import serve_fake_router
 from tests.fakes.link_requests import make_submit
 from tests.fakes.redis_server import redis_server
-from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world
+from tests.fakes.router_world import MODEL, Answer, RouterWorld, link_request, router_world
+from tests.waiting import eventually
 from tools.supervisor.free_ports import pick_free_ports
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -84,7 +85,7 @@ async def test_without_redis_the_configured_router_is_used_and_then_what_is_anno
             await eventually(lambda: found[-1] == ["h:1"], "the announced router")
             await registry.close()
         num_found = len(found)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # sleep: what must not be found would be by then
         assert all(addresses == ["h:1"] for addresses in found[num_found:])
 
 
@@ -153,9 +154,7 @@ async def test_a_router_announces_itself_until_it_drains(router_redis_url: str) 
         await world.start_router()
         link = await world.connect()
         await world.wait_for_shards(link, 1)
-        async with asyncio.timeout(5):
-            while not (announced := await registry.list_routers()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        announced = await eventually(registry.list_routers, "the announcement")
         assert [(record.address, record.router_id) for record in announced.values()] == [(world.address, "router-0")]
         assert announced[world.address].incarnation_id
         answer = Answer()
@@ -163,9 +162,11 @@ async def test_a_router_announces_itself_until_it_drains(router_redis_url: str) 
         await eventually(lambda: answer.token_ids[0], "a token")
         world.stop.set()
         await eventually(lambda: link.fleet.draining, "the drain")
-        async with asyncio.timeout(5):
-            while await registry.list_routers():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def is_withdrawn() -> bool:
+            return not await registry.list_routers()
+
+        await eventually(is_withdrawn, "the announcement's end")
         await eventually(lambda: answer.done, "the end")
         assert len(answer.token_ids[0]) == 300
         await registry.close()

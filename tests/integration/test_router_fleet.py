@@ -12,7 +12,8 @@ from kvloom.v1 import generation_pb2
 from kvloom_common.discovery.records import ShardRecord
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.redis_server import redis_server
-from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world
+from tests.fakes.router_world import MODEL, Answer, RouterWorld, link_request, router_world
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

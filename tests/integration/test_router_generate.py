@@ -27,8 +27,9 @@ from kvloom.v1.router_service_pb2 import (
 from kvloom_common.metrics.exposition import samples_in
 from kvloom_common.text.tokenizer import ChatMessage
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
-from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, link_request
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

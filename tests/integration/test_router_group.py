@@ -17,7 +17,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import CancelRequest, LostRequest
 from tests.fakes.fake_router import TIMEOUT_SECONDS, Connection, FakeRouter, serve_fake_router, text_of
 from tests.fakes.link_requests import link_request
-from tests.fakes.router_world import Answer, eventually
+from tests.fakes.router_world import Answer
+from tests.waiting import eventually
 
 R = ErrorReason
 LOST = R.ERROR_REASON_ROUTER_LOST
@@ -403,7 +404,7 @@ async def test_its_time_runs_out_while_it_looks_for_a_router() -> None:
         fabric.routers[0].fleet.ClearField("models")
         lose(connection)
         await eventually(lambda: len(fabric.routers[0].connections) == 2, "the router's return")
-        await asyncio.sleep(0.25)  # the client's time
+        await asyncio.sleep(0.25)  # sleep: the client's time must have passed
         fabric.tell_fleet(fabric.routers[0])
         await eventually(lambda: answer.done, "the end")
         assert answer.finish.error.reason == R.ERROR_REASON_DEADLINE_EXCEEDED

@@ -11,8 +11,9 @@ from kvloom_common.config import KvloomConfig
 from shard_server.engines.base import StepOutput
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
-from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, Answer, RouterWorld, link_request
 from tests.fakes.shard_world import EOS, VOCABULARY, shard_world, sim_config
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

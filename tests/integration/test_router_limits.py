@@ -17,7 +17,8 @@ from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from tests.fakes.fake_shard import FakeShard
-from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -147,7 +148,7 @@ async def test_requests_that_do_not_arrive_give_way(world: RouterWorld) -> None:
         silent = [method(metadata=caller("attacker")) for _ in range(4)]
         receipts = world.server._limits._receipts
         await eventually(lambda: receipts.num_receipts == 4, "four requests that do not arrive")
-        await asyncio.sleep(0.3)  # the time in which small messages arrive
+        await asyncio.sleep(0.3)  # sleep: the time in which small messages arrive
         stub = await world.stub()
         assert (await stub.ListModels(pb.ListModelsRequest(), metadata=caller("two"), timeout=TIMEOUT_SECONDS)).models
         await eventually(lambda: any(call.done() for call in silent), "the end of one of the attacker's")

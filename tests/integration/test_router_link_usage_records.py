@@ -16,7 +16,8 @@ from lab.chaos.checking.metering import parse_usage_record
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.link_requests import link_request
 from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, ready_routers, router_processes
-from tests.fakes.router_world import Answer, eventually
+from tests.fakes.router_world import Answer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

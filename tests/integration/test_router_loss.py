@@ -18,7 +18,8 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, Sa
 from lab.chaos.checking.metering import parse_usage_record
 from tests.fakes.link_requests import link_request
 from tests.fakes.router_processes import MODEL, RouterProcesses, ready_routers, router_processes
-from tests.fakes.router_world import Answer, eventually
+from tests.fakes.router_world import Answer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

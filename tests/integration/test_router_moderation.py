@@ -16,7 +16,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModerateRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from tests.fakes.fake_safety import CATEGORIES
-from tests.fakes.router_world import RouterWorld, eventually
+from tests.fakes.router_world import RouterWorld
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

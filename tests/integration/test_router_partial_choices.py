@@ -12,7 +12,8 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, StopC
 from kvloom.v1.router_service_pb2 import CancelRequest, GenerateRequest, GenerateResponse, PartialChoice, TokenIds
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.generate_stream import PROMPT, TOKEN, Stream, metered, start
-from tests.fakes.router_world import MODEL, RouterWorld, eventually
+from tests.fakes.router_world import MODEL, RouterWorld
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

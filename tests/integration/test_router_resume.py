@@ -10,7 +10,8 @@ import pytest
 from kvloom.v1.router_service_pb2 import CancelRequest, GenerateResponse
 from tests.fakes.fake_shard import expected_tokens
 from tests.fakes.generate_stream import PROMPT, TOKEN, Stream, metered, start
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

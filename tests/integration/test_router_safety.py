@@ -7,8 +7,9 @@ from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1 import generation_pb2
 from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import expected_text, expected_tokens
-from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import Answer, RouterWorld, link_request
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

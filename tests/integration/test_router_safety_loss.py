@@ -14,7 +14,8 @@ from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_LENGTH
 from tests.fakes.fake_shard import expected_text
 from tests.fakes.forked_process import ForkedProcess, fork_service
-from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import Answer, RouterWorld, link_request
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 pytestmark = pytest.mark.timeout(120)

@@ -23,10 +23,11 @@ from kvloom_common.models.likelihood_gap import GapSums
 from kvloom_common.text.tokenizer import ModelTokenizer
 from router.shadow.sampling import is_sampled
 from shard_server.engines.sim_sequence import CHOSEN_LOGPROB
-from tests.fakes.router_world import Answer, eventually, link_request
+from tests.fakes.router_world import Answer, link_request
 from tests.fakes.shadow_world import CANDIDATE, MODEL, PAIR, ShadowWorld, shadow_world
 from tests.fakes.tiny_tokenizer import model_tokenizer
 from tests.fakes.word_tokenizer import word_tokenizer
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -15,7 +15,8 @@ from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grp
 from router.links.submit_queue import LONG_PROMPT_TOKENS
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.link_requests import make_submit
-from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, link_request
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -38,10 +38,11 @@ from tests.fakes.fake_control import (
 )
 from tests.fakes.fake_issuer import fake_issuer
 from tests.fakes.link_requests import make_submit
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.served_models import tiny_model
 from tests.fakes.shard_world import sim_config
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -9,10 +9,10 @@ import pytest
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.torch_engine.engine import TorchEngine
-from tests.fakes.router_world import eventually
 from tests.fakes.shadow_world import CANDIDATE, MODEL, PAIR, shadow_world
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -6,9 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-import time
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
@@ -25,16 +23,10 @@ from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_
 from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
 from tests.fakes.small_model import write_small_model
+from tests.waiting import eventually
 from tools.supervisor.free_ports import pick_free_ports
 
 PROMPT = list(range(100, 140))
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not await condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.02)
 
 
 def with_registry(config: KvloomConfig, url: str) -> ShardRegistry:

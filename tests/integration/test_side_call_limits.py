@@ -26,10 +26,11 @@ from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import MAPS_KEY, OTHER_KEY, SEARCH_KEY, FakeControl, two_organisations
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.recording_tokenizer import RecordingTokenizer
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.served_models import tiny_model
 from tests.fakes.tenants import callers_of
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -13,7 +13,8 @@ import pytest
 
 from kvloom import CancelOutcome, ErrorReason, KvloomError, SyncClient
 from tests.fakes.fake_shard import expected_text
-from tests.fakes.router_world import MODEL, RouterWorld, eventually
+from tests.fakes.router_world import MODEL, RouterWorld
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -28,9 +28,10 @@ from kvloom_common.config import ControlConfig
 from kvloom_common.tenancy.table import Tenant
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, FakeControl, two_organisations
-from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.shard_world import sim_config
 from tests.fakes.trusted_router import MODEL, SECRET, served_router
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

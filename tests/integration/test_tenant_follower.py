@@ -21,7 +21,7 @@ from kvloom_common.process.watched_files import following
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.fake_control import SEARCH_KEY, FakeControl, key_of, two_organisations
-from tests.fakes.router_world import eventually
+from tests.waiting import eventually
 from tools.supervisor.supervised_process import ProcessStatus
 from tools.supervisor.tenant_tables import MAX_BEHIND_SECONDS, not_following
 
@@ -39,9 +39,9 @@ async def control() -> AsyncIterator[FakeControl]:
     await control.stop()
 
 
-def follower_of(folder: Path, config: KvloomConfig) -> TenantFollower:
+def follower_of(folder: Path, config: KvloomConfig, **settings: float) -> TenantFollower:
     config.data_dir = str(folder)
-    return TenantFollower(config, "router-0", SharedSecret(SECRET, ("router",), "router-0"))
+    return TenantFollower(config, "router-0", SharedSecret(SECRET, ("router",), "router-0"), **settings)
 
 
 def config_of(control: FakeControl) -> KvloomConfig:
@@ -196,12 +196,9 @@ async def test_strangers_are_not_followed(control: FakeControl, tmp_path: Path) 
         assert follower.tenants.table.is_empty
 
 
-async def test_the_owner_learns_which_keys_were_used(
-    control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_owner_learns_which_keys_were_used(control: FakeControl, tmp_path: Path) -> None:
     """Administrators revoke keys that nobody uses."""
-    monkeypatch.setattr("kvloom_common.access.tenant_follower.REPORT_SECONDS", 0.01)
-    follower = follower_of(tmp_path, config_of(control))
+    follower = follower_of(tmp_path, config_of(control), report_seconds=0.01)
     async with following(follower):
         await eventually(lambda: follower.tenants.connected, "the table")
         follower.tenants.of_credential(SEARCH_KEY)

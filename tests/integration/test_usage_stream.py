@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from router.metering.metering import Metering
 from router.metering.spool import Spool
 from tests.fakes.redis_server import ForgetfulRedis
 from tests.fakes.usage import totals, usage_database
+from tests.waiting import eventually
 
 PRICES = Prices([Price("p1", "*", prompt_nanos=1, output_nanos=3)])
 
@@ -106,28 +107,12 @@ class World:
         return (found["num_requests"], found["num_output_tokens"]) == (num_requests, wanted)
 
 
-async def eventually(holds: Callable[[], object]) -> None:
-    """What is asked for happens in other tasks, which tell tests nothing."""
-    async with asyncio.timeout(30.0):
-        while True:
-            found = holds()
-            if await found if asyncio.iscoroutine(found) else found:
-                return
-            await asyncio.sleep(0.05)
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=(pytest.mark.postgres, pytest.mark.long))])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """test_control_usage.py stores records in both kinds of databases; the way there is the same."""
-    return f"sqlite:///{tmp_path}/control.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-
-
 @pytest.fixture
-async def world(tmp_path: Path, database_url: str) -> AsyncIterator[World]:
+async def world(tmp_path: Path, database_below_url: str) -> AsyncIterator[World]:
     server = ForgetfulRedis()
     server.start()
     try:
-        async with usage_database(database_url, monthly_budget_nanos=10_000) as database:
+        async with usage_database(database_below_url, monthly_budget_nanos=10_000) as database:
             yield World(tmp_path / "data", server, database)
     finally:
         server.kill()

@@ -18,8 +18,8 @@ from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_peers import die, join
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.metered_world import BODIES, TENANT, metered
-from tests.fakes.router_world import eventually
 from tests.fakes.two_models_world import FIRST, SECOND
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

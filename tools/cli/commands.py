@@ -65,20 +65,17 @@ BENCHES_IN_THE_LAB: Final = (
     "brownout",
     "conversations",
     "data-plane",
-    "directory",
-    "fair-queue",
     "fairness",
     "index",
     "kv-shares",
-    "memory",
     "overload",
     "preemption",
     "routing",
     "spot-notice",
     "tenant-timing",
-    "tenants",
 )
-"""These were commands of `kvloom bench` before 0.3.0."""
+"""These were commands of `kvloom bench` before 0.3.0. Four others were of one use, and are gone: directory, fair-queue,
+memory and tenants."""
 
 
 @click.group(

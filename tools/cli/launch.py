@@ -81,6 +81,7 @@ class Launch:
         with self.folder.locked(), contextlib.ExitStack() as stack:
             os.umask(OTHERS)  # for the processes that this one starts, too
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
+            stack.callback(reporter.close)
             try:
                 check_access(self.config)
                 check_roles(self.config)
@@ -189,8 +190,8 @@ class Launch:
             stack.enter_context(_claimed(host, port, f"--metrics-port, whose block has it for {role} {name}"))
 
     def _fill_in_models(self, reporter: Reporter) -> None:
-        """Find the files of all models. A machine without shards needs none: cards come from the shards of the others.
-        Raises CommandError."""
+        """Find the files of all models, and convert those that need it once nothing can be refused. A machine without
+        shards needs none: cards come from the shards of the others. Raises CommandError."""
         config = self.config
         has_paths = any(model.path for model in (config.model, *config.models))
         if "shard" not in started_roles(config) and not self.models and not has_paths:
@@ -199,9 +200,8 @@ class Launch:
             wanted = self.models or _named(configured_models(config))
         except ConfigError as error:
             raise CommandError(str(error)) from error
-        for model in wanted:
-            find_model(model.path or model.name, self._registry, model.sha256)  # before any is converted
-        found = [self._resolved(model, reporter.step) for model in wanted]
+        sources = [model.path or model.name for model in wanted]
+        found = [self._found(model, source) for model, source in zip(wanted, sources, strict=True)]
         for name, num_shards in self.num_shards.items():
             model = next((model for model in found if model.name == name), None)
             if model is None:
@@ -217,6 +217,8 @@ class Launch:
             configured_models(config)
         except ConfigError as error:
             raise CommandError(str(error)) from error
+        for model, source in zip(found, sources, strict=True):
+            self._convert(model, source, reporter.step)
 
     @property
     def _registry(self) -> ModelRegistry:
@@ -225,22 +227,31 @@ class Launch:
     def _resolved(self, wanted: ModelConfig, on_progress: Callable[[str], None]) -> ModelConfig:
         """The model with its files. Blocks. Raises CommandError."""
         source = wanted.path or wanted.name
+        model = self._found(wanted, source)
+        self._convert(model, source, on_progress)
+        return model
+
+    def _found(self, wanted: ModelConfig, source: str) -> ModelConfig:
+        """The model with the name and the version of its source, which is a path or a name. Raises CommandError."""
+        found = find_model(source, self._registry, wanted.sha256)
+        return msgspec.structs.replace(
+            wanted,
+            name=wanted.name if wanted.name and wanted.path else found.name,
+            version=wanted.version or found.version,
+        )
+
+    def _convert(self, model: ModelConfig, source: str, on_progress: Callable[[str], None]) -> None:
+        """Give it the path of its files. Blocks. Raises CommandError."""
         on_progress(f"model {source}")
-        found = resolve_model(
+        resolved = resolve_model(
             source,
             self.model_cache_dir,
             on_progress,
             self._registry,
-            wanted.sha256,
-            with_weights=shard_config(self.config, wanted).engine not in ENGINES_WITHOUT_WEIGHTS,
+            model.sha256,
+            with_weights=shard_config(self.config, model).engine not in ENGINES_WITHOUT_WEIGHTS,
         )
-        return msgspec.structs.replace(
-            wanted,
-            name=wanted.name if wanted.name and wanted.path else found.name,
-            path=str(found.path),
-            sha256=found.sha256,
-            version=wanted.version or found.version,
-        )
+        model.path, model.sha256 = str(resolved.path), resolved.sha256
 
 
 def _named(models: Sequence[ModelConfig]) -> list[ModelConfig]:

@@ -73,7 +73,7 @@ async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, 
         found += _tenant_tables(folder, state)
     found.append(await _redis(config))
     found += [finding async for finding in _ports(state, trust)]
-    found += [finding async for finding in _client_ports(config, state)]
+    found += [finding async for finding in client_ports(config, state)]
     return found
 
 
@@ -167,7 +167,7 @@ async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Findin
             yield _met(attempt, name, address)
 
 
-async def _client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterator[Finding]:
+async def client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterator[Finding]:
     """Asks every edge for its models, and every process for its metrics, without a key, in the way in which clients
     reach them."""
     with_tls = bool(config.tls.certificate_file)

@@ -101,6 +101,9 @@ class LogReporter:
         self.note(f"ready: {url}")
         self._inner.ready(url)
 
+    def close(self) -> None:
+        self._log.close()
+
 
 class PipeReporter:
     """Sends JSON lines to the command that waits in the foreground, and nothing more once it has exited."""

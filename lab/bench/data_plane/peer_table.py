@@ -1,17 +1,14 @@
-"""The table of `kvloom-lab bench data-plane --peers`, and its place in a documentation page."""
+"""The table of `kvloom-lab bench data-plane --peers`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from lab.bench.data_plane.peer_comparison import PEERS
-from lab.bench.page_table import conditions, write_between
+from lab.pages import conditions, markdown_table
 
-BEGIN: Final = "<!-- peers: written by kvloom-lab bench data-plane --peers --page -->"
-END: Final = "<!-- end of peers -->"
 _CPU_PER_TOKEN: Final = ("W1", "W1x512", "W2")
 _CPU_PER_REQUEST: Final = ("W3", "W4")
 _TRANSIT: Final = ("W1", "W1+W4")
@@ -25,24 +22,19 @@ def peers_table(reports: Sequence[Mapping[str, Any]], missing: Mapping[str, str]
         by_system.setdefault(report["system"], {})[report["workload"]] = report
     workloads = list(dict.fromkeys(report["workload"] for report in reports))
     columns = [column for workload in workloads for column in _columns(workload)]
-    lines = [_conditions(reports, command), ""]
-    lines.append("| system | " + " | ".join(title for title, _ in columns) + " | errors |")
-    lines.append("|---" * (len(columns) + 2) + "|")
+    rows: list[list[str]] = []
     for system, own in by_system.items():
         cells = [show(own) for _, show in columns]
         num_errors = sum(report["num_errors"] for report in own.values())
         version = next(iter(own.values()))["version"]
-        lines.append(f"| {_label(system, version)} | " + " | ".join(cells) + f" | {num_errors:,} |")
+        rows.append([_label(system, version), *cells, f"{num_errors:,}"])
+    table = markdown_table(["system", *(title for title, _ in columns), "errors"], rows)
+    lines = [_conditions(reports, command), "", table]
     lines += [
         f"\n{report['system']}, {report['workload']}: {_errors(report)}." for report in reports if _errors(report)
     ]
     lines += [f"\n{name}: not measured. {reason}" for name, reason in missing.items()]
     return "\n".join(lines)
-
-
-def write_into_page(page: Path, table: str) -> None:
-    """Replace the table between the page's markers. Raises CommandError when a marker is missing."""
-    write_between(page, BEGIN, END, table)
 
 
 def _columns(workload: str) -> list[tuple[str, Any]]:

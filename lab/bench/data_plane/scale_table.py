@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from lab.bench.data_plane.run import OURS
-from lab.bench.page_table import conditions
-
-BEGIN: Final = "<!-- scale: written by kvloom-lab bench data-plane --scale-out --page -->"
-END: Final = "<!-- end of scale -->"
+from lab.pages import conditions, markdown_table
 
 Report = Mapping[str, Any]
 
@@ -24,17 +21,16 @@ def scale_table(reports: Sequence[Report], command: str) -> str:
     ]
     for position, workload in enumerate(reports[0]["workloads"]):
         measured = [(report["layout"], report["workloads"][position]) for report in reports]
-        lines += ["", f"{workload['workload']}, {workload['about']}:", "", *_workload_table(measured)]
-    lines += ["", "Idle, and memory behind the load:", "", *_standing_table(reports)]
+        lines += ["", f"{workload['workload']}, {workload['about']}:", "", _workload_table(measured)]
+    lines += ["", "Idle, and memory behind the load:", "", _standing_table(reports)]
     return "\n".join(lines)
 
 
-def _workload_table(measured: Sequence[tuple[str, Report]]) -> list[str]:
+def _workload_table(measured: Sequence[tuple[str, Report]]) -> str:
     num_tokens = max(1, round(measured[0][1]["tokens_per_second"] / (measured[0][1]["requests_per_second"] or 1)))
     unit, field, digits = ("request", "cpu_us_per_request", 0) if num_tokens == 1 else ("token", "cpu_us_per_token", 1)
-    rows: list[tuple[str, ...]] = [
-        ("layout", f"µs/{unit}", *OURS, f"{unit}s/s", "added TTFT p50 / p99 ms", "cores", "errors")
-    ]
+    heads = ("layout", f"µs/{unit}", *OURS, f"{unit}s/s", "added TTFT p50 / p99 ms", "cores", "errors")
+    rows: list[tuple[str, ...]] = []
     for name, report in measured:
         cpu_us, spread = report[field], report["spread"][field]
         ttft = " / ".join("–" if value is None else f"{value:.1f}" for value in report["added_ttft_ms"].values())
@@ -49,13 +45,12 @@ def _workload_table(measured: Sequence[tuple[str, Report]]) -> list[str]:
                 f"{report['num_errors']:,}",
             )
         )
-    return _markdown(rows)
+    return markdown_table(heads, rows)
 
 
-def _standing_table(reports: Sequence[Report]) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        ("layout", "router, CPU µs/s", "edge", "redis", "shards", "a router's MB", "ready after s")
-    ]
+def _standing_table(reports: Sequence[Report]) -> str:
+    heads = ("layout", "router, CPU µs/s", "edge", "redis", "shards", "a router's MB", "ready after s")
+    rows: list[tuple[str, ...]] = []
     for report in reports:
         standing = report["standing"]
         idle = standing["cpu_us_per_second"]
@@ -67,9 +62,4 @@ def _standing_table(reports: Sequence[Report]) -> list[str]:
                 f"{standing['ready_seconds']:.1f}",
             )
         )
-    return _markdown(rows)
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
+    return markdown_table(heads, rows)

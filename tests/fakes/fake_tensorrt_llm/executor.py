@@ -152,7 +152,7 @@ class Executor:
             for loop, batch in responses.items():
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(_deliver, batch)
-            time.sleep(self.step_seconds)
+            time.sleep(self.step_seconds)  # sleep: what a step takes
 
     def _step(self) -> dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, Response]]]:
         batch: list[tuple[Request, Response]] = []

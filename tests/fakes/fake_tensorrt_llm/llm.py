@@ -24,7 +24,7 @@ HangsIn = Literal["", "submit", "response", "shutdown"]
 
 def hang() -> None:
     while True:
-        time.sleep(60)
+        time.sleep(60)  # sleep: it hangs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ class FakeLlm:
                 raise asyncio.QueueEmpty
             if time.monotonic() >= deadline:
                 return []
-            time.sleep(0.001)
+            time.sleep(0.001)  # sleep: as the library waits
 
 
 class _WithCapacity(FakeLlm):

@@ -18,12 +18,13 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse
 from shard_server.engines.sim_engine import SimEngine
 from tests.fakes.redis_server import redis_server
-from tests.fakes.router_world import MODEL, eventually, router_world
+from tests.fakes.router_world import MODEL, router_world
 from tests.fakes.shard_world import VOCABULARY, shard_world, sim_config
 from tests.fuzz.log_watch import LogWatch
 from tests.fuzz.protobuf_frames import encoded, histories
 from tests.fuzz.stream_peers import check_end, grpc_stream, local_stream, parsed
 from tests.fuzz.target import Check, Target, check_message
+from tests.waiting import eventually
 
 METHOD = "/kvloom.v1.RouterService/Connect"
 

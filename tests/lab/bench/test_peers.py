@@ -15,7 +15,7 @@ import pytest
 from kvloom_common.config import ModelConfig
 from lab.bench.data_plane.peer_comparison import PEERS, Turns
 from lab.bench.data_plane.peer_systems import System
-from lab.bench.data_plane.peer_table import BEGIN, END, peers_table, write_into_page
+from lab.bench.data_plane.peer_table import peers_table
 from lab.bench.data_plane.run import BenchPlan
 from lab.bench.data_plane.workloads import WORKLOADS, Workload
 from lab.bench.peers.dynamo import DYNAMO
@@ -68,17 +68,6 @@ def test_errors_are_named_below_the_table() -> None:
     table = peers_table([report("smg", "W4", 2.0, {"HTTP/1.1 503\r\n": 3, "HTTP/1.1\t503": 1})], {}, "kvloom bench")
     assert "| 8 |" in table
     assert "smg, W4: 8 times `HTTP/1.1 503`." in table
-
-
-def test_the_table_replaces_the_last_one_in_a_page(tmp_path: Path) -> None:
-    """Only what is between the markers changes; a page without them is left alone."""
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nbehind\n")
-    write_into_page(page, "new")
-    assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nbehind\n"
-    page.write_text("nothing")
-    with pytest.raises(CommandError):
-        write_into_page(page, "new")
 
 
 @pytest.mark.parametrize("name", list(PEERS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvloom.v1.router_service_pb2 import ExplainResponse, PlacementDecision, RequestOutcome
-from lab.bench.preemption_run import PreemptionPlan, arrival_shares, batch_length, row_of
+from lab.bench.preemption import PreemptionPlan, arrival_shares, batch_length, row_of
 from lab.bench.streams import Stream
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lab.pages import write_table
 from lab.study.command import study_command
-from lab.study.page import render, write_table
+from lab.study.page import render
 from lab.study.plan import StudyPlan
 from lab.study.results import StudyResults
 from tests.unit.tools.simulate.small_traces import small_mooncake_trace, small_weka_trace

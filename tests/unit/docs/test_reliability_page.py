@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lab.study.page import check_page
+from lab.pages import check_page
 from tests.conftest import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "reliability.md"

@@ -16,6 +16,7 @@ from kvloom_common.access.auth_provider import REFUSAL_SECONDS, CallerVerifier, 
 from kvloom_common.callers import Callers
 from kvloom_common.config import CallersConfig, ConfigError
 from tests.fakes.plugin_site import PluginSite
+from tests.waiting import eventually
 
 GROUP = "kvloom.auth_providers"
 ALICE = Credentials({"authorization": "Bearer alice"})
@@ -34,8 +35,8 @@ class ScriptedProvider:
 
     async def authenticate(self, credentials: Credentials) -> str:
         self.num_asked += 1
-        while not self.blocks and not self.may_answer.is_set():  # noqa: ASYNC110  (set by another thread)
-            await asyncio.sleep(0.002)
+        if not self.blocks:
+            await eventually(self.may_answer.is_set)  # by another thread
         self.may_answer.wait()
         if isinstance(self.answer, Exception):
             raise self.answer

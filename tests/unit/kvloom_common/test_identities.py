@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -32,6 +31,7 @@ from kvloom_common.trust.secret import FabricSecret
 from tests.fakes.certificates import Authority
 from tests.fakes.fake_control import MAPS_KEY, SEARCH_KEY, SEARCH_KEY_2, key_of, two_organisations
 from tests.fakes.tenants import change, identities_of
+from tests.waiting import eventually
 
 R = ErrorReason
 
@@ -223,8 +223,4 @@ async def test_the_operators_organisation_is_followed(tmp_path: Path) -> None:
     path.parent.mkdir()
     async with following(identities):
         dump_config(KvloomConfig(control=ControlConfig(enabled=True, operator_organisation="other")), path)
-        for _ in range(500):
-            if identities.administered_by(principal) is not None:
-                break
-            await asyncio.sleep(0.01)
-    assert identities.administered_by(principal) == "acme"
+        assert await eventually(lambda: identities.administered_by(principal), "it is known") == "acme"

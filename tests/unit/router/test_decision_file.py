@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvloom_common.process.service import StartError
 from router.decisions.file import DecisionWriter, Entry, RotatingFile
 from tests.examples import num_examples
+from tests.waiting import eventually
 
 HEADER = b"# head\n"
 
@@ -106,8 +107,7 @@ async def test_lines_are_dropped_and_counted_when_the_disk_is_slow(tmp_path: Pat
     assert not writer.put(b"", line(3))
     running = asyncio.create_task(writer.run())
     async with asyncio.timeout(5):
-        while not writer.put(b"", line(4)):  # noqa: ASYNC110  (The writer has no event for free room.)
-            await asyncio.sleep(0.005)
+        await eventually(lambda: writer.put(b"", line(4)), "free room")
         writer.close()
         await running
     assert (tmp_path / "log").read_bytes() == HEADER + line(1) + line(2) + line(4)
@@ -127,8 +127,7 @@ async def test_a_disk_that_fails_stops_neither_the_router_nor_the_log(tmp_path: 
     writer.put(HEADER, line(1))
     writer.put(b"", line(2))
     async with asyncio.timeout(5):
-        while not dropped.count:  # noqa: ASYNC110  (The condition has no event.)
-            await asyncio.sleep(0.005)
+        await eventually(lambda: dropped.count, "a dropped line")
         (folder / "log.1" / "x").unlink()
         (folder / "log.1").rmdir()
         writer.put(b"", line(3))

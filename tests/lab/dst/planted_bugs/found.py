@@ -108,7 +108,7 @@ def brings_a_forgotten_rollout_back(patch: Patch) -> None:
 
     async def renew(self: RolloutAnnouncement) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)  # sleep: of the simulation's clock
             await self._registry.announce(self._record)
             self._renewed_at = asyncio.get_running_loop().time()
 

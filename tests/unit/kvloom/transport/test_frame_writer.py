@@ -14,6 +14,7 @@ from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse
 from kvloom_common.transport.local_server import LocalServer
+from tests.waiting import eventually
 
 
 class Pile:
@@ -155,7 +156,7 @@ async def test_while_the_peer_does_not_read_everything_piles_up() -> None:
             num_large += 1
             await asyncio.sleep(0)
         pile.add("y" * 100_000)  # what `run` takes along before it waits
-        await asyncio.sleep(0.01)
+        await eventually(lambda: not pile.texts, "the text is taken")
         for number in range(100):
             pile.add(str(number))
             await asyncio.sleep(0)

@@ -17,9 +17,9 @@ from kvloom_common.config import ModelConfig
 from kvloom_common.models.card_service import ModelCardServicer, fetch_card
 from kvloom_common.models.catalogue import Catalogue, CatalogueFollower
 from kvloom_common.models.model_card import ModelCardError, PackedCard, make_card
-from tests.fakes.router_world import eventually
 from tests.fakes.served_models import tiny_model
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer
+from tests.waiting import eventually
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ async def routers() -> AsyncIterator[Routers]:
 @pytest.fixture
 async def catalogue(routers: Routers) -> AsyncIterator[Catalogue]:
     catalogue = Catalogue()
-    task = asyncio.create_task(CatalogueFollower(catalogue, routers).watch())
+    task = asyncio.create_task(CatalogueFollower(catalogue, routers, retry_seconds=0.01).watch())
     yield catalogue
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -104,10 +104,9 @@ async def test_lost_routers_take_no_model_away(routers: Routers, catalogue: Cata
 
 
 async def test_a_card_that_cannot_be_fetched_is_tried_again(
-    routers: Routers, catalogue: Catalogue, folder: Path, monkeypatch: pytest.MonkeyPatch
+    routers: Routers, catalogue: Catalogue, folder: Path
 ) -> None:
     """The router may be about to get it, or be replaced; the other models are served meanwhile."""
-    monkeypatch.setattr("kvloom_common.models.catalogue.RETRY_SECONDS", 0.01)
     good, late = card(folder, "good"), card(folder, "late")
     routers.serve(late, good)
     del routers.cards["late"]

@@ -16,8 +16,8 @@ from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.models.model_routes import ModelRoutes, RouteFacts
 from kvloom_common.models.succession import SuccessionFollower, error_to_tell, heirs
 from kvloom_common.process.watched_files import following
-from tests.fakes.router_world import eventually
 from tests.fakes.served_models import tiny_model
+from tests.waiting import eventually
 
 GONE = KvloomError(ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, "withdrawn")
 FULL = KvloomError(ErrorReason.ERROR_REASON_QUEUE_FULL, "full")

@@ -111,5 +111,5 @@ async def test_nothing_is_done_unless_it_is_wanted():
     """Operators may have placed the processes themselves."""
     every = os.sched_getaffinity(0)
     with kept_on_one_cpu(0, wanted=False, check_seconds=0.0):
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # sleep: what must not be done would be by then
         assert os.sched_getaffinity(0) == every

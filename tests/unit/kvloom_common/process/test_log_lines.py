@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 
-from kvloom_common.process.log_lines import FLUSH_SECONDS, LineWriter, render_console, render_json
+from kvloom_common.process.log_lines import LineWriter, render_console, render_json
+from tests.waiting import eventually
 
 
 async def test_lines_of_a_moment_leave_together() -> None:
@@ -16,10 +16,7 @@ async def test_lines_of_a_moment_leave_together() -> None:
     writer.info("a")
     writer.info("b")
     assert file.getvalue() == ""
-    async with asyncio.timeout(5):
-        while not file.getvalue():  # noqa: ASYNC110  (a file sends no event)
-            await asyncio.sleep(FLUSH_SECONDS / 4)
-    assert file.getvalue() == "a\nb\n"
+    assert await eventually(file.getvalue, "the lines") == "a\nb\n"
 
 
 async def test_a_warning_leaves_at_once_and_in_order() -> None:

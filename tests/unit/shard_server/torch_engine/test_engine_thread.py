@@ -199,7 +199,7 @@ async def test_an_engine_with_unread_output_pauses() -> None:
         bench.engine.submit(make_request("a", 200))
         for _ in range(MAX_UNREAD_OUTPUTS):
             await asyncio.to_thread(bench.stepped.acquire)
-        await asyncio.sleep(0.05)  # it would run on within microseconds
+        await asyncio.sleep(0.05)  # sleep: it would run on within microseconds
         assert not bench.stepped.acquire(blocking=False)
         outputs = await read_until_end(bench.engine, "a")
         assert tokens_of(outputs, "a") == greedy([1, 2, 3], 200)

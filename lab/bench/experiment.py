@@ -1,0 +1,173 @@
+"""Holds the parts that all benches share: flags, a run, rows, and their table, JSON and plot.
+
+A bench declares its flags and a function that runs it and returns a `Report`:
+
+    @experiment("kv-shares", choice("--engine", ["sim", "torch"], "sim", "What computes."), plot="the hit rates")
+    def bench_kv_shares(engine: str) -> Report:
+        '''Flood an engine ...'''
+        return Report(rows, [TableOf(COLUMNS, rows)], draw=lambda path: draw_hit_rates(path, rows))
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from lab.pages import write_table
+from tools.options import data_dir_option, option
+from tools.simulate.plot import check_plot_file
+
+Flag = Callable[[str], Callable[[Callable[..., Any]], Callable[..., Any]]]
+"""Given the bench's scope, which is in the names of its environment variables, it adds an option to the command."""
+
+
+def flag(name: str, kind: click.ParamType | type, default: Any = None, about: str = "", **settings: Any) -> Flag:
+    """`settings` are those of click.option; `to` is the name of the parameter. Without a default, `about` says what
+    holds then."""
+    names = (name, settings.pop("to")) if "to" in settings else (name,)
+    settings |= {"type": kind, "default": default, "show_default": default is not None}
+    return lambda scope: option(*names, scope=scope, help=about or None, **settings)
+
+
+def count(name: str, default: int, about: str = "", *, least: int = 1, most: int | None = None, to: str = "") -> Flag:
+    """A whole number. Its parameter has the flag's own name unless `to` is another one."""
+    return flag(name, click.IntRange(least, most), default, about, **({"to": to} if to else {}))
+
+
+def number(
+    name: str, default: float | None, about: str, *, least: float = 0.0, most: float | None = None, above: bool = False
+) -> Flag:
+    """A number between `least` and `most`, and with `above` not `least` itself."""
+    return flag(name, click.FloatRange(least, most, min_open=above), default, about)
+
+
+def choice(name: str, choices: Sequence[str], default: str, about: str = "") -> Flag:
+    return flag(name, click.Choice(choices), default, about)
+
+
+def switch(name: str, about: str) -> Flag:
+    return lambda scope: option(name, scope=scope, is_flag=True, help=about)
+
+
+def DATA_DIR(scope: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # noqa: ARG001, N802  (a Flag)
+    """--data-dir, whose variable is that of all commands."""
+    return data_dir_option
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A column of a table: the field of a row, or what `of` makes of the row."""
+
+    heading: str
+    of: str | Callable[[Any], Any]
+    format: str = ""
+    """The format of its values, as in a format string. What is None is shown as "-"."""
+    unit: str = ""
+    is_left: bool = False
+
+    def cell(self, row: Any) -> str:
+        if callable(self.of):
+            value = self.of(row)
+        else:
+            value = row.get(self.of) if isinstance(row, Mapping) else getattr(row, self.of)
+        return "-" if value is None else f"{format(value, self.format)}{self.unit}"
+
+
+class TableOf(msgspec.Struct, frozen=True):
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str | None = None
+    is_turned: bool = False
+    """True when a row of the table is a field, and a column one of `rows`, headed by the first field."""
+
+    def render(self) -> Table:
+        if self.is_turned:
+            head, *fields = self.columns
+            table = Table(title=self.title, title_justify="left", show_header=bool(head.heading or len(self.rows) > 1))
+            table.add_column(head.heading)
+            for row in self.rows:
+                table.add_column(head.cell(row), justify="right")
+            for field in fields:
+                table.add_row(field.heading, *map(field.cell, self.rows))
+            return table
+        table = Table(title=self.title, title_justify="left")
+        for column in self.columns:
+            table.add_column(column.heading, justify="left" if column.is_left else "right")
+        for row in self.rows:
+            table.add_row(*(column.cell(row) for column in self.columns))
+        return table
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Holds the findings of a bench."""
+
+    data: Any
+    """For `--json`."""
+    parts: Sequence[TableOf | str]
+    """For people, from the top."""
+    draw: Callable[[Path], None] | None = None
+    """Writes the plot. Raises CommandError."""
+    for_page: tuple[str, str] | None = None
+    """The name of a table of a documentation page, and the table."""
+    is_right: bool = True
+    """True when the exit status is 0: what must not happen did not."""
+
+
+_PLOT: Final = click.Path(path_type=Path, dir_okay=False)
+_PAGE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+def experiment(
+    name: str, *flags: Flag, plot: str = "", page: str = ""
+) -> Callable[[Callable[..., Report]], click.Command]:
+    """Make a command of a function that gets the values of the flags and returns a report. `plot` says what `--plot`
+    draws, and `page` what `--page` writes; without them there are no such flags."""
+
+    def make(run: Callable[..., Report]) -> click.Command:
+        @functools.wraps(run)
+        def perform(as_json: bool, plot: Path | None = None, page: Path | None = None, **settings: Any) -> None:
+            if plot is not None:
+                check_plot_file(plot)
+            report = run(**settings)
+            if plot is not None and report.draw is not None:
+                report.draw(plot)
+            if page is not None and report.for_page is not None:
+                write_table(page, *report.for_page)
+            _show(report, as_json=as_json)
+
+        decorated: Callable[..., Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(perform)
+        if plot:
+            about = f"Draw {plot} into this .svg or .png file."
+            decorated = click.option("--plot", type=_PLOT, help=about)(decorated)
+        if page:
+            about = f"Write {page} into this page, between its markers."
+            decorated = click.option("--page", type=_PAGE, help=about)(decorated)
+        for add in reversed(flags):
+            decorated = add(f"bench-{name}")(decorated)
+        return click.command(name)(decorated)
+
+    return make
+
+
+def _show(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report.data), indent=2).decode())
+    else:
+        console = Console()
+        for part in report.parts:
+            if isinstance(part, str):
+                console.print(part, soft_wrap=True, highlight=False, markup=False)
+            else:
+                console.print(part.render())
+    if not report.is_right:
+        raise SystemExit(1)
+
+
+def show_progress(message: str) -> None:
+    click.echo(message, err=True)
