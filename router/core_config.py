@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import msgspec
 
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom_common.config import KvloomConfig, PriorityClassConfig
 from router.core.core import CoreConfig
-from router.core.dispatch.fair_shares import FairnessSettings
-from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.dispatch.prefill_legs import DisaggregationSettings
+from router.core.dispatch.prefill_legs import HandoffAbilities
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 from router.placement_plugins import guarded_policy
-
-MAX_HELD_TOKENS: Final = 4096
-"""The most tokens of one sequence that are held while its text waits for the safety service."""
 
 
 def declared_classes(configs: Sequence[PriorityClassConfig]) -> Mapping[str, PriorityClass]:
@@ -55,33 +49,17 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         policy=router.placement.policy,
         plugin_policy=guarded_policy(router.placement.policy),
         prefill_chunks=PrefillChunkSettings() if router.placement.prefill_chunks else None,
-        disaggregation=DisaggregationSettings(
-            min_prompt_tokens=router.disaggregation.min_prompt_tokens,
-            leg_timeout_seconds=router.disaggregation.leg_timeout_seconds,
-            can_hand_over=_can_hand_over,
-            wants_logprobs=_wants_logprobs,
-        ),
+        disaggregation=router.disaggregation,
+        handoffs=HandoffAbilities(can_hand_over=_can_hand_over, wants_logprobs=_wants_logprobs),
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",
         safety_patience_seconds=config.safety.patience_seconds,
-        max_held_tokens=MAX_HELD_TOKENS,
         decision_sample_share=router.decision_log.sample_share,
         meters_usage=config.control.enabled,
         health=router.health if router.health.enabled else None,
-        overload=OverloadSettings(
-            sheds_early=router.overload.sheds_early,
-            outage_patience_seconds=router.overload.outage_patience_seconds,
-            ramp_start_requests=router.overload.ramp_start_requests,
-        ),
+        overload=router.overload,
         brownout=router.brownout if router.brownout.enabled else None,
-        fairness=FairnessSettings(
-            preempt_after_seconds=router.fairness.preempt_after_seconds,
-            reserved_share=router.fairness.reserved_share,
-            contention_seconds=router.fairness.contention_seconds,
-            competing_prefill_seconds=router.fairness.competing_prefill_seconds,
-        )
-        if router.fairness.enabled
-        else None,
+        fairness=router.fairness if router.fairness.enabled else None,
         classes=tuple(declared_classes(router.classes).values()),
         prompt_token_weight=router.fairness.prompt_token_weight,
         output_token_weight=router.fairness.output_token_weight,

@@ -8,8 +8,9 @@ from typing import Any, Final
 import msgspec
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from edge_http.admin.handler import administer
 from edge_http.admin.routes import ADMIN_ROUTES, AdminRoute
-from edge_http.openapi.operation import Answer, Operation
+from edge_http.openapi.route import Answer, Route
 from edge_http.wire.headers import REQUEST_ID
 from kvloom.v1 import directory_service_pb2
 
@@ -31,15 +32,18 @@ def type_of(message: Descriptor) -> Any:
     return msgspec.defstruct(message.name, fields, module=__name__, forbid_unknown_fields=True)
 
 
-def _operation(route: AdminRoute) -> Operation:
+def _operation(route: AdminRoute) -> Route:
     request = directory_service_pb2.DESCRIPTOR.message_types_by_name[f"{route.method}Request"]
     response = directory_service_pb2.DESCRIPTOR.message_types_by_name[f"{route.method}Response"]
     body = None
     if route.body is not None:
         body = type_of(request.fields_by_name[route.body].message_type if route.body else request)
-    return Operation(
+    return Route(
         path=route.path,
         method=route.http_method,
+        handler=administer,
+        scope="admin",
+        has_head=False,
         id=route.method[0].lower() + route.method[1:],
         tag="Administration",
         summary=route.summary,
@@ -51,4 +55,4 @@ def _operation(route: AdminRoute) -> Operation:
     )
 
 
-ADMIN_OPERATIONS: Final[tuple[Operation, ...]] = tuple(_operation(route) for route in ADMIN_ROUTES)
+ADMIN_OPERATIONS: Final[tuple[Route, ...]] = tuple(_operation(route) for route in ADMIN_ROUTES)

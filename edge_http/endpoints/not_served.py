@@ -4,6 +4,7 @@ does not take the refusal for a wrong URL."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from kvloom.errors import KvloomError
@@ -62,11 +63,12 @@ def refuse_operation(method: str, path: str) -> None:
             raise KvloomError(ErrorReason.ERROR_REASON_NOT_IMPLEMENTED, message)
 
 
-def refuse_unserved(path: str) -> None:
-    """Raises KvloomError (NOT_IMPLEMENTED) if the path belongs to an API that exists elsewhere, and not here."""
+def refuse_unserved(path: str, served: Iterable[str]) -> None:
+    """Raises KvloomError (NOT_IMPLEMENTED) if the path belongs to an API that exists elsewhere, and of which no path is
+    among the served ones."""
     folder = "/".join(path.split("/", 3)[:3])
     known = _APIS.get(folder)
-    if known is not None:
+    if known is not None and not any(one.startswith(folder) for one in served):
         name, instead = known
         raise KvloomError(
             ErrorReason.ERROR_REASON_NOT_IMPLEMENTED, f"This server does not have the {name} API ({folder}). {instead}"

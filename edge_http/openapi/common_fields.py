@@ -159,7 +159,7 @@ COMMON_FIELDS: Final = {
     "include": "Further parts of the answer: message.output_text.logprobs. Others have no effect. By default none.",
     "truncation": "Only disabled, which is the default: a prompt that is too long is refused.",
     "service_tier": "Without effect but for flex. The default is auto.",
-    "include_usage": "Whether a last chunk without choices has the usage. The default is false.",
+    "include_usage": "True adds a last chunk with the usage and without choices. The default is false.",
     "continuous_usage_stats": "With `include_usage`: every chunk has the usage so far. The default is false.",
     "include_obfuscation": "Only false, which is the default.",
     # Other endpoints.

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
 from edge_http.openapi.parameters import EVERY_ERROR, EVERY_RESPONSE, PARAMETERS, RESPONSE_HEADERS
+from edge_http.openapi.route import EVENT_STREAM, Answer, Route
 from edge_http.openapi.schemas import schemas_of
 
 Json = dict[str, Any]
@@ -28,7 +28,7 @@ _SECURITY_SCHEMES: Final = {
 
 
 def openapi_document(
-    operations: Sequence[Operation], version: str, error: Any, *, needs_key: bool, root_path: str = ""
+    operations: Sequence[Route], version: str, error: Any, *, needs_key: bool, root_path: str = ""
 ) -> Json:
     """`error` is the type of errors' bodies for operations without one of their own. `needs_key`: requests without an
     API key are refused. `root_path`: the path below which the server is reached."""
@@ -55,12 +55,12 @@ def openapi_document(
     }
 
 
-def _types_of(operation: Operation) -> list[Any]:
+def _types_of(operation: Route) -> list[Any]:
     kinds = [operation.body, operation.error, *(answer.body for answer in operation.answers)]
     return [kind for kind in kinds if kind is not None]
 
 
-def _operation(operation: Operation, refs: dict[Any, Json], error: Json, *, needs_key: bool) -> Json:
+def _operation(operation: Route, refs: dict[Any, Json], error: Json, *, needs_key: bool) -> Json:
     about: Json = {"operationId": operation.id, "tags": [operation.tag], "summary": operation.summary}
     if operation.description:
         about["description"] = operation.description
@@ -84,7 +84,7 @@ def _operation(operation: Operation, refs: dict[Any, Json], error: Json, *, need
     return about
 
 
-def _responses(operation: Operation, refs: dict[Any, Json], error: Json) -> Json:
+def _responses(operation: Route, refs: dict[Any, Json], error: Json) -> Json:
     responses: Json = {}
     for answer in operation.answers:
         shown = responses.setdefault(str(answer.status), {"description": answer.description, "headers": {}})

@@ -1,18 +1,20 @@
-"""GET /openapi.json, as bytes that are made once."""
+"""GET /openapi.json, which is made once, and so all routes of the API but those of administrators."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+from typing import Final
 
 from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.endpoints.health import VERSION
 from edge_http.formatting.json_bytes import encode_json
-from edge_http.openai.response_objects import ErrorBody
+from edge_http.openai.response_objects import ErrorBody, OpenApiDocument
 from edge_http.openapi.document import openapi_document
-from edge_http.server.operations import OPERATIONS
+from edge_http.openapi.route import Answer, Route
+from edge_http.server.routes import ROUTES
 
 
 async def openapi_json(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
@@ -29,10 +31,26 @@ async def openapi_json(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
 
 @functools.cache
 def document_bytes(*, needs_key: bool, has_tenants: bool = False, root_path: str = "") -> bytes:
-    operations = OPERATIONS
+    routes = API_ROUTES
     if has_tenants:
         # Only here, because a fabric without tenants needs nothing of it.
         from edge_http.admin.operations import ADMIN_OPERATIONS
 
-        operations = (*OPERATIONS, *ADMIN_OPERATIONS)
-    return encode_json(openapi_document(operations, VERSION, ErrorBody, needs_key=needs_key, root_path=root_path))
+        routes = (*API_ROUTES, *ADMIN_OPERATIONS)
+    return encode_json(openapi_document(routes, VERSION, ErrorBody, needs_key=needs_key, root_path=root_path))
+
+
+API_ROUTES: Final[tuple[Route, ...]] = (
+    *ROUTES,
+    Route(
+        path="/openapi.json",
+        method="GET",
+        handler=openapi_json,
+        id="openapi",
+        tag="Operation",
+        summary="This document",
+        answers=(Answer("OpenAPI 3.1.", OpenApiDocument),),
+        is_open=True,
+        errors=(404,),
+    ),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -14,23 +14,10 @@ from edge_http.admin.routes import BY_PATH as ADMIN_PATHS
 from edge_http.admin.routes import PREFIX as ADMIN_PREFIX
 from edge_http.admin.routes import template_of
 from edge_http.edge import Edge
-from edge_http.endpoints.embeddings import embeddings
-from edge_http.endpoints.generation import chat_completions, completions
-from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
-from edge_http.endpoints.lora_adapters import load_lora_adapter, unload_lora_adapter
-from edge_http.endpoints.messages import count_tokens, messages
-from edge_http.endpoints.models import get_model, list_models
-from edge_http.endpoints.moderations import moderations
 from edge_http.endpoints.not_served import refuse_operation, refuse_unserved
-from edge_http.endpoints.page import PAGE_ROUTES
-from edge_http.endpoints.ranking import rerank, score
-from edge_http.endpoints.receipts import receipt_keys
-from edge_http.endpoints.responses import count_input_tokens, responses
-from edge_http.endpoints.resume import cancel_response, resume_stream
-from edge_http.endpoints.tokenization import detokenize, tokenize
-from edge_http.endpoints.usage import usage
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
-from edge_http.server.api_docs import openapi_json
+from edge_http.openapi.route import Handler, Route
+from edge_http.server.api_docs import API_ROUTES
 from edge_http.server.wrong_paths import not_found_message
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
@@ -47,72 +34,34 @@ from kvloom_common.tenancy.scopes import Scope
 
 log = structlog.get_logger()
 
-Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
 MAX_NAMED_MODELS: Final = 16
-MODEL_ROUTE: Final = "/v1/models/{id}"
-CHAT_ROUTE: Final = "/v1/chat/completions/{id}"
-COMPLETION_ROUTE: Final = "/v1/completions/{id}"
-RESPONSE_ROUTE: Final = "/v1/responses/{id}"
-MESSAGE_ROUTE: Final = "/v1/messages/{id}"
 UNKNOWN_ROUTE: Final = "unknown"
 _NO_IDS: Final = frozenset(("compact", "batches"))
 """These stand in the place of an id in paths of these APIs that are not served."""
 
-ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
-    "/v1/chat/completions": {"POST": chat_completions},
-    "/v1/completions": {"POST": completions},
-    "/v1/responses": {"POST": responses},
-    "/v1/responses/input_tokens": {"POST": count_input_tokens},
-    "/v1/moderations": {"POST": moderations},
-    "/v1/embeddings": {"POST": embeddings},
-    "/v1/rerank": {"POST": rerank},
-    "/v2/rerank": {"POST": rerank},
-    "/rerank": {"POST": rerank},
-    "/v1/score": {"POST": score},
-    "/score": {"POST": score},
-    "/tokenize": {"POST": tokenize},
-    "/detokenize": {"POST": detokenize},
-    "/v1/load_lora_adapter": {"POST": load_lora_adapter},
-    "/v1/unload_lora_adapter": {"POST": unload_lora_adapter},
-    "/v1/models": {"GET": list_models, "HEAD": list_models},
-    MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
-    CHAT_ROUTE: {"GET": resume_stream},
-    CHAT_ROUTE + "/cancel": {"POST": cancel_response},
-    COMPLETION_ROUTE: {"GET": resume_stream},
-    COMPLETION_ROUTE + "/cancel": {"POST": cancel_response},
-    RESPONSE_ROUTE: {"GET": resume_stream},
-    RESPONSE_ROUTE + "/cancel": {"POST": cancel_response},
-    "/v1/messages": {"POST": messages},
-    "/v1/messages/count_tokens": {"POST": count_tokens},
-    MESSAGE_ROUTE: {"GET": resume_stream},
-    MESSAGE_ROUTE + "/cancel": {"POST": cancel_response},
-    "/v1/usage": {"GET": usage, "HEAD": usage},
-    "/health": {"GET": health, "HEAD": health},
-    "/live": {"GET": health, "HEAD": health},
-    "/ready": {"GET": ready, "HEAD": ready},
-    "/metrics": {"GET": metrics, "HEAD": metrics},
-    "/metrics/targets": {"GET": metrics_targets, "HEAD": metrics_targets},
-    "/.well-known/kvloom-receipts.json": {"GET": receipt_keys, "HEAD": receipt_keys},
-    "/version": {"GET": version, "HEAD": version},
-    "/openapi.json": {"GET": openapi_json, "HEAD": openapi_json},
+HANDLERS: Final[Mapping[str, Mapping[str, Handler]]] = {
+    **{
+        path: {method: route.handler for route in API_ROUTES if route.path == path for method in route.methods}
+        for path in dict.fromkeys(route.path for route in API_ROUTES)
+    },
     **{path: dict.fromkeys(methods, administer) for path, methods in ADMIN_PATHS.items()},
-    **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }
-
-OPEN_ROUTES: Final = frozenset(
-    ("/health", "/live", "/ready", "/version", "/openapi.json", "/.well-known/kvloom-receipts.json", *PAGE_ROUTES)
-)
-"""These routes need no API key: the probes of load balancers, the description of the API, which holds no secrets, and
-the pages, which ask their users for a key."""
-
-
-FABRIC_ROUTES: Final = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/metrics/targets"))
-"""These routes concern all tenants, so that only administrators of the whole fabric may use them."""
-SCOPES: Final[Mapping[str, Scope]] = {
-    "/v1/usage": "usage",
-    **dict.fromkeys((*FABRIC_ROUTES, *ADMIN_PATHS), "admin"),
+"""Handlers by path and method."""
+OPEN_PATHS: Final = frozenset(route.path for route in API_ROUTES if route.is_open)
+_OF_FABRIC: Final = frozenset(route.path for route in API_ROUTES if route.is_of_fabric)
+_SCOPES: Final[Mapping[str, Scope]] = {
+    **{route.path: route.scope for route in API_ROUTES},
+    **dict.fromkeys(ADMIN_PATHS, "admin"),
 }
-"""The scope that a key of a tenant needs for a route; for all others it is "inference"."""
+_BY_FOLDER: Final[Mapping[str, Mapping[str, Route]]] = {
+    folder: {
+        route.path.removeprefix(f"{folder}{{id}}").removeprefix("/"): route
+        for route in API_ROUTES
+        if route.path.startswith(f"{folder}{{id}}")
+    }
+    for folder in dict.fromkeys(route.path.partition("{id}")[0] for route in API_ROUTES if "{id}" in route.path)
+}
+"""The routes of paths with an id: by what stands before it, and by what stands behind it."""
 
 
 class HttpRouter:
@@ -122,7 +71,7 @@ class HttpRouter:
         self._edge = edge
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
-        route = _route(request)
+        route = route_of(request)
         record = RequestRecord(request, self._edge.callers, self._edge.cors)
         enter_request(record)
         try:
@@ -145,12 +94,12 @@ class HttpRouter:
             cors = self._edge.cors
             if cors is not None and (response := cors.preflight(request, _methods(route))) is not None:
                 return response
-            if route not in OPEN_ROUTES:
+            if route not in OPEN_PATHS:
                 if (verification := self._edge.callers.check(request)) is not None:
                     await verification
                 if self._edge.callers.have_tenants:
-                    self._edge.callers.check_scope(request, SCOPES.get(route, "inference"))
-                    if route in FABRIC_ROUTES:
+                    self._edge.callers.check_scope(request, _SCOPES.get(route, "inference"))
+                    if route in _OF_FABRIC:
                         self._edge.callers.check_operator(request)
             check_head(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
@@ -161,7 +110,7 @@ class HttpRouter:
             record.error_type = error.reason_name.lower()
             response = _error_response(request, error)
             if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
-                response.headers["Allow"] = ", ".join(ROUTES[route])
+                response.headers["Allow"] = ", ".join(HANDLERS[route])
             if error.kind.http_status >= 500:
                 log.info("request_failed", route=route, reason=error.reason_name)
             return response
@@ -194,36 +143,35 @@ def _error_response(request: web.BaseRequest, error: KvloomError) -> web.Respons
     return response
 
 
-def _route(request: web.BaseRequest) -> str:
+def route_of(request: web.BaseRequest) -> str:
+    """The path of a request as its record has it; UNKNOWN_ROUTE if there is none."""
     path = request.path
-    if path in ROUTES:
+    if path in HANDLERS:
         return path
     if path.startswith(ADMIN_PREFIX):
         return template_of(request.rel_url.raw_path) or UNKNOWN_ROUTE
-    for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE, RESPONSE_ROUTE, MESSAGE_ROUTE):
-        folder = route.removesuffix("{id}")
+    for folder, routes in _BY_FOLDER.items():
         if path.startswith(folder) and len(path) > len(folder):
-            cancel_route = route + "/cancel"
-            if cancel_route not in ROUTES:  # names of models may have slashes
-                return route
+            plain = routes[""]
+            if plain.takes_slashes:
+                return plain.path
             name, _, operation = path.removeprefix(folder).partition("/")
-            if operation == "cancel" and name:
-                return cancel_route
-            return UNKNOWN_ROUTE if operation or name in _NO_IDS else route
+            found = routes.get(operation) if name and (operation or name not in _NO_IDS) else None
+            return UNKNOWN_ROUTE if found is None else found.path
     return UNKNOWN_ROUTE
 
 
 def _methods(route: str) -> Sequence[str]:
     """Returns the methods that a browser may send. A page also gets to read why a path does not exist."""
-    return tuple(ROUTES.get(route, ("GET", "POST", "DELETE")))
+    return tuple(HANDLERS.get(route, ("GET", "POST", "DELETE")))
 
 
 def _handler(request: web.BaseRequest, route: str) -> Handler:
-    methods = ROUTES.get(route)
+    methods = HANDLERS.get(route)
     if methods is None:
         refuse_operation(request.method, request.path)
-        refuse_unserved(request.path)
-        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, not_found_message(request.path, ROUTES))
+        refuse_unserved(request.path, HANDLERS)
+        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, not_found_message(request.path, HANDLERS))
     handler = methods.get(request.method)
     if handler is None:
         refuse_operation("UPGRADE" if "Upgrade" in request.headers else request.method, request.path)

@@ -12,10 +12,12 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from lab.bench.modelled import RandomCalls, fleet_capacity, percentile, router_core
 from lab.bench.overload import LENGTHS
 from router.core.core import CoreConfig
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_OVERLOAD_CONTROL
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.runs import Curves
@@ -124,8 +126,10 @@ def _core_config(plan: FairnessPlan) -> CoreConfig:
     fairness = router_core().fairness
     assert fairness is not None
     if plan.competing_prefill_seconds is not None:
-        fairness = dataclasses.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
-    return router_core(fairness=fairness, policy=plan.policy, overload=OverloadSettings(sheds_early=True))
+        fairness = msgspec.structs.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
+    return router_core(
+        fairness=fairness, policy=plan.policy, overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True)
+    )
 
 
 def _row(outcomes: Sequence[Outcome], tenant: str, plan: FairnessPlan) -> dict[str, Any]:

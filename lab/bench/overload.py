@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvloom_common.config import OverloadConfig
 from lab.bench.bench_fabric import POLICY, PROFILE, SEED
 from lab.bench.experiment import Column, Report, TableOf, count, experiment, number
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_OVERLOAD_CONTROL
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Outcome
@@ -112,12 +113,12 @@ def _kept(rows: Sequence[dict[str, Any]]) -> float:
     return round(rows[-1]["goodput_per_second"] / peak, 4) if peak else 0.0
 
 
-def _overload(*, sheds_early: bool) -> OverloadSettings:
-    return dataclasses.replace(router_core().overload, sheds_early=True) if sheds_early else OverloadSettings()
+def _overload(*, sheds_early: bool) -> OverloadConfig:
+    return router_core().overload if sheds_early else NO_OVERLOAD_CONTROL
 
 
 def _wasted_share(outcomes: Sequence[Outcome]) -> float:
-    """The share of the prompt tokens sent to shards that belongs to requests which missed their deadline."""
+    """Returns the share of the prompt tokens sent to shards that belongs to requests which missed their deadline."""
     sent = [o for o in outcomes if not o.failed or o.ttft_seconds < o.finished_at - o.arrived_at]
     num_tokens = sum(outcome.call.num_prompt_tokens for outcome in sent)
     num_wasted = sum(outcome.call.num_prompt_tokens for outcome in sent if outcome.failed)

@@ -6,8 +6,8 @@ import enum
 from collections import Counter
 from typing import NamedTuple
 
+from kvloom_common.config import FairnessConfig
 from router.core.core import CoreConfig
-from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.events import ChoiceSpec, Request, ShardDescription, ShardLoad
 from router.core.fleet.departure import MARGIN_SHARE
 from router.core.fleet.fleet import OUTSTANDING_PER_BATCH
@@ -283,7 +283,7 @@ class ObservedShard:
         num_mine = tenants.count(tenant)
         return bool(self.open.keys() - self.started) and max(2, len(set(tenants))) * num_mine > len(self.open)
 
-    def num_reserved_blocks(self, fairness: FairnessSettings) -> int:
+    def num_reserved_blocks(self, fairness: FairnessConfig) -> int:
         return max(1, int(self.description.num_blocks * fairness.reserved_share))
 
     @property
@@ -356,7 +356,7 @@ class ObservedShard:
         choices = ((slot, self.current(slot)) for slot in self.open)
         self.num_reported_tokens = {slot: choice.num_tokens for slot, choice in choices if choice is not None}
 
-    def may_be_left_free(self, tenant: str, fairness: FairnessSettings | None) -> bool:
+    def may_be_left_free(self, tenant: str, fairness: FairnessConfig | None) -> bool:
         """True when the tenant has its share of the shard, so that the rest of the batch or of the blocks is left to
         other tenants. Probes and prefill chunks may be anyone's."""
         if fairness is None:

@@ -7,13 +7,19 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, HealthConfig
+from kvloom_common.config import (
+    BrownoutConfig,
+    BrownoutStepConfig,
+    DisaggregationConfig,
+    FairnessConfig,
+    HealthConfig,
+    OverloadConfig,
+)
 from lab.dst.script import Sampling
 from router.core.core import CoreConfig
-from router.core.dispatch.fair_shares import FairnessSettings
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_RAMP
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.dispatch.prefill_legs import DisaggregationSettings
+from router.core.dispatch.prefill_legs import HandoffAbilities
 from router.core.placement import POLICIES
 from router.core.priority_classes import PriorityClass
 
@@ -330,9 +336,11 @@ def _can_hand_over(sampling: object) -> bool:
     return isinstance(sampling, Sampling) and not sampling.wants_logprobs
 
 
-def _draw_disaggregation(rng: random.Random) -> DisaggregationSettings:
+def _draw_disaggregation(rng: random.Random) -> DisaggregationConfig:
     """Sized for simulated prompts, which are short."""
-    return DisaggregationSettings(rng.choice((4, 12)), rng.choice((0.05, 0.3, 30.0)), _can_hand_over)
+    return DisaggregationConfig(
+        min_prompt_tokens=rng.choice((4, 12)), leg_timeout_seconds=rng.choice((0.05, 0.3, 30.0))
+    )
 
 
 def _draw_registry_rates(rng: random.Random) -> dict[str, float]:
@@ -363,6 +371,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         fairness=_draw_fairness(random.Random(f"{seed} fairness")),
         classes=_draw_classes(random.Random(f"{seed} classes")),
         disaggregation=_draw_disaggregation(random.Random(f"{seed} disaggregation")),
+        handoffs=HandoffAbilities(_can_hand_over),
         # Sized for simulated prompts, which are short.
         prefill_chunks=random.Random(f"{seed} portions").choice(
             (None, PrefillChunkSettings(1e-6, 0.001, 4), PrefillChunkSettings(1e-6, 0.004, 8))
@@ -386,11 +395,11 @@ def _draw_health(rng: random.Random) -> HealthConfig | None:
     )
 
 
-def _draw_fairness(rng: random.Random) -> FairnessSettings | None:
+def _draw_fairness(rng: random.Random) -> FairnessConfig | None:
     """Sized for simulated answers, which are short."""
     if rng.random() < 0.4:
         return None
-    return FairnessSettings(
+    return FairnessConfig(
         preempt_after_seconds=rng.choice((0.002, 0.01, 0.05)),
         reserved_share=rng.choice((0.0, 0.125, 0.5)),
         contention_seconds=rng.choice((0.02, 0.5, 30.0)),
@@ -436,11 +445,11 @@ def _draw_brownout(rng: random.Random) -> BrownoutConfig | None:
     )
 
 
-def _draw_overload(rng: random.Random) -> OverloadSettings:
-    return OverloadSettings(
+def _draw_overload(rng: random.Random) -> OverloadConfig:
+    return OverloadConfig(
         sheds_early=rng.random() < 0.5,
         outage_patience_seconds=rng.choice((0.0, 0.05, 0.4, 5.0)),
-        ramp_start_requests=rng.choice((None, 1, 2)),
+        ramp_start_requests=rng.choice((NO_RAMP, 1, 2)),
     )
 
 

@@ -333,7 +333,7 @@ class Witness:
         """A shard that comes up while requests are queued gets little work at first. Overdue requests do not count."""
         ramp_start = self.config.overload.ramp_start_requests
         self._waiting = None
-        if ramp_start is not None and self.waiting():
+        if self.waiting():
             shard.limit = min(shard.limit, ramp_start)
 
     def _request_of(self, end: RequestEnded) -> ObservedRequest | None:

@@ -100,6 +100,7 @@ class RouterCore:
             fair_shares,
             ServiceCounters(config.prompt_token_weight, config.output_token_weight),
             config.disaggregation,
+            config.handoffs,
             self._deadlines.add,
         )
         self._brownout: Brownout | None = None
@@ -361,9 +362,8 @@ class RouterCore:
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         shard = self._fleet.add(event.shard)
-        ramp_start = self._config.overload.ramp_start_requests
-        if ramp_start is not None and len(self._attempt_sender.queue):
-            shard.limit = min(shard.limit, ramp_start)
+        if len(self._attempt_sender.queue):
+            shard.limit = min(shard.limit, self._config.overload.ramp_start_requests)
         self._health.on_shard_up(shard, now)
         growth_tokens = 0 if event.shard.reserves_output else event.shard.block_size
         self._ledger.add_shard(

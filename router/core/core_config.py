@@ -4,36 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Final
 
-from kvloom_common.config import BrownoutConfig, HealthConfig
-from router.core.dispatch.fair_shares import FairnessSettings
-from router.core.dispatch.overload import OverloadSettings
+from kvloom_common.config import (
+    BrownoutConfig,
+    DisaggregationConfig,
+    FairnessConfig,
+    HealthConfig,
+    OverloadConfig,
+    RouterConfig,
+    SafetyConfig,
+)
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.dispatch.prefill_legs import DisaggregationSettings
+from router.core.dispatch.prefill_legs import HandoffAbilities
 from router.core.placement.policy import Policy
 from router.core.priority_classes import PriorityClass
+
+_ROUTER: Final = RouterConfig()
+_SAFETY: Final = SafetyConfig()
+MAX_HELD_TOKENS: Final = 4096
+"""The most tokens of one request that are held while its text waits for the safety service."""
+NO_RAMP: Final = 2**31
+"""A shard that joins gets as many requests as it takes."""
+NO_OVERLOAD_CONTROL: Final = OverloadConfig(sheds_early=False, outage_patience_seconds=0.0, ramp_start_requests=NO_RAMP)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CoreConfig:
-    max_queued_requests: int = 1024
+    """The settings of a core. Their defaults are those of the configuration; but what sheds, preempts, suspects or
+    samples is off unless it is given."""
+
+    max_queued_requests: int = _ROUTER.max_queued_requests
     """Requests that may wait for a shard with room; beyond that a request is refused at once."""
-    max_queue_seconds: float = 60.0
-    request_timeout_seconds: float = 600.0
+    max_queue_seconds: float = _ROUTER.max_queue_seconds
+    request_timeout_seconds: float = _ROUTER.request_timeout_seconds
     """Time from arrival to the last token, for requests that name no timeout."""
-    max_attempts: int = 3
-    policy: str = "ect"
+    max_attempts: int = _ROUTER.max_attempts
+    policy: str = _ROUTER.placement.policy
     """A name in router.core.placement.POLICIES, or any other with `plugin_policy`."""
     plugin_policy: Callable[[], Policy] | None = None
     """Makes the policy of a plugin. None: `policy` is one of POLICIES."""
-    answer_mode: str = "gate"
+    answer_mode: str = _SAFETY.answer_mode
     """gate: text is withheld until it is screened. async: text is sent at once, and halted on a hit. off: text is not
     screened."""
-    safety_required: bool = True
+    safety_required: bool = _SAFETY.on_unavailable == "refuse"
     """True refuses and ends requests rather than serve them without screening."""
-    safety_patience_seconds: float = 5.0
+    safety_patience_seconds: float = _SAFETY.patience_seconds
     """How long a request that needs a verdict waits for a safety service that has disconnected; 0: not at all."""
-    max_held_tokens: int = 65536
+    max_held_tokens: int = MAX_HELD_TOKENS
     """Tokens of one request that may wait for a verdict."""
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are reported as PlacementDecided."""
@@ -43,15 +61,17 @@ class CoreConfig:
     """When a shard is suspected; None: never. Shards must report every step for this."""
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split into chunks, under a policy that lets requests wait; None: they are never split."""
-    disaggregation: DisaggregationSettings = dataclasses.field(default_factory=DisaggregationSettings)
+    disaggregation: DisaggregationConfig = dataclasses.field(default_factory=DisaggregationConfig)
     """Says which prompts are computed on shards for prompts, if there are any."""
-    overload: OverloadSettings = dataclasses.field(default_factory=OverloadSettings)
+    handoffs: HandoffAbilities = dataclasses.field(default_factory=HandoffAbilities)
+    overload: OverloadConfig = dataclasses.field(default_factory=lambda: NO_OVERLOAD_CONTROL)
+    """Says what is done under overload; by default nothing is shed, and a queue that is full refuses."""
     brownout: BrownoutConfig | None = None
     """How answers are degraded under overload; None: never."""
-    fairness: FairnessSettings | None = None
+    fairness: FairnessConfig | None = None
     """When a tenant above its share gives way to others; None: never."""
     classes: Sequence[PriorityClass] = ()
     """The declared classes, with the built-in ones; (): none is declared."""
-    prompt_token_weight: float = 1.0
+    prompt_token_weight: float = _ROUTER.fairness.prompt_token_weight
     """A prompt token that has to be computed counts as so much service of its tenant."""
-    output_token_weight: float = 2.0
+    output_token_weight: float = _ROUTER.fairness.output_token_weight

@@ -6,7 +6,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from edge_http.server.http_router import ROUTES
+from edge_http.server.http_router import HANDLERS
 from kvloom_common.access.api_keys import ApiKeys
 from kvloom_common.callers import Callers
 from kvloom_common.config import EdgeConfig
@@ -48,7 +48,7 @@ async def test_preflights_of_every_route_need_no_key() -> None:
     """Browsers ask before they send a page's key; without an answer, no page could use any route."""
     keys = Callers(api_keys=ApiKeys([]))
     async with edge_world(EdgeConfig(cors_origins=[PAGE]), callers=keys) as world:
-        for route, methods in ROUTES.items():
+        for route, methods in HANDLERS.items():
             response = await preflight(world, route.replace("{id}", "x"))
             assert (response.status, response.headers[ALLOW_ORIGIN]) == (204, PAGE), route
             assert response.headers["Access-Control-Allow-Methods"].split(", ") == list(methods)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from edge_http.admin.operations import ADMIN_OPERATIONS
 from edge_http.openai import requests
@@ -22,9 +23,8 @@ from edge_http.openai.response_objects import (
     ModelList,
     Moderation,
 )
-from edge_http.server.api_docs import document_bytes
-from edge_http.server.http_router import OPEN_ROUTES, ROUTES
-from edge_http.server.operations import OPERATIONS
+from edge_http.server.api_docs import API_ROUTES, document_bytes
+from edge_http.server.http_router import HANDLERS, route_of
 from edge_http.tenant_usage import TenantUsage
 from kvloom.errors import KvloomError
 from kvloom.limits_state import LimitsState, RateState, limits_state_from_proto, limits_state_to_proto
@@ -34,6 +34,7 @@ from kvloom_common.callers import Callers
 from kvloom_common.config import EdgeConfig, RouteConfig
 from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.parsers.spec import ParserSpec
+from tests.conftest import REPOSITORY
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_control import ACME, SEARCH, SEARCH_KEY, key_of
 from tests.fakes.fake_router_link import ERROR, LENGTH, FakeRequest, answer
@@ -66,11 +67,25 @@ def test_every_text_can_be_read_alone() -> None:
 
 def test_every_route_is_described_and_nothing_else() -> None:
     """A route without an entry, or an entry without its route, fails here. HEAD is what GET says, without a body."""
-    served = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
-    assert {(operation.path, operation.method) for operation in (*OPERATIONS, *ADMIN_OPERATIONS)} == served
+    served = {(path, method) for path, methods in HANDLERS.items() for method in methods if method != "HEAD"}
+    assert {(operation.path, operation.method) for operation in (*API_ROUTES, *ADMIN_OPERATIONS)} == served
     described = {(path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods}
     assert described == served
-    assert {operation.path for operation in OPERATIONS if operation.is_open} == OPEN_ROUTES
+
+
+def test_the_page_names_every_path() -> None:
+    """People look for an endpoint in docs/http-api.md."""
+    page = (REPOSITORY / "docs" / "http-api.md").read_text()
+    assert [route.path for route in API_ROUTES if route.tag != "Pages" and f"{route.path}" not in page] == []
+
+
+def test_a_path_with_an_id_needs_no_more_than_its_record() -> None:
+    """Whoever adds /v1/files/{id} must not find a second table of such paths."""
+    templates = [route.path for route in API_ROUTES if "{id}" in route.path]
+    assert len(templates) > 5
+    for template in templates:
+        request = make_mocked_request("GET", template.replace("{id}", "abc"))
+        assert route_of(request) == template
 
 
 def test_administration_is_described_where_there_are_tenants() -> None:

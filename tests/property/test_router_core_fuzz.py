@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2, kv_event_pb2, safety_service_pb2, shard_service_pb2
 from kvloom.v1.error_reason_pb2 import Error, ErrorReason
+from kvloom_common.config import OverloadConfig
 from router import convert
 from router.core import events as ev
 from router.core.actions import FleetChanged, RequestEnded, SendStep
 from router.core.core import CoreConfig, RouterCore
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_RAMP
 from tests.examples import num_examples
 
 NUM_EXAMPLES = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", num_examples(60)))
@@ -204,10 +205,10 @@ CONFIGS = st.builds(
     max_held_tokens=st.integers(1, 4),
     decision_sample_share=st.just(1.0),
     overload=st.builds(
-        OverloadSettings,
+        OverloadConfig,
         sheds_early=st.booleans(),
         outage_patience_seconds=st.sampled_from([0.0, 0.5]),
-        ramp_start_requests=st.sampled_from([None, 1, 4]),
+        ramp_start_requests=st.sampled_from([NO_RAMP, 1, 4]),
     ),
 )
 

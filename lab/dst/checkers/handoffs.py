@@ -30,7 +30,9 @@ class LegsFit(Checker):
             self.fail(f"{name} is leg {observed.num_legs + 1} of {len(observed.choices)} choices")
         if prompt != list(observed.request.prompt_token_ids) or leg.request.tenant != observed.request.tenant:
             self.fail(f"{name} is not the prompt of its request")
-        if len(prompt) < settings.min_prompt_tokens or not settings.can_hand_over(observed.request.sampling):
+        if len(prompt) < settings.min_prompt_tokens or not node.config.handoffs.can_hand_over(
+            observed.request.sampling
+        ):
             self.fail(f"{name} should be computed where its answer is")
         if not shard.can_take(observed) or not shard.has_room or shard.is_suspected or not shard.computes_prompts:
             self.fail(f"{name} was dispatched to {leg.shard_id}, which cannot take it now")

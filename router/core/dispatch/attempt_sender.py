@@ -10,12 +10,13 @@ import msgspec
 
 from kvloom.sampling import is_greedy
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams
+from kvloom_common.config import DisaggregationConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import AnswerResampled, CancelOnShard, PlacementDecided, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PrefillChunkSettings, preparing
-from router.core.dispatch.prefill_legs import DisaggregationSettings, PrefillLegs
+from router.core.dispatch.prefill_legs import HandoffAbilities, PrefillLegs
 from router.core.dispatch.prefix_copies import COPY_NAME, MIN_COPIED_TOKENS, Copy, PrefixCopies
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, Request
@@ -45,12 +46,14 @@ class AttemptSender:
         prefill_chunks: PrefillChunkSettings | None,
         fair_shares: FairShares,
         service: ServiceCounters,
-        disaggregation: DisaggregationSettings,
+        disaggregation: DisaggregationConfig,
+        handoffs: HandoffAbilities,
         add_deadline: Callable[[float, LiveRequest], None],
     ) -> None:
         self._next_dispatch_number = itertools.count(1).__next__
         self.legs = PrefillLegs(
             disaggregation,
+            handoffs,
             fleet,
             placer,
             ledger,

@@ -11,12 +11,12 @@ Gallager, "Data Networks", 6.5.2.)
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from kvloom_common.config import FairnessConfig
 from router.core.dispatch.block_shares import BlockShares, num_blocks_needed, num_blocks_of
 from router.core.dispatch.class_shares import ClassShares
 from router.core.dispatch.waiting_queues import WaitingQueues
@@ -32,20 +32,6 @@ are suspected or stopped one after another, must not be recomputed for ever."""
 
 MIN_COMPETING_TOKENS: Final = 256
 """Less prefill at a time would cost more in steps than it saves in waiting."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FairnessSettings:
-    """The settings of kvloom_common.config.FairnessConfig."""
-
-    preempt_after_seconds: float = 0.25
-    """How long a request waits before sequences of another tenant are preempted for it."""
-    reserved_share: float = 0.125
-    """The part of each batch, and of the KV blocks, that tenants above their share leave free while tenants compete."""
-    contention_seconds: float = 30.0
-    """How long tenants are taken to compete after one had to wait."""
-    competing_prefill_seconds: float = 0.05
-    """The most unfinished prefill of a shard to which a tenant above its share adds while tenants compete; 0: any."""
 
 
 class Preemption(NamedTuple):
@@ -73,7 +59,7 @@ class FairShares:
 
     def __init__(
         self,
-        settings: FairnessSettings | None,
+        settings: FairnessConfig | None,
         fleet: Fleet,
         ledger: LoadLedger,
         classes: Sequence[PriorityClass] = (),
@@ -87,7 +73,7 @@ class FairShares:
         self._fleet = fleet
         self._ledger = ledger
         self._blocks = BlockShares(ledger)
-        work_seconds = (settings or FairnessSettings()).contention_seconds
+        work_seconds = (settings or FairnessConfig()).contention_seconds
         self._classes = ClassShares(classes, fleet, self._blocks, work_seconds) if classes else None
         """None: no classes are declared, so that none has a floor and none gives way to another."""
         self._contended_until: dict[str, float] = {}
@@ -110,7 +96,7 @@ class FairShares:
         free."""
         if self._classes is not None:
             num_places = self._num_places(shard)
-            share = (self._settings or FairnessSettings()).reserved_share
+            share = (self._settings or FairnessConfig()).reserved_share
             if self._classes.must_leave_room(shard, live, num_places, max(1, int(num_places * share))):
                 return True
         if self._sends_at_once and self.must_defer(shard, live.request.tenant):

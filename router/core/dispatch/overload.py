@@ -8,7 +8,6 @@ soon as it can no longer be answered in time, so that no shard works in vain.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Final
@@ -18,6 +17,7 @@ import xxhash
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom_common.config import OverloadConfig
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.events import SHADOW_CLIENT_ID, Request, class_of
@@ -42,20 +42,6 @@ MAX_MODELS: Final = 64
 
 _HASH_RANGE: Final = 2.0**64
 _WELL: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OverloadSettings:
-    """The settings of kvloom_common.config.OverloadConfig, with everything off by default: a core on its own sheds
-    nothing."""
-
-    sheds_early: bool = False
-    """Refuse and drop by prediction. Otherwise only when the queue is full, and by the clock."""
-    outage_patience_seconds: float = 0.0
-    """How long admitted requests wait for a shard when there is none."""
-    ramp_start_requests: int | None = None
-    """The number of requests that a shard which connects while requests wait is sent at first; two more with every
-    first token that it produces. None: as many as it takes."""
 
 
 def retry_after_seconds(request_id: str, wait_seconds: float = 2.0) -> float:
@@ -159,7 +145,7 @@ class _Model:
 class OverloadGuard:
     """Pure, like all of the core; measures per model."""
 
-    def __init__(self, config: OverloadSettings, queue: DispatchQueue, max_queue_seconds: float) -> None:
+    def __init__(self, config: OverloadConfig, queue: DispatchQueue, max_queue_seconds: float) -> None:
         self._config = config
         self._queue = queue
         self._queues = queue.queues

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
+from kvloom_common.config import DisaggregationConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, LegOutcome, PrefillLegCounted, SubmitAttempt
 from router.core.dispatch.prefill_chunks import preparing
@@ -42,15 +43,11 @@ MAX_LEGS: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DisaggregationSettings:
-    """Says which requests are computed in two places."""
+class HandoffAbilities:
+    """Tells the core about sampling, which it does not read."""
 
-    min_prompt_tokens: int = 2048
-    """How many tokens of its prompt the shard of the answer would have to compute, at least."""
-    leg_timeout_seconds: float = 30.0
-    """A leg that takes longer counts as failed."""
     can_hand_over: Callable[[object], bool] = lambda _sampling: True
-    """Returns True when engines hand over all state of an answer with this sampling, which the core does not read."""
+    """Returns True when engines hand over all state of an answer with this sampling."""
     wants_logprobs: Callable[[object], bool] = lambda _sampling: False
     """Returns True when an answer with this sampling has log-probabilities, which only shards with HANDOFF_LOGPROBS
     hand over."""
@@ -73,7 +70,8 @@ class PrefillLegs:
 
     def __init__(
         self,
-        settings: DisaggregationSettings,
+        settings: DisaggregationConfig,
+        abilities: HandoffAbilities,
         fleet: Fleet,
         placer: Placer,
         ledger: LoadLedger,
@@ -85,6 +83,7 @@ class PrefillLegs:
         tell_decision: Callable[[LiveRequest, Shard, float], None],
     ) -> None:
         self._settings = settings
+        self._abilities = abilities
         self._fleet = fleet
         self._placer = placer
         self._ledger = ledger
@@ -101,7 +100,7 @@ class PrefillLegs:
         request then waits for its end."""
         if candidate.num_prefill_tokens < self._settings.min_prompt_tokens or not _can_split(live):
             return False
-        if not self._settings.can_hand_over(live.request.sampling):
+        if not self._abilities.can_hand_over(live.request.sampling):
             return False
         split = live.split
         if split is not None and (split.handoff or split.num_legs >= MAX_LEGS):
@@ -120,7 +119,7 @@ class PrefillLegs:
         ready = self._fleet.ready(live.request.model)
         avoided = "" if live.split is None else live.split.prefill_shard_id
         adapter = live.request.adapter
-        needs_logprobs = self._settings.wants_logprobs(live.request.sampling)
+        needs_logprobs = self._abilities.wants_logprobs(live.request.sampling)
         return [
             shard
             for shard in ready

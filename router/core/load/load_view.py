@@ -54,7 +54,7 @@ class Reservation(msgspec.Struct, frozen=True):
     block_hashes: Sequence[int] = ()
     """The hashes of the prompt's full blocks."""
     is_copy: bool = False
-    """True for a copy of a prefix, which is for requests that come later."""
+    """True for a copy of a prefix, for requests that come later."""
 
     @property
     def work(self) -> PrefillWork:
@@ -77,7 +77,7 @@ class HeldRequest(NamedTuple):
     """KV blocks that have to be free for it."""
 
 
-class HeldForShard(dict[str, HeldRequest]):
+class QueuedPlacements(dict[str, HeldRequest]):
     """The requests that wait in the router for one shard, by request_id, with their sums. These are computed again only
     after a change: each placement asks for them on each shard. Only the methods below change it."""
 
@@ -210,7 +210,7 @@ class LoadView:
         """Own attempts placed there, each weighted by its share of cached tokens: those that had to come here."""
         self.busy = Rate()
         """Their prefill time: the share of its time that the shard is busy with them."""
-        self.held = HeldForShard()
+        self.held = QueuedPlacements()
         self.num_copies = 0
         """Copies of prefixes that are being computed there."""
         self.running: dict[ReservationKey, Reservation] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -18,6 +19,7 @@ from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger
 from router.core.load.load_view import HeldRequest, LoadView
+from router.core.load.speed_model import PrefillWork
 from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
@@ -247,7 +249,11 @@ class Placer:
             )
             return PlacementPlan(len(live.request.prompt_token_ids), self._filtered(live, ()), error=error)
         scores = self._score(open_shards, live, now, is_whole=True)
-        return self._pick_of(scores, live, scores.best.shard_id).plan
+        best = scores.best
+        work = PrefillWork.of(best.num_prefill_tokens, best.num_overlap_tokens)
+        deviation = self._ledger.view(best.shard_id).speed.deviation_seconds(work, best.num_context_tokens)
+        plan = self._pick_of(scores, live, best.shard_id).plan
+        return dataclasses.replace(plan, prefill_deviation_seconds=deviation)
 
     def hashes(self, live: LiveRequest, block_size: int) -> Sequence[int]:
         """Hashes of the prompt's full blocks."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +21,8 @@ from router.core.actions import (
     RequestsMoved,
     SubmitAttempt,
 )
+from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core.dispatch.fair_shares import MAX_MOVES
-from router.core.dispatch.overload import OverloadSettings
 from router.core.events import LoadReported, ShardDown, ShardLoad, Tick
 from router.core.fleet.departure import Departure, RunningWork, ends_in_time, in_order_of_leaving
 from router.core.frames import Finish
@@ -199,7 +200,7 @@ def test_the_pace_uses_the_time_and_no_more(works: list[RunningWork], seconds: f
 
 def test_an_answer_that_lost_a_choice_before_waits_as_long_as_one_that_did_not() -> None:
     """The patience with the failure of one shard must not end what another shard's notice has stopped."""
-    rig = DepartureRig(overload=OverloadSettings(outage_patience_seconds=1.0))
+    rig = DepartureRig(overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, outage_patience_seconds=1.0))
     rig.add_shard("s1")
     sent = only(rig.submit("r", slots=(1, 2), max_tokens=500), SubmitAttempt)
     other = {"s0": "s1", "s1": "s0"}[sent.shard_id]

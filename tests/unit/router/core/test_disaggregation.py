@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
+from kvloom_common.config import DisaggregationConfig
 from router.core.actions import (
     Action,
     CancelOnShard,
@@ -21,8 +21,8 @@ from router.core.actions import (
     RequestEnded,
     SubmitAttempt,
 )
-from router.core.dispatch.overload import OverloadSettings
-from router.core.dispatch.prefill_legs import DisaggregationSettings
+from router.core.core_config import NO_OVERLOAD_CONTROL
+from router.core.dispatch.prefill_legs import HandoffAbilities
 from router.core.events import (
     KvSnapshotArrived,
     LoadReported,
@@ -37,7 +37,7 @@ from router.core.frames import Finish, Start
 from router.core.priority_classes import CLASS_OF_TIER
 from tests.fakes.core_rig import CoreRig, has, only, sent
 
-SETTINGS = DisaggregationSettings(min_prompt_tokens=20, leg_timeout_seconds=5.0)
+SETTINGS = DisaggregationConfig(min_prompt_tokens=20, leg_timeout_seconds=5.0)
 PROMPT = list(range(40))
 
 
@@ -135,8 +135,8 @@ def test_kv_is_fetched_only_by_an_engine_of_the_same_kind_and_variant():
 )
 def test_log_probabilities_are_handed_over_only_between_shards_that_can(prefill: bool, decode: bool, is_split: bool):
     """Otherwise the answer's first token would have none."""
-    settings = dataclasses.replace(SETTINGS, wants_logprobs=lambda sampling: sampling == "logprobs")
-    rig = CoreRig(disaggregation=settings)
+    handoffs = HandoffAbilities(wants_logprobs=lambda sampling: sampling == "logprobs")
+    rig = CoreRig(disaggregation=SETTINGS, handoffs=handoffs)
     for shard_id, role, can in (("p0", "prefill", prefill), ("d0", "decode", decode)):
         rig.add_shard(shard_id, role=role, capabilities=frozenset({"handoff_logprobs"} if can else ()))
     assert begin(rig, sampling="logprobs").prefill_only == is_split
@@ -438,7 +438,7 @@ def test_a_leg_has_the_class_of_its_request():
 
 def test_a_request_whose_last_shard_leaves_during_its_leg_does_not_wait_for_ever():
     """While it had a leg it was not looked at when the fleet changed."""
-    rig = rig_of("p0", "d0", overload=OverloadSettings(outage_patience_seconds=1.0))
+    rig = rig_of("p0", "d0", overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, outage_patience_seconds=1.0))
     leg = begin(rig)
     rig.core._fleet.shards["p0"].limit = rig.core._fleet.shards["d0"].limit = 0
     rig.submit(request_id="r2", slots=(2,))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
+import msgspec
+
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import FairnessConfig
 from router.core.actions import Action, CancelOnShard, RequestEnded, SequencesPreempted, SubmitAttempt
-from router.core.dispatch.fair_shares import MAX_MOVES, FairnessSettings
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_OVERLOAD_CONTROL
+from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.frames import Finish
 from tests.fakes.core_rig import CoreRig, has, only
 
-SETTINGS = FairnessSettings(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
+SETTINGS = FairnessConfig(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
 
 
 class FairRig(CoreRig):
     """One shard with a batch of 4, which is sent up to 8 sequences."""
 
-    def __init__(self, settings: FairnessSettings | None = SETTINGS) -> None:
-        overload = OverloadSettings(sheds_early=True)
+    def __init__(self, settings: FairnessConfig | None = SETTINGS) -> None:
+        overload = msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True)
         super().__init__(fairness=settings, overload=overload, policy="least_requests")
         self.add_shard("s0", max_batch=4)
         self.num_slots = 0
@@ -204,7 +206,7 @@ def test_it_can_be_switched_off() -> None:
 def test_while_tenants_share_a_shard_the_larger_one_leaves_little_prefill_unfinished() -> None:
     """An engine prefills what it has in the order of its arrival: a request of another tenant must not wait for all of
     a flood."""
-    rig = FairRig(dataclasses.replace(SETTINGS, competing_prefill_seconds=0.001))
+    rig = FairRig(msgspec.structs.replace(SETTINGS, competing_prefill_seconds=0.001))
     assert dispatched(rig.ask("small", "small")) == ["small"]
     sent = [rig.ask(f"big-{number}", "big") for number in range(4)]
     assert [len(dispatched(actions)) for actions in sent] == [1, 1, 0, 0]
@@ -216,7 +218,7 @@ def test_while_tenants_share_a_shard_the_larger_one_leaves_little_prefill_unfini
 
 def test_a_tenant_that_is_alone_again_is_not_held_back() -> None:
     """Short steps cost a little throughput, which buys nothing then."""
-    rig = FairRig(dataclasses.replace(SETTINGS, competing_prefill_seconds=0.001))
+    rig = FairRig(msgspec.structs.replace(SETTINGS, competing_prefill_seconds=0.001))
     rig.ask("small", "small")
     rig.ask("big-0", "big")
     rig.finish("s0", 1)

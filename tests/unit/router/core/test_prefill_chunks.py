@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SendStep, SubmitAttempt
-from router.core.dispatch.overload import OverloadSettings
+from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.events import KvChange, KvEventsArrived, LoadReported, RequestCancelled, ShardDown, ShardLoad
 from router.core.frames import Finish, Start
@@ -100,7 +101,7 @@ def test_chunks_end_where_nothing_more_may_come_from_the_cache() -> None:
     rig = PrefillChunkRig()
     first = only(rig.ask("r", 1, BIG, max_cached_tokens=20_000), SubmitAttempt)
     prefill_chunks, last, _ = run_prefill_chunks(rig, first)
-    assert [len(prefill_chunk.request.prompt_token_ids) for prefill_chunk in prefill_chunks] == [12_800, 39 * 512]
+    assert [len(prefill_chunk.request.prompt_token_ids) for prefill_chunk in prefill_chunks] == [11_776, 39 * 512]
     assert last.num_expected_cached_tokens == 39 * 512
 
 
@@ -201,7 +202,7 @@ def test_an_overlong_queue_does_not_block_a_free_shard() -> None:
     """Requests that lost their shard may be more than may wait; a new request whose first prefill chunk was just sent
     to a shard that none of them can use is not refused because of them."""
     prefill_chunks = PrefillChunkSettings(overhead_seconds=1e-12, min_seconds=1e-6, min_tokens=4)
-    overload = OverloadSettings(outage_patience_seconds=3.0)
+    overload = msgspec.structs.replace(NO_OVERLOAD_CONTROL, outage_patience_seconds=3.0)
     rig = CoreRig(prefill_chunks=prefill_chunks, max_queued_requests=1, overload=overload)
     rig.add_shard("s0", max_batch=16, max_model_len=1000)
     rig.add_shard("s1", max_batch=16, max_model_len=64)

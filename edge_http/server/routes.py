@@ -1,11 +1,24 @@
-"""Describes each route of http_router.py in /openapi.json: one entry for each method of each path."""
+"""The routes of the HTTP API, besides those of administrators: one record for each method of each path."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from edge_http.anthropic.requests import MessagesBody, PromptBody
-from edge_http.endpoints.page import DOCS_FILES, PAGE_FILES
+from edge_http.endpoints.embeddings import embeddings
+from edge_http.endpoints.generation import chat_completions, completions
+from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
+from edge_http.endpoints.lora_adapters import load_lora_adapter, unload_lora_adapter
+from edge_http.endpoints.messages import count_tokens, messages
+from edge_http.endpoints.models import get_model, list_models
+from edge_http.endpoints.moderations import moderations
+from edge_http.endpoints.page import DOCS_FILES, PAGE_FILES, PAGE_ROUTES
+from edge_http.endpoints.ranking import rerank, score
+from edge_http.endpoints.receipts import receipt_keys
+from edge_http.endpoints.responses import count_input_tokens, responses
+from edge_http.endpoints.resume import cancel_response, resume_stream
+from edge_http.endpoints.tokenization import detokenize, tokenize
+from edge_http.endpoints.usage import usage
 from edge_http.openai import requests
 from edge_http.openai import response_objects as objects
 from edge_http.openai.embeddings import EmbeddingsBody
@@ -13,8 +26,8 @@ from edge_http.openai.lora_adapters import LoadAdapterBody, UnloadAdapterBody
 from edge_http.openai.ranking import RerankBody, ScoreBody
 from edge_http.openai.responses.requests import ResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
-from edge_http.openapi.operation import EVENT_STREAM, Answer, Operation
 from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
+from edge_http.openapi.route import EVENT_STREAM, Answer, Handler, Route
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
     BROWNOUT,
@@ -69,30 +82,33 @@ _WEATHER: Final = {
 }
 
 
-def _operation(path: str, method: str, name: str, tag: str, summary: str, *answers: Answer, **more: Any) -> Operation:
-    return Operation(path=path, method=method, id=name, tag=tag, summary=summary, answers=answers, **more)
+def _route(
+    path: str, method: str, handler: Handler, name: str, tag: str, summary: str, *answers: Answer, **more: Any
+) -> Route:
+    return Route(path=path, method=method, handler=handler, id=name, tag=tag, summary=summary, answers=answers, **more)
 
 
-def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Operation]:
+def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Route]:
     """Returns what can be done with a response that `path` has begun."""
     return [
-        _operation(
-            f"{path}/{{id}}", "GET", f"resume{name}", "Text", "Resume a stream",
+        _route(
+            f"{path}/{{id}}", "GET", resume_stream, f"resume{name}", "Text", "Resume a stream",
             Answer("The events after the last one that the client has.", chunk, EVENT_STREAM, headers=_STREAM_HEADERS),
             Answer("There is nothing more: stop asking.", status=204),
             parameters=("stream", "starting_after", LAST_EVENT_ID, REQUEST_ID), errors=(400, 404, 409, 410, 503),
+            has_head=False,
             **more,
         ),
-        _operation(
-            f"{path}/{{id}}/cancel", "POST", f"cancel{name}", "Text", "End a resumable answer",
+        _route(
+            f"{path}/{{id}}/cancel", "POST", cancel_response, f"cancel{name}", "Text", "End a resumable answer",
             Answer("The generation has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), **more,
         ),
     ]  # fmt: skip
 
 
-OPERATIONS: Final[tuple[Operation, ...]] = (
-    _operation(
-        "/v1/chat/completions", "POST", "createChatCompletion", "Text", "Answer a conversation",
+ROUTES: Final[tuple[Route, ...]] = (
+    _route(
+        "/v1/chat/completions", "POST", chat_completions, "createChatCompletion", "Text", "Answer a conversation",
         Answer("The answer.", objects.ChatCompletion, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.ChatCompletionChunk, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=requests.ChatBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
@@ -103,38 +119,39 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         },
     ),
     *_resumable("/v1/chat/completions", "ChatCompletion", objects.ChatCompletionChunk),
-    _operation(
-        "/v1/completions", "POST", "createCompletion", "Text", "Continue a text",
+    _route(
+        "/v1/completions", "POST", completions, "createCompletion", "Text", "Continue a text",
         Answer("The continuation.", objects.Completion, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.Completion, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=requests.CompletionBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A text": {"model": _MODEL, "prompt": "Once upon a time", "max_tokens": 32}},
     ),
     *_resumable("/v1/completions", "Completion", objects.Completion),
-    _operation(
-        "/v1/responses", "POST", "createResponse", "Text", "Answer by OpenAI's Responses API",
+    _route(
+        "/v1/responses", "POST", responses, "createResponse", "Text", "Answer by OpenAI's Responses API",
         Answer("The response.", objects.Response, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=ResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
     ),
     *_resumable("/v1/responses", "Response", objects.NamedEvent),
-    _operation(
-        "/v1/messages", "POST", "createMessage", "Text", "Answer by Anthropic's Messages API",
+    _route(
+        "/v1/messages", "POST", messages, "createMessage", "Text", "Answer by Anthropic's Messages API",
         Answer("The message.", objects.AnthropicMessage, headers=_ANSWER_HEADERS),
         Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=MessagesBody, parameters=GENERATION, errors=_ANTHROPIC_ERRORS, error=objects.AnthropicError,
         headers=ANTHROPIC_LIMITS,
         examples={"A question": {"model": _MODEL, "max_tokens": 32, "messages": _MESSAGES}},
     ),
-    _operation(
-        "/v1/responses/input_tokens", "POST", "countInputTokens", "Text", "The size of a response's prompt",
+    _route(
+        "/v1/responses/input_tokens", "POST", count_input_tokens, "countInputTokens",
+        "Text", "The size of a response's prompt",
         Answer("The number of tokens.", objects.InputTokens),
         body=ResponsesBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?"}},
     ),
-    _operation(
-        "/v1/messages/count_tokens", "POST", "countTokens", "Text", "The size of a message's prompt",
+    _route(
+        "/v1/messages/count_tokens", "POST", count_tokens, "countTokens", "Text", "The size of a message's prompt",
         Answer("The number of tokens.", objects.TokenCount),
         body=PromptBody, parameters=(REQUEST_ID,), errors=(404, 429, 529), error=objects.AnthropicError,
         headers=(ANTHROPIC_REQUEST_ID,),
@@ -143,21 +160,21 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     *_resumable(
         "/v1/messages", "Message", objects.NamedEvent, error=objects.AnthropicError, headers=(ANTHROPIC_REQUEST_ID,)
     ),
-    _operation(
-        "/v1/moderations", "POST", "createModeration", "Safety", "Judge texts by the safety policy",
+    _route(
+        "/v1/moderations", "POST", moderations, "createModeration", "Safety", "Judge texts by the safety policy",
         Answer("One result for each text.", objects.Moderation),
         body=requests.ModerationBody, parameters=(REQUEST_ID,), errors=(429, 503),
         examples={"Two texts": {"input": ["Hello!", "How do looms work?"]}},
     ),
-    _operation(
-        "/v1/embeddings", "POST", "createEmbedding", "Embeddings", "Vectors of texts",
+    _route(
+        "/v1/embeddings", "POST", embeddings, "createEmbedding", "Embeddings", "Vectors of texts",
         Answer("One vector for each input.", objects.EmbeddingList, headers=_COMMON_HEADERS),
         body=EmbeddingsBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"Two texts": {"model": _MODEL, "input": ["Looms weave cloth.", "Cats sleep a lot."]}},
     ),
     *(
-        _operation(
-            path, "POST", f"rerank{number}", "Embeddings", "Order documents by their similarity to a query",
+        _route(
+            path, "POST", rerank, f"rerank{number}", "Embeddings", "Order documents by their similarity to a query",
             Answer("The best first.", objects.Ranking, headers=_COMMON_HEADERS),
             body=RerankBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
             examples={"Two documents": {"model": _MODEL, "query": "weaving", "documents": ["Looms.", "Cats."]}},
@@ -165,16 +182,16 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         for number, path in enumerate(("/v1/rerank", "/v2/rerank", "/rerank"), 1)
     ),
     *(
-        _operation(
-            path, "POST", f"score{number}", "Embeddings", "How similar texts are",
+        _route(
+            path, "POST", score, f"score{number}", "Embeddings", "How similar texts are",
             Answer("One score for each pair.", objects.Scores, headers=_COMMON_HEADERS),
             body=ScoreBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
             examples={"Two pairs": {"model": _MODEL, "text_1": "weaving", "text_2": ["Looms.", "Cats."]}},
         )
         for number, path in enumerate(("/v1/score", "/score"), 1)
     ),
-    _operation(
-        "/tokenize", "POST", "tokenize", "Text", "The tokens of a text or a conversation",
+    _route(
+        "/tokenize", "POST", tokenize, "tokenize", "Text", "The tokens of a text or a conversation",
         Answer("The ids.", objects.Tokens),
         body=TokenizeBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={
@@ -182,69 +199,75 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
             "A conversation": {"model": _MODEL, "messages": _MESSAGES},
         },
     ),
-    _operation(
-        "/detokenize", "POST", "detokenize", "Text", "The text of tokens",
+    _route(
+        "/detokenize", "POST", detokenize, "detokenize", "Text", "The text of tokens",
         Answer("The text.", objects.TokensText),
         body=DetokenizeBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={"Two tokens": {"model": _MODEL, "tokens": [19556, 665]}},
     ),
-    _operation(
-        "/v1/load_lora_adapter", "POST", "loadLoraAdapter", "Models", "Load an adapter",
+    _route(
+        "/v1/load_lora_adapter", "POST", load_lora_adapter, "loadLoraAdapter", "Models", "Load an adapter",
         Answer("The adapter is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law", "lora_path": "law-v2"}},
+        scope="admin", is_of_fabric=True,
     ),
-    _operation(
-        "/v1/unload_lora_adapter", "POST", "unloadLoraAdapter", "Models", "Unload an adapter",
+    _route(
+        "/v1/unload_lora_adapter", "POST", unload_lora_adapter, "unloadLoraAdapter", "Models", "Unload an adapter",
         Answer("The adapter is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law"}},
+        scope="admin", is_of_fabric=True,
     ),
-    _operation(
-        "/v1/models", "GET", "listModels", "Models", "List the models",
+    _route(
+        "/v1/models", "GET", list_models, "listModels", "Models", "List the models",
         Answer("All models.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
     ),
-    _operation(
-        "/v1/models/{id}", "GET", "getModel", "Models", "Describe a model",
-        Answer("The model.", objects.ModelObject), errors=(404,), headers=(ANTHROPIC_REQUEST_ID,),
+    _route(
+        "/v1/models/{id}", "GET", get_model, "getModel", "Models", "Describe a model",
+        Answer("The model.", objects.ModelObject), errors=(404,), headers=(ANTHROPIC_REQUEST_ID,), takes_slashes=True,
     ),
-    _operation(
-        "/v1/usage", "GET", "getUsage", "Usage", "The usage of the own tenant",
+    _route(
+        "/v1/usage", "GET", usage, "getUsage", "Usage", "The usage of the own tenant",
         Answer("Sums, and budgets.", objects.TenantUsage), errors=(404, 503),
-        parameters=("first_day", "last_day", "by", "format"),
+        parameters=("first_day", "last_day", "by", "format"), scope="usage",
     ),
     *(
-        _operation(path, "GET", name, "Operation", summary, Answer("The process runs.", objects.Status), is_open=True)
+        _route(
+            path, "GET", health, name, "Operation", summary,
+            Answer("The process runs.", objects.Status), is_open=True,
+        )
         for path, name, summary in (
             ("/health", "health", "Tell that the process runs"),
             ("/live", "live", "The same, under Kubernetes' name"),
         )
     ),
-    _operation(
-        "/ready", "GET", "ready", "Operation", "Tell if a shard can take work",
+    _route(
+        "/ready", "GET", ready, "ready", "Operation", "Tell if a shard can take work",
         Answer("A shard can take work.", objects.Status),
         Answer("No shard can take work yet, or any more.", objects.Status, status=503), is_open=True,
     ),
-    _operation(
-        "/.well-known/kvloom-receipts.json", "GET", "receiptKeys", "Operation", "The public keys of receipts",
+    _route(
+        "/.well-known/kvloom-receipts.json", "GET", receipt_keys, "receiptKeys",
+        "Operation", "The public keys of receipts",
         Answer("The keys.", objects.ReceiptKeys), is_open=True, errors=(404,),
     ),
-    _operation(
-        "/version", "GET", "version", "Operation", "The version", Answer("The version.", objects.Version), is_open=True,
+    _route(
+        "/version", "GET", version, "version", "Operation", "The version",
+        Answer("The version.", objects.Version), is_open=True,
     ),
-    _operation(
-        "/metrics", "GET", "metrics", "Operation", "Prometheus metrics",
-        Answer("The metrics of this edge.", content_type="text/plain")
+    _route(
+        "/metrics", "GET", metrics, "metrics", "Operation", "Prometheus metrics",
+        Answer("The metrics of this edge.", content_type="text/plain"), scope="admin", is_of_fabric=True,
     ),
-    _operation(
-        "/metrics/targets", "GET", "metricsTargets", "Operation", "The processes of the fleet that serve metrics",
+    _route(
+        "/metrics/targets", "GET", metrics_targets, "metricsTargets", "Operation",
+        "The processes of the fleet that serve metrics",
         Answer("For Prometheus' HTTP service discovery.", list[objects.TargetGroup]), errors=(503,),
-    ),
-    _operation(
-        "/openapi.json", "GET", "openapi", "Operation", "This document",
-        Answer("OpenAPI 3.1.", objects.OpenApiDocument), is_open=True, errors=(404,),
+        scope="admin", is_of_fabric=True,
     ),
     *(
-        _operation(
-            path, "GET", f"file_{file.rpartition('/')[2].replace('.', '_')}", "Pages", f"A file of the {page}",
+        _route(
+            path, "GET", PAGE_ROUTES[path], f"file_{file.rpartition('/')[2].replace('.', '_')}",
+            "Pages", f"A file of the {page}",
             Answer("The file.", content_type=content_type), is_open=True,
         )
         for page, files in (("chat page", PAGE_FILES), ("reference page", DOCS_FILES))

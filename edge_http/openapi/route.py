@@ -1,9 +1,17 @@
-"""Describes one method of one path in the document."""
+"""A route: all that is said of one method of one path. Matching, scopes, CORS and /openapi.json derive from it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from aiohttp import web
+
+from edge_http.edge import Edge
+from kvloom_common.tenancy.scopes import Scope
+
+Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
 
 EVENT_STREAM = "text/event-stream"
 
@@ -22,9 +30,21 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Route:
+    """One method of one path of the HTTP API, and what it is for."""
+
     path: str
+    """A segment in braces stands for any."""
     method: str
+    handler: Handler
+    scope: Scope = "inference"
+    """A key of a tenant needs this scope for it."""
+    is_of_fabric: bool = False
+    """It concerns all tenants, so that only administrators of the whole fabric may use it."""
+    has_head: bool = True
+    """A GET may also be sent as HEAD."""
+    takes_slashes: bool = False
+    """The segment in braces may have slashes, as names of models do."""
     id: str
     """The name for generated clients."""
     tag: str
@@ -44,4 +64,10 @@ class Operation:
     headers: tuple[str, ...] = ()
     """Names of `parameters.RESPONSE_HEADERS` that its answers and its errors may have."""
     is_open: bool = False
-    """It needs no API key."""
+    """It needs no API key: the probes of load balancers, the description of the API, which holds no secrets, and the
+    pages, which ask their users for a key."""
+
+    @property
+    def methods(self) -> Sequence[str]:
+        """The methods that a request may have."""
+        return ("GET", "HEAD") if self.method == "GET" and self.has_head else (self.method,)
