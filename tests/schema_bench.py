@@ -5,10 +5,15 @@ the package `jsonschema`, which pip downloads. A schema is *accepted* if it is c
 that the suite calls invalid can be written under its guide. It is *useful* if one that the suite calls valid can be.
 A guide may be narrower than its schema: objects have only the properties that their schema names, numbers a bounded
 number of digits.
+
+XGrammar is measured beside it where it can be imported. It needs no more than torch's CPU build and numpy for this:
+`pip install --no-deps --target FOLDER xgrammar==0.2.8 apache-tvm-ffi`, and FOLDER in PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -36,6 +41,8 @@ _VLLM_FORMATS: Final = {"date", "time", "date-time", "duration", "email", "hostn
 
 Guide = Callable[[Any], Any]
 """From a schema to the one that the compiler gets; None if it is refused."""
+Compiler = Callable[[Any], Callable[[Any], bool] | None]
+"""From a schema to what says if an instance can be written; None if it can't be compiled."""
 
 
 class Group(NamedTuple):
@@ -64,17 +71,17 @@ def groups(folder: Path) -> Iterator[Group]:
             yield Group(f"{file.stem}: {group['description']}", group["schema"], valid, invalid)
 
 
-def shares(suite: list[Group], guide: Guide) -> Shares:
+def shares(suite: list[Group], guide: Guide, compiler: Compiler) -> Shares:
     accepted = honoured = useful = 0
     for group in suite:
         schema = guide(group.schema)
-        matcher = None if schema is None else _matcher(schema)
-        if matcher is None:
+        writes = None if schema is None else compiler(schema)
+        if writes is None:
             continue
         accepted += 1
-        if not any(_writes(matcher, instance) for instance in group.invalid):
+        if not any(map(writes, group.invalid)):
             honoured += 1
-            useful += not group.valid or any(_writes(matcher, instance) for instance in group.valid)
+            useful += not group.valid or any(map(writes, group.valid))
     return Shares(accepted, honoured, useful)
 
 
@@ -92,7 +99,7 @@ def relaxed(schema: Any) -> Any:
 
 
 def as_given(schema: Any) -> Any:
-    """llguidance alone."""
+    """The schema itself; not all compilers know those that are no objects."""
     return {} if schema is True else {"not": {}} if schema is False else schema
 
 
@@ -112,7 +119,7 @@ def passes_vllm(schema: Any) -> bool:
     return not bad and all(map(passes_vllm, schema.values()))
 
 
-def _matcher(schema: Any) -> LLMatcher | None:
+def by_llguidance(schema: Any) -> Callable[[Any], bool] | None:
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             json.dumps(schema, ensure_ascii=False), defaults={"whitespace_pattern": _WHITESPACE}
@@ -122,13 +129,31 @@ def _matcher(schema: Any) -> LLMatcher | None:
     matcher = LLMatcher(_TOKENIZER, grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return None if matcher.is_error() else matcher
+    if matcher.is_error():
+        return None
+
+    def writes(instance: Any) -> bool:
+        text = list(json.dumps(instance, ensure_ascii=False).encode())
+        found = matcher.deep_copy()
+        return found.try_consume_tokens(text) == len(text) and found.is_accepting()
+
+    return writes
 
 
-def _writes(matcher: LLMatcher, instance: Any) -> bool:
-    text = list(json.dumps(instance, ensure_ascii=False).encode())
-    found = matcher.deep_copy()
-    return found.try_consume_tokens(text) == len(text) and found.is_accepting()
+def by_xgrammar(schema: Any) -> Callable[[Any], bool] | None:
+    """As vLLM compiles it."""
+    from xgrammar import Grammar, testing  # pyright: ignore[reportMissingImports]
+
+    try:
+        grammar = Grammar.from_json_schema(json.dumps(schema, ensure_ascii=False))
+    except RuntimeError:
+        return None
+    return lambda instance: testing._is_grammar_accept_string(grammar, json.dumps(instance, ensure_ascii=False))
+
+
+def of_vllm(schema: Any) -> Any:
+    """What vLLM gives to XGrammar."""
+    return as_given(schema) if passes_vllm(schema) else None
 
 
 def _downloaded(folder: Path) -> Path:
@@ -145,12 +170,19 @@ def report(suite: list[Group]) -> Iterator[str]:
     yield f"{len(suite)} schemas\n"
     yield "| guide | accepted | honoured, of the accepted | useful, of the honoured |\n|---|---|---|---|"
     objects = [group for group in suite if any(isinstance(each, dict) for each in group.valid)]
-    for name, guide, of in (
-        ("`response_format`, strict tools", followed, suite),
-        ("tools that are not strict, of the schemas with valid objects", relaxed, objects),
-        ("llguidance alone", as_given, suite),
-    ):
-        found = shares(of, guide)
+    compared: list[tuple[str, Guide, Compiler, list[Group]]] = [
+        ("`response_format`, strict tools", followed, by_llguidance, suite),
+        ("tools that are not strict, of the schemas with valid objects", relaxed, by_llguidance, objects),
+        ("llguidance alone", as_given, by_llguidance, suite),
+    ]
+    if importlib.util.find_spec("xgrammar") is not None:
+        name = f"XGrammar {importlib.metadata.version('xgrammar')}"
+        compared += [
+            (f"{name} alone", as_given, by_xgrammar, suite),
+            (f"{name}, where vLLM uses it", of_vllm, by_xgrammar, suite),
+        ]
+    for name, guide, compiler, of in compared:
+        found = shares(of, guide, compiler)
         honoured = _share(found.honoured, found.accepted)
         yield f"| {name} | {_share(found.accepted, len(of))} | {honoured} | {_share(found.useful, found.honoured)} |"
     yield f"\nvLLM's rule for XGrammar passes {_share(sum(passes_vllm(group.schema) for group in suite), len(suite))}."

@@ -125,6 +125,12 @@ def is_event_name(name: str) -> bool:
     return name.startswith("(") or (_EVENT.fullmatch(name) is not None and _PAST.search(name) is not None)
 
 
+def proto_comments(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each block of comments in a proto file: the reference of the gRPC API."""
+    for match in re.finditer(r"(?:^[ \t]*//.*\n)+", source, re.MULTILINE):
+        yield source.count("\n", 0, match.start()) + 1, re.sub(r"\s*// ?", " ", match[0]).strip()
+
+
 def public_classes(tree: ast.Module) -> Iterator[str]:
     """Names of the public classes of a module."""
     return (node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
@@ -164,6 +170,10 @@ def findings() -> Iterator[Finding]:
                     yield Finding("events", folder, f"{path}:{line}", name)
         for name in public_classes(tree):
             classes[name].append(path)
+    for path in sorted((REPOSITORY / "protos").rglob("*.proto")):
+        for line, text in proto_comments(path.read_text(encoding="utf-8")):
+            if is_fragment(text):
+                yield Finding("fragments", "protos", f"{path.relative_to(REPOSITORY)}:{line}", text)
     for name, paths in sorted(classes.items()):
         for path in paths[1:]:
             yield Finding("class_names", name, path, f"{name} is the name of a class in {paths[0]}, too")

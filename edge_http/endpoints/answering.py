@@ -17,7 +17,7 @@ from edge_http.answers.shape import ResponseShape, formatter_of, joined_logprobs
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.endpoints.link_requests import link_requests
-from edge_http.endpoints.objectives import OBJECTIVE_HEADERS, TimedJob, has_objectives, seconds_left, set_objectives
+from edge_http.endpoints.objectives import TimedJob, seconds_left, set_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
@@ -34,25 +34,18 @@ from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     BUDGET_REMAINING,
     COST,
-    FAIRNESS_ID,
-    IDEMPOTENCY_KEY,
-    OBJECTIVE,
-    PRIORITY_CLASS,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
     cache_use,
     degradation,
     explanation,
-    idempotency_key,
     last_event_id,
     moved,
     request_id,
-    wants_details,
-    wants_explanation,
-    wants_resume,
 )
 from edge_http.wire.request_callers import credential_digest
+from edge_http.wire.request_headers import NO_WISHES
 from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
@@ -61,8 +54,6 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.conversation.model_output import fit_to_parser
 from kvloom_common.limits.byte_budget import ByteLease
 
-_SCHEDULING_HEADERS: Final = frozenset({PRIORITY_CLASS, OBJECTIVE, FAIRNESS_ID, *OBJECTIVE_HEADERS})
-"""Hardly any request has one, so that all are looked for at once."""
 _BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
 
 
@@ -128,26 +119,26 @@ async def generate(
 ) -> web.StreamResponse:
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
     brings a stream to its end. Raises KvloomError while nothing has been sent."""
-    given = request.headers
-    if edge.may_have_classes or not given.keys().isdisjoint(_SCHEDULING_HEADERS):
+    asked = job.asked
+    if asked is not NO_WISHES or edge.may_have_classes:
         _schedule(edge, request, job)
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
     formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
     name = envelope.id
-    key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
+    key = asked.idempotency_key
     if not job.stream:
         return await _collect(edge, request, permit, job, formatter, name, key, held)
-    is_resumable = edge.resume.is_wanted(wants_resume(request))
+    is_resumable = edge.resume.is_wanted(asked.resume)
     if is_resumable or key:
         return await _stream_resumable(edge, request, permit, job, formatter, name, key, run, is_resumable=is_resumable)
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(
-        job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, request, job)
+        job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, job)
     )
     begin_answer(name, job.model.name, streamed)
-    if edge.usage is not None and wants_details(request):
+    if edge.usage is not None and job.asked.wants_details:
         streamed.bill = _bill(edge.usage, edge, request, job)
     edge.keep_alive.add(streamed)
     try:
@@ -169,8 +160,7 @@ def _schedule(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> None:
     if served is not None:
         job.wanted.priority_class, job.wanted.fairness_id = served.name, served.fairness_id
         job.headers = {**job.headers, **served.headers}
-    if has_objectives(request.headers):
-        set_objectives(edge, request, job)
+    set_objectives(edge, request, job)
 
 
 def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
@@ -263,7 +253,7 @@ async def _whole_body(
         await run_submission(edge, submission_of(edge, request, job, name), collected)
     else:
         await held.deliver(collected, request.writer.drain, job.deadline)
-    more = explanation(collected.first_start) if wants_explanation(request) else {}
+    more = explanation(collected.first_start) if job.asked.wants_explanation else {}
     if edge.has_result_cache:
         more |= cache_use(start.result_cache for start in collected.starts.values())
     if moves := collected.moves:
@@ -271,7 +261,7 @@ async def _whole_body(
     headers = {**job.headers, **degradation(collected.first_start), **more}
     if collected.bill is not None:
         headers.update((_BILL_HEADERS[name], value) for name, value in collected.bill_details().items())
-    return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
+    return WholeBody(collected.body(with_details=job.asked.wants_details), collected.num_bytes, headers)
 
 
 async def _stream_resumable(
@@ -300,19 +290,15 @@ async def _stream_resumable(
     submission = submission_of(edge, request, job, name)
     permit.handed_over = True
     if edge.resume.is_published:
-        answer = RecordedAnswer(
-            job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, request, job)
-        )
-        record = _response_record(request, job, formatter.envelope, response, headers)
+        answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, job))
+        record = _response_record(job, formatter.envelope, response, headers)
         on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
         running = run_resumable(edge, submission, answer, stream, on_submitted, run)
     else:
-        answer = StreamedAnswer(
-            job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, request, job)
-        )
+        answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, job))
         running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
-    if edge.usage is not None and wants_details(request):
+    if edge.usage is not None and job.asked.wants_details:
         answer.bill = _bill(edge.usage, edge, request, job)
     edge.keep_alive.add(answer)
     edge.resume.start(stream, running, answer.fail, permit.release)
@@ -328,15 +314,15 @@ def _headers(request: web.BaseRequest, job: GenerationJob, name: str) -> dict[st
     return {REQUEST_ID: request_id(request), RESPONSE_ID: name, **job.headers}
 
 
-def _stream_options(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> dict[str, Any]:
+def _stream_options(edge: Edge, job: GenerationJob) -> dict[str, Any]:
     """Return the options for what a streamed answer contains besides its text."""
     return {
         "parsed": parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call),
         "joined": joined_logprobs(job.model.tokenizer, job.num_choices, job.sampling, job.stop)
         if job.stop.stop
         else (),
-        "with_details": wants_details(request),
-        "with_explanation": wants_explanation(request),
+        "with_details": job.asked.wants_details,
+        "with_explanation": job.asked.wants_explanation,
         "with_cache_use": edge.has_result_cache,
         "with_receipt": edge.receipt_keys is not None,
         "may_begin_early": not job.has_fallback_model,  # which can only take it before anything was sent
@@ -359,7 +345,6 @@ def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name
 
 
 def _response_record(
-    request: web.BaseRequest,
     job: GenerationJob,
     envelope: Envelope,
     name: ResponseName,
@@ -384,6 +369,6 @@ def _response_record(
         include_usage=job.include_usage,
         echoes=job.prompt_report is not None and job.prompt_report.echoes,
         echo_logprobs=None if job.prompt_report is None else job.prompt_report.echo_logprobs,
-        with_details=wants_details(request),
-        with_explanation=wants_explanation(request),
+        with_details=job.asked.wants_details,
+        with_explanation=job.asked.wants_explanation,
     )

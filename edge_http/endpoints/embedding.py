@@ -19,8 +19,8 @@ from edge_http.formatting.body_fields import FieldRules
 from edge_http.resume.kept_answers import WholeBody
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.wire.body import digest_of
-from edge_http.wire.headers import IDEMPOTENCY_KEY, idempotency_key
 from edge_http.wire.request_callers import credential_digest
+from edge_http.wire.request_headers import headers_of
 from kvloom.errors import KvloomError
 from kvloom_common.limits.byte_budget import ByteLease
 from kvloom_common.models.model_routes import BYTES_PER_TOKEN, ChosenRoute, RouteFacts
@@ -59,7 +59,7 @@ async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingAp
             if not edge.routes.is_needed(body.model, body.models, edge.models, is_answer=False):
                 job = await api.make_job(edge, request, body, edge.find_embedding_model(body.model, api.use))
         response_id = new_response_id(api.id_prefix, edge.tag)
-        key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
+        key = headers_of(request).idempotency_key
         name = None
         if key:
             name = ResponseName(response_id, credential_digest(request), caller, key, api.name + digest_of(raw))

@@ -10,7 +10,7 @@ from aiohttp import web
 from edge_http.answers.embedded_inputs import EmbeddedInputs
 from edge_http.edge import Edge
 from edge_http.endpoints.link_requests import link_requests
-from edge_http.endpoints.objectives import TimedJob, has_objectives, seconds_left, set_objectives
+from edge_http.endpoints.objectives import TimedJob, seconds_left, set_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.formatting.json_bytes import Buffer
 from edge_http.openai.prompt import Prompt
@@ -20,7 +20,6 @@ from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.headers import (
     cache_use,
     explanation,
-    wants_explanation,
 )
 from edge_http.wire.request_record import begin_answer
 from kvloom_common.limits.byte_budget import ByteLease
@@ -48,8 +47,7 @@ async def embedding_body(
 ) -> WholeBody:
     """Raises KvloomError."""
     inputs = EmbeddedInputs([len(prompt.token_ids) for prompt in job.prompts], lease)
-    if has_objectives(request.headers):
-        set_objectives(edge, request, job)
+    set_objectives(edge, request, job)
     begin_answer(response_id, job.model.name, inputs)
     served = served_class(edge, request)
     if served is not None:
@@ -62,7 +60,7 @@ async def embedding_body(
         num_bytes += len(piece)
         pieces.append(piece)
         await edge.fair_yield.take(max(len(piece), LONG_BODY_BYTES))
-    more = explanation(inputs.first_start) if wants_explanation(request) else {}
+    more = explanation(inputs.first_start) if job.asked.wants_explanation else {}
     if edge.has_result_cache:
         more |= cache_use(inputs.cache_uses)
     if served is not None:

@@ -20,6 +20,7 @@ from edge_http.openai.embeddings import (
     pooling_of,
     response_pieces,
 )
+from edge_http.wire.request_headers import headers_of
 from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom_common.models.served_model import ServedModel
 
@@ -42,7 +43,9 @@ async def _job(edge: Edge, request: web.BaseRequest, body: EmbeddingsBody, model
         for piece in response_pieces(*given):
             yield piece
 
-    return EmbeddingJob(prompts, pieces, model=model, wanted=GenerateRequest(pooling=pooling_of(body)))
+    return EmbeddingJob(
+        prompts, pieces, asked=headers_of(request), model=model, wanted=GenerateRequest(pooling=pooling_of(body))
+    )
 
 
 _API: Final[EmbeddingApi[EmbeddingsBody]] = EmbeddingApi(

@@ -40,6 +40,7 @@ from edge_http.openai.sampling import (
 from edge_http.openai.tools import place_of, tools_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
+from edge_http.wire.request_headers import headers_of
 from kvloom.conversation.json_depth import check_depth
 from kvloom.errors import invalid_argument, unsupported
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
@@ -94,6 +95,7 @@ async def _chat_job(
         "chatcmpl-",
         [prompt],
         [len(prompt.token_ids)],
+        asked=headers_of(request),
         wanted=GenerateRequest(
             sampling=sampling,
             stop=stop,
@@ -141,6 +143,7 @@ async def _completion_job(
         model=model,
         prompts=prompts,
         prompt_sizes=[len(prompt.token_ids) for prompt in prompts],
+        asked=headers_of(request),
         wanted=GenerateRequest(
             sampling=sampling,
             stop=stop,

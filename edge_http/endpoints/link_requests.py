@@ -9,7 +9,9 @@ from aiohttp import web
 from edge_http.edge import Edge
 from edge_http.endpoints.objectives import TimedJob
 from edge_http.openai.prompt import Prompt
-from edge_http.wire.headers import RECEIPT, refuses_result_cache, request_id, traceparent, wants_receipt
+from edge_http.wire.headers import RECEIPT, request_id, traceparent
+from edge_http.wire.request_headers import NO_WISHES
+from kvloom.errors import unsupported
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.router_service_pb2 import Submit
 
@@ -22,10 +24,11 @@ def link_requests(
     wanted.model, wanted.timeout_seconds = job.model.name, timeout_seconds
     if adapter is not None:
         wanted.adapter_checksum = adapter.checksum
-    if edge.has_result_cache:
-        wanted.no_result_cache = refuses_result_cache(request)
-    if RECEIPT in request.headers:
-        wanted.receipt = wants_receipt(request, can_have=edge.receipt_keys is not None)
+    asked = job.asked
+    if asked is not NO_WISHES:
+        wanted.MergeFrom(asked.wanted)
+        if wanted.receipt and edge.receipt_keys is None:
+            raise unsupported("There are no receipts here (router.receipts.enabled).", RECEIPT)
     submit = Submit(
         request=wanted,
         tenant=edge.callers.caller_of(request),

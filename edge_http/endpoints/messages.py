@@ -34,6 +34,7 @@ from edge_http.side_call import side_call
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
 from edge_http.wire.json_response import json_response
+from edge_http.wire.request_headers import headers_of
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import TIER_INTERACTIVE, GenerateRequest
@@ -100,6 +101,7 @@ async def _job(
         model=prepared.model,
         prompts=[prepared.prompt],
         prompt_sizes=[num_prompt_tokens],
+        asked=headers_of(request),
         wanted=GenerateRequest(
             sampling=sampling_of(body, None if prepared.guide is None else prepared.guide.guide),
             stop=stop_conditions(body, max_tokens if room is None else min(room, max_tokens)),

@@ -11,7 +11,8 @@ from aiohttp import web
 
 from edge_http.anthropic.blocks import Block, kind_of
 from edge_http.edge import Edge
-from edge_http.wire.headers import IDEMPOTENCY_KEY, MODEL, ROUTE, session_key, wants_resume
+from edge_http.wire.headers import MODEL, ROUTE, session_key
+from edge_http.wire.request_headers import headers_of
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.models.model_routes import FALLBACK_REASONS, ChosenRoute
@@ -69,7 +70,8 @@ def _field(value: Any, name: str) -> Any:
 def outlives_connection(edge: Edge, request: web.BaseRequest, *, is_stream: bool) -> bool:
     """True when the answer belongs to a task of its own from its submission on. Its name, by which it is resumed or
     repeated, then stands for this one model."""
-    return IDEMPOTENCY_KEY in request.headers or (is_stream and edge.resume.is_wanted(wants_resume(request)))
+    asked = headers_of(request)
+    return bool(asked.idempotency_key) or (is_stream and edge.resume.is_wanted(asked.resume))
 
 
 def pass_on(passed: list[tuple[str, KvloomError]], name: str, error: KvloomError) -> None:

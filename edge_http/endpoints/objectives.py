@@ -11,13 +11,13 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.wire.headers import DEADLINE, SLO_TPOT, SLO_TPOT_LLM_D, SLO_TTFT, SLO_TTFT_LLM_D
+from edge_http.wire.request_headers import RequestHeaders
 from edge_http.wire.request_record import seconds_since_arrival
 from kvloom.errors import invalid_argument
 from kvloom.objectives import MAX_MILLISECONDS, check_milliseconds
 from kvloom.v1.router_service_pb2 import GenerateRequest, Objectives
 from kvloom_common.models.served_model import ServedModel
 
-OBJECTIVE_HEADERS: Final = (DEADLINE, SLO_TTFT, SLO_TPOT, SLO_TTFT_LLM_D, SLO_TPOT_LLM_D)
 MAX_CHARS: Final = 32
 """No number of milliseconds needs more."""
 MIN_TIMEOUT_SECONDS: Final = 0.001
@@ -27,6 +27,8 @@ MIN_TIMEOUT_SECONDS: Final = 0.001
 class TimedJob(msgspec.Struct, kw_only=True):
     """The fields of every job that is submitted to the router."""
 
+    asked: RequestHeaders
+    """The wishes that its headers have."""
     wanted: GenerateRequest
     """The message that says what its client wants. The request of each prompt has a copy."""
     model: ServedModel
@@ -36,13 +38,9 @@ class TimedJob(msgspec.Struct, kw_only=True):
     """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
 
 
-def has_objectives(headers: Mapping[str, str]) -> bool:
-    return any(name in headers for name in OBJECTIVE_HEADERS)
-
-
 def set_objectives(edge: Edge, request: web.BaseRequest, job: TimedJob) -> None:
     """Give the job what the headers say, if it does not have it yet. Raises KvloomError (INVALID_ARGUMENT)."""
-    if job.wanted.HasField("objectives"):
+    if not job.asked.has_objectives or job.wanted.HasField("objectives"):
         return
     objectives = objectives_of(request.headers, seconds_since_arrival())
     job.deadline = _earlier_deadline(edge, job.deadline, objectives)

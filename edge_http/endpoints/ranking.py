@@ -28,6 +28,7 @@ from edge_http.openai.ranking import (
     unit_vector,
 )
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
+from edge_http.wire.request_headers import headers_of
 from kvloom.v1.generation_pb2 import Pooling
 from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom_common.models.served_model import ServedModel
@@ -62,7 +63,9 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, body: RerankBody, mo
         response = rerank_response(body, scores, response_id, model.name, inputs.num_prompt_tokens)
         yield encode_json(_with_details(response, inputs))
 
-    return EmbeddingJob(prompts, pieces, model=model, wanted=GenerateRequest(pooling=Pooling()))
+    return EmbeddingJob(
+        prompts, pieces, asked=headers_of(request), model=model, wanted=GenerateRequest(pooling=Pooling())
+    )
 
 
 async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, model: ServedModel) -> EmbeddingJob:
@@ -84,7 +87,9 @@ async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, mode
         response = score_response(scores, response_id, model.name, inputs.num_prompt_tokens)
         yield encode_json(_with_details(response, inputs))
 
-    return EmbeddingJob(prompts, pieces, model=model, wanted=GenerateRequest(pooling=Pooling()))
+    return EmbeddingJob(
+        prompts, pieces, asked=headers_of(request), model=model, wanted=GenerateRequest(pooling=Pooling())
+    )
 
 
 def _with_details(response: dict[str, Any], inputs: EmbeddedInputs) -> dict[str, Any]:

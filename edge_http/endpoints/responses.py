@@ -22,6 +22,7 @@ from edge_http.openai.sampling import chat_sampling, stop_conditions, tier_of
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from edge_http.wire.json_response import json_response
+from edge_http.wire.request_headers import headers_of
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
@@ -68,6 +69,7 @@ async def _job(
         model=model,
         prompts=[prompt],
         prompt_sizes=[len(prompt.token_ids)],
+        asked=headers_of(request),
         wanted=GenerateRequest(
             sampling=sampling,
             stop=stop,

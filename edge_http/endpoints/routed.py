@@ -16,7 +16,7 @@ from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_b
 from edge_http.endpoints.cascading import hold_candidate
 from edge_http.endpoints.continuing import ContinuedRun, may_be_continued
 from edge_http.endpoints.model_choice import NamesModels, outlives_connection, pass_on, route_headers, share_key
-from edge_http.endpoints.objectives import has_objectives, set_objectives
+from edge_http.endpoints.objectives import set_objectives
 from edge_http.submission import RunAnswer, run_submission
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -98,8 +98,7 @@ class _RoutedRequest(Generic[Body]):
             may_pass = not outlives_connection(self.edge, self.request, is_stream=job.stream)
             try:
                 job.deadline, job.has_fallback_model = deadline, may_pass and number < len(tried)
-                if has_objectives(self.request.headers):
-                    set_objectives(self.edge, self.request, job)
+                set_objectives(self.edge, self.request, job)
                 if name not in chosen.cascades:
                     run = self._run(chosen, name, job)
                     return await generate(self.edge, self.request, self.permit, job, run=run)

@@ -1,6 +1,7 @@
 """Reading HTTP requests and writing responses.
 
 headers.py          the headers of requests and responses
+request_headers.py  the record of what the headers of a request ask for, read once
 request_callers.py  who sends a request: its credential, or else its address
 request_record.py   what is noted of a request, for its log lines and for the headers of every response
 cors.py             which web pages of other origins may read responses

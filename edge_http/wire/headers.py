@@ -11,7 +11,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS, error_format_of
-from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_HIT, RESULT_CACHE_USE_MISS, SequenceStart
 
@@ -161,15 +161,10 @@ def wants_explanation(request: web.BaseRequest) -> bool:
     return given is not None and given.lower() in ("1", "true")
 
 
-def wants_receipt(request: web.BaseRequest, *, can_have: bool) -> bool:
-    """Return whether the answer is to come with a signed receipt. Raises KvloomError (UNSUPPORTED_PARAMETER) if there
-    are none here."""
+def wants_receipt(request: web.BaseRequest) -> bool:
+    """Return whether the answer is to come with a signed receipt."""
     given = request.headers.get(RECEIPT)
-    if given is None or given.lower() != "true":
-        return False
-    if not can_have:
-        raise unsupported("There are no receipts here (router.receipts.enabled).", RECEIPT)
-    return True
+    return given is not None and given.lower() == "true"
 
 
 def refuses_result_cache(request: web.BaseRequest) -> bool:

@@ -21,7 +21,7 @@ modelled.py                 experiments in virtual time: requests at random time
 bench_fabric.py             the fabric that a bench starts: its options, its configuration, and what the bench asks it
 arrivals.py                 requests at random times, and how many of them a fabric can answer
 plots.py                    plots of cache hits by turn, and of goodput over time
-streams.py                  streams as their clients see them, and whether two runs have the same answers
+disturbed.py               what the router says of streams, and whether two runs have the same answers
 spot_notice.py              `kvloom-lab bench spot-notice`: a shard with notice under load, and what its streams noticed
 tenant_timing.py            `kvloom-lab bench tenant-timing`: what the time to the first token tells another tenant
 auc.py                      how well two samples can be told apart, with its confidence interval

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from lab.bench.bench_fabric import Fabric
-from lab.bench.streams import Stream, numbered_prompt, play_one
+from tools.bench.streams import Stream, numbered_prompt, play_one
 from tools.failures import CommandError
 
 MAX_ARRIVALS: Final = 20_000

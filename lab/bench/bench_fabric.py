@@ -18,10 +18,11 @@ from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom_common.access.api_keys import ApiKey, digest_of, draw_key, write_api_keys
 from kvloom_common.config import KvloomConfig, ModelConfig
 from kvloom_common.metrics.exposition import samples_in
+from lab.bench.disturbed import explain
 from lab.bench.experiment import DATA_DIR, Flag, choice, count, flag, show_progress
-from lab.bench.streams import Stream, explain, open_session
 from router.core.placement import POLICIES
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.bench.streams import Stream, open_session
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model
@@ -41,14 +42,14 @@ _BLOCKS_ON_GPU: Final = 8192
 
 
 MODEL: Final = flag("--model", str, BUILTIN_MODEL_NAME, "Name, directory or .gguf file.", metavar="NAME|PATH")
-SHARD_FLAGS: Final = (MODEL, choice("--device", ["cpu", "cuda"], "cpu", "What the torch engine computes on."), DATA_DIR)
+SHARD_FLAGS: Final = (MODEL, choice("--device", ["cpu", "cuda"], "cpu", "The device of the torch engine."), DATA_DIR)
 ENGINE_OR_MODELLED: Final = choice(
     "--engine",
     [MODELLED, "torch", "sim"],
     MODELLED,
     "model: modelled shards in virtual time; otherwise the engine of a fabric that is started.",
 )
-PROFILE: Final = choice("--profile", sorted(PROFILES), "70b", "What a modelled shard is.")
+PROFILE: Final = choice("--profile", sorted(PROFILES), "70b", "The modelled shard: a model and its hardware.")
 POLICY: Final = choice("--policy", sorted(POLICIES), "ect", "Placement policy.")
 SEED: Final = count("--seed", 1, least=0)
 

@@ -22,7 +22,7 @@ from lab.bench.bench_fabric import Fabric, bench_fabric
 from lab.bench.brownout_model import phases_of
 from lab.bench.modelled import share_of
 from lab.bench.plots import Timeline
-from lab.bench.streams import Stream
+from tools.bench.streams import Stream
 from tools.simulate.statistics import quantile
 
 LADDER: Final = "ladder"

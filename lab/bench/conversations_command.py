@@ -177,12 +177,12 @@ _COLUMNS: Final = (
 
 @experiment(
     "conversations",
-    count("--shards", 2, "Of each fabric.", most=64, to="num_shards"),
-    choice("--engine", ["torch", "sim"], "torch", "Of its shards."),
+    count("--shards", 2, "Shards of each fabric.", most=64, to="num_shards"),
+    choice("--engine", ["torch", "sim"], "torch", "The engine of its shards."),
     MODEL,
     count("--conversations", 8, most=1000, to="num_conversations"),
     count("--turns", 6, most=100, to="num_turns"),
-    count("--max-tokens", 32, "Of an answer, at most."),
+    count("--max-tokens", 32, "The longest answer."),
     number("--think-seconds", 0.5, "Longest pause between an answer and the next question."),
     flag("--policies", str, "ect,round_robin", "Placement policies, separated by commas."),
     count("--rounds", 1, "All policies again.", to="num_rounds"),

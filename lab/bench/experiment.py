@@ -1,4 +1,4 @@
-"""Holds the parts that all benches share: flags, a run, rows, and their table, JSON and plot.
+"""The harness of all benches: flags, a run, rows, and their table, JSON and plot.
 
 A bench declares its flags and a function that runs it and returns a `Report`:
 
@@ -67,7 +67,7 @@ class Column(msgspec.Struct, frozen=True):
     heading: str
     of: str | Callable[[Any], Any]
     format: str = ""
-    """The format of its values, as in a format string. What is None is shown as "-"."""
+    """A format specification, such as ".2f". A value that is None is shown as "-"."""
     unit: str = ""
     is_left: bool = False
 
@@ -84,7 +84,7 @@ class TableOf(msgspec.Struct, frozen=True):
     rows: Sequence[Any]
     title: str | None = None
     is_turned: bool = False
-    """True when a row of the table is a field, and a column one of `rows`, headed by the first field."""
+    """True: a row of the table is a field, and a column one of `rows`, headed by the first field."""
 
     def render(self) -> Table:
         if self.is_turned:
@@ -105,7 +105,7 @@ class TableOf(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Holds the findings of a bench."""
+    """The findings of a bench."""
 
     data: Any
     """For `--json`."""
@@ -116,7 +116,7 @@ class Report(msgspec.Struct, frozen=True):
     for_page: tuple[str, str] | None = None
     """The name of a table of a documentation page, and the table."""
     is_right: bool = True
-    """True when the exit status is 0: what must not happen did not."""
+    """False makes the exit status 1: something happened that must not."""
 
 
 _PLOT: Final = click.Path(path_type=Path, dir_okay=False)

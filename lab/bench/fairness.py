@@ -50,7 +50,7 @@ _COLUMNS: Final = (
     count("--shards", 2, to="num_shards"),
     PROFILE,
     POLICY,
-    number("--calm-load", 0.2, "What the calm tenant asks for, of what the fleet can serve.", most=1, above=True),
+    number("--calm-load", 0.2, "The calm tenant asks for this share of what the fleet can serve.", most=1, above=True),
     number("--flood-factor", 10.0, "How many times as much the other tenant asks for.", above=True),
     number(
         "--seconds",

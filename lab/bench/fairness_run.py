@@ -16,7 +16,7 @@ from kvloom_common.config import KvloomConfig
 from lab.bench.arrivals import Requests, arrival_times, measure_capacity, play_arrivals
 from lab.bench.bench_fabric import Fabric, bench_fabric
 from lab.bench.fairness_model import CALM, FLOOD, rise
-from lab.bench.streams import Stream
+from tools.bench.streams import Stream
 from tools.simulate.runs import Curves
 from tools.simulate.statistics import quantile
 

@@ -208,7 +208,7 @@ _COLUMNS: Final = (
 
 @experiment(
     "kv-shares",
-    choice("--engine", ["sim", "torch"], "sim", "What computes."),
+    choice("--engine", ["sim", "torch"], "sim", "The engine."),
     count("--blocks", 256, "KV blocks.", least=64, to="num_blocks"),
     count("--share", 50, "The guaranteed share in percent.", most=MAX_KV_SHARES_PERCENT, to="percent"),
     count("--conversations", 4, most=1000, to="num_conversations"),

@@ -118,7 +118,7 @@ def _overload(*, sheds_early: bool) -> OverloadConfig:
 
 
 def _wasted_share(outcomes: Sequence[Outcome]) -> float:
-    """The share of the prompt tokens sent to shards that belongs to requests which missed their deadline."""
+    """Returns the share of the prompt tokens sent to shards that belongs to requests which missed their deadline."""
     sent = [o for o in outcomes if not o.failed or o.ttft_seconds < o.finished_at - o.arrived_at]
     num_tokens = sum(outcome.call.num_prompt_tokens for outcome in sent)
     num_wasted = sum(outcome.call.num_prompt_tokens for outcome in sent if outcome.failed)

@@ -13,15 +13,9 @@ import msgspec
 from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom_common.config import KvloomConfig, PriorityClassConfig
 from lab.bench.bench_fabric import SHARD_FLAGS, Device, Fabric, bench_config, bench_fabric
+from lab.bench.disturbed import num_differing_bytes, num_tokens_computed_again
 from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment, show_progress
-from lab.bench.streams import (
-    Stream,
-    num_differing_bytes,
-    num_tokens_computed_again,
-    numbered_prompt,
-    play,
-    play_one,
-)
+from tools.bench.streams import Stream, numbered_prompt, play, play_one
 from tools.failures import CommandError
 from tools.simulate.plot import draw
 from tools.simulate.runs import Curves
@@ -50,12 +44,12 @@ _COLUMNS: Final = (
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True):
-    """Says what the clients send: a batch, and urgent requests that preempt it."""
+    """Says what the clients send."""
 
     num_batch: int
     num_prompt_words: int
     max_tokens: int
-    """The length of the longest batch answer; the shortest has half as many, so that they do not end at the same
+    """The tokens of the longest batch answer; the shortest has half as many, so that they do not end at the same
     time."""
     num_urgent: int
     max_urgent_tokens: int
@@ -72,7 +66,7 @@ class PreemptionRow(msgspec.Struct, frozen=True):
     num_preemptions: int
     num_tokens_computed_again: int
     num_errors: int
-    """Errors of batch and urgent requests together."""
+    """The errors of batch and urgent requests together."""
     num_differing_answers: int
     """Batch answers whose text is not that of the run in which nothing disturbed them."""
     batch_seconds: float
@@ -94,7 +88,7 @@ class PreemptionReport(msgspec.Struct, frozen=True):
 
 @experiment(
     "preemption",
-    choice("--engine", ["torch", "sim"], "torch", "Of the shards."),
+    choice("--engine", ["torch", "sim"], "torch", "The engine of the shards."),
     count("--shards", 2, most=16, to="num_shards"),
     count("--max-batch", 4, "Answers that run on a shard at the same time.", most=256),
     count("--batch-answers", 16, "Batch requests, all sent at once.", least=2, most=1024, to="num_batch"),

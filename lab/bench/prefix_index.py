@@ -203,7 +203,7 @@ _STEPS: Final = (
 
 @experiment(
     "index",
-    count("--shards", 256, "That share it.", most=4096, to="num_shards"),
+    count("--shards", 256, "Shards that share it.", most=4096, to="num_shards"),
     count(
         "--blocks",
         1_000_000,
@@ -212,7 +212,9 @@ _STEPS: Final = (
         most=50_000_000,
         to="num_blocks",
     ),
-    count("--prompt-tokens", 8192, "Of a looked-up prompt.", least=256, most=131_072, to="num_prompt_tokens"),
+    count(
+        "--prompt-tokens", 8192, "The length of a looked-up prompt.", least=256, most=131_072, to="num_prompt_tokens"
+    ),
     count("--block-size", 16, "Tokens in a block.", most=128),
     flag(
         "--snapshot-blocks",

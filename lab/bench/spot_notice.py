@@ -20,15 +20,9 @@ from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
 from kvloom_common.config import KvloomConfig
 from kvloom_common.trust.fabric_trust import FabricTrust
 from lab.bench.bench_fabric import SHARD_FLAGS, Device, bench_config, bench_fabric
+from lab.bench.disturbed import CALL_TIMEOUT_SECONDS, num_differing_bytes, num_tokens_computed_again
 from lab.bench.experiment import Column, Report, TableOf, count, experiment, flag
-from lab.bench.streams import (
-    CALL_TIMEOUT_SECONDS,
-    Stream,
-    num_differing_bytes,
-    num_tokens_computed_again,
-    numbered_prompt,
-    play,
-)
+from tools.bench.streams import Stream, numbered_prompt, play
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.options import Seconds
@@ -65,7 +59,7 @@ class NoticeReport(msgspec.Struct, frozen=True):
     shard_ended_after_seconds: float
     """After the notice."""
     shard_was_killed: bool
-    """True when it had not ended by itself when the time was over."""
+    """True when the shard had not ended by itself when the time was over."""
 
 
 _COLUMNS: Final = (

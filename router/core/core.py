@@ -80,14 +80,22 @@ class RouterCore:
         fair_shares = FairShares(
             config.fairness, self._fleet, self._ledger, config.classes, sends_at_once=policy.hold is None
         )
-        self._placer = Placer(self._fleet, self._index, self._ledger, policy, seed, fair_shares.must_leave_room)
+        self._placer = Placer(
+            self._fleet,
+            self._index,
+            self._ledger,
+            policy,
+            seed,
+            fair_shares.must_leave_room,
+            fair_shares.may_leave_room,
+            config.decision_sample_share,
+        )
         self._attempt_sender = AttemptSender(
             self._fleet,
             self._index,
             self._ledger,
             self._placer,
             self._action_buffer,
-            config.decision_sample_share,
             config.prefill_chunks,
             fair_shares,
             ServiceCounters(config.prompt_token_weight, config.output_token_weight),

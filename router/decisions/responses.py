@@ -40,6 +40,7 @@ def plan_to_proto(
         error=None if plan.error is None else plan.error.to_proto(),
         regret=_regret(plan),
         brownout=brownout,
+        prefill_deviation_seconds=plan.prefill_deviation_seconds,
     )
 
 

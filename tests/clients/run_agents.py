@@ -1,5 +1,7 @@
-"""Runs coding agents, each through one session with a scripted model (scripted_agent.py): it reads a file and an image,
-is cut off in the middle of a call, edits the file, runs a command, and the session is taken up again.
+"""Runs coding agents, each through one session with a fabric whose engine plays a model (scripted_engine.py).
+
+The agent reads a file and an image, is cut off in the middle of a call, edits the file, runs a command, and the session
+is taken up again.
 
 `python -m tests.clients.run_agents [--only NAME ...] [--write-docs]`, as `make test-clients` does once it has installed
 them. Prints a table, and exits with 1 if an agent has not done something that it can do.
@@ -20,9 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.clients import scripted_engine
 from tests.clients.results import with_table
 from tests.clients.run import ENVIRONMENTS, NO_TELEMETRY, PAGE
-from tests.clients.scripted_agent import AFTER, BEFORE, IMAGE, NOTE, ScriptedAgent, scripted_agent
+from tests.clients.scripted_agent import AFTER, BEFORE, IMAGE, NOTE
+from tests.e2e.fabric import MODEL_CACHE_DIR, REPOSITORY, RunningFabric
 
 FOLDER: Final = Path(__file__).parent / "agents"
 AIDER: Final = ENVIRONMENTS / "aider" / "bin"
@@ -32,6 +36,27 @@ MARK: Final = "agents"
 CHECKS: Final = ("file read", "image read", "cut off", "file edited", "command run", "ended", "taken up again")
 TASK: Final = f"Read {NOTE}, look at {IMAGE}, edit the note and run a command."
 MORE: Final = "Go on."
+WINDOW: Final = 10**6
+MODEL: Final = MODEL_CACHE_DIR / "smollm2-135m-instruct"
+CONFIG: Final = f"""
+[model]
+name = "tiny"
+path = "{{model}}"
+tool_parser = "hermes"
+
+[shard]
+engine = "{scripted_engine.NAME}"
+num_shards = 1
+num_blocks = {WINDOW // 16}
+
+[shard.sim]
+step_ms = 1
+prefill_tokens_per_second = 10_000_000
+
+[shard.plugin]
+folder = "{{folder}}"
+state_file = "{{state_file}}"
+"""
 _PIXEL: Final = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
@@ -54,7 +79,7 @@ Commands = Callable[[Session], Sequence[Sequence[str]]]
 class Agent:
     name: str
     package: str
-    """Its package, as the registry names it."""
+    """Its package, as the registry names it; "": it has none, and is played from its published source."""
     commands: Commands
     """Of the session; those behind the first take it up again."""
     api: str
@@ -123,6 +148,11 @@ def aider(session: Session) -> Sequence[Sequence[str]]:
     return [[str(AIDER / "aider"), *options, "--message", TASK, NOTE]]
 
 
+def goose(session: Session) -> Sequence[Sequence[str]]:
+    player = [sys.executable, str(Path(__file__).parent / "goose_player.py"), session.url, str(session.home)]
+    return [[*player, TASK], [*player, MORE]]
+
+
 AGENTS: Final = (
     Agent(
         "Claude Code",
@@ -152,6 +182,7 @@ AGENTS: Final = (
         "chat completions",
         not_offered=frozenset(("image read", "cut off", "command run", "taken up again")),
     ),
+    Agent("goose", "", goose, "chat completions"),
 )
 
 
@@ -159,27 +190,53 @@ async def check(agent: Agent, root: Path) -> dict[str, bool]:
     """The outcome of each check that the agent offers."""
     folder, home = root / "work", root / "home"
     await asyncio.to_thread(prepare, folder, home)
-    model = ScriptedAgent(folder)
-    async with scripted_agent(model) as url:
-        session = Session(url, folder, home)
+    state_file = root / "state.json"
+    fabric = await asyncio.to_thread(start_fabric, root, folder, state_file)
+    try:
+        session = Session(fabric.http_url, folder, home)
         others = ("OPENAI_", "ANTHROPIC_", "KVLOOM_")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         own = {"HOME": str(home), "PWD": str(folder), "IS_SANDBOX": "1", **agent.environment(session)}
         commands = agent.commands(session)
         num_ended = [0]
+        state = {"seen": [], "was_cut_off": False, "num_ended": 0}
         for command in commands:
             await run(command, folder, {**inherited, **NO_TELEMETRY, **own})
-            num_ended.append(model.num_ended)
+            if state_file.exists():
+                state = json.loads(state_file.read_text())
+            num_ended.append(state["num_ended"])
+    finally:
+        await asyncio.to_thread(fabric.stop)
     found = {
-        "file read": "read" in model.seen,
-        "image read": "image" in model.seen,
-        "cut off": model.was_cut_off,
+        "file read": "read" in state["seen"],
+        "image read": "image" in state["seen"],
+        "cut off": state["was_cut_off"],
         "file edited": (folder / NOTE).read_text() == f"{AFTER}\n",
-        "command run": "run" in model.seen,
-        "ended": model.num_ended > 0,
+        "command run": "run" in state["seen"],
+        "ended": state["num_ended"] > 0,
         "taken up again": num_ended[-1] > num_ended[-2],
     }
     return {name: outcome for name, outcome in found.items() if name not in agent.not_offered}
+
+
+def start_fabric(root: Path, folder: Path, state_file: Path) -> RunningFabric:
+    """A fabric with the scripted engine, whose model `tiny` has the tokenizer of the built-in model and a large
+    window."""
+    model, site = root / "model", root / "site"
+    model.mkdir()
+    for file in MODEL.iterdir():
+        if file.name != "config.json":
+            (model / file.name).symlink_to(file)
+    described = json.loads((MODEL / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"max_position_embeddings": WINDOW}))
+    info = site / "kvloom_scripted-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvloom_scripted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(scripted_engine.ENTRY)
+    config = root / "kvloom.toml"
+    config.write_text(CONFIG.format(model=model, folder=folder, state_file=state_file))
+    path = os.pathsep.join((str(site), str(REPOSITORY)))
+    return RunningFabric.start(root / "data", "--config", str(config), PYTHONPATH=path)
 
 
 def prepare(folder: Path, home: Path) -> None:
@@ -217,6 +274,8 @@ def table(results: Mapping[Agent, Mapping[str, bool]]) -> str:
 
 
 def version_of(agent: Agent) -> str:
+    if not agent.package:
+        return "played"
     if agent.name != "aider":
         return json.loads((FOLDER / "node_modules" / agent.package / "package.json").read_text())["version"]
     question = f"import importlib.metadata; print(importlib.metadata.version({agent.package!r}))"

@@ -1,4 +1,4 @@
-"""An edge whose model works as the model of a coding agent: it reads a file and an image, edits the file, runs a
+"""A model that works as that of a coding agent: it reads a file and an image, edits the file, runs a
 command, and ends with a text. Once it is cut off in the middle of a call.
 
 It knows the tools of the agents that are checked by their names. What it does next follows from the calls in the
@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvloom.conversation.earlier import omitted
-from kvloom_common.config import EdgeConfig
-from kvloom_common.parsers.spec import ParserSpec
-from tests.fakes.edge_world import edge_world
-from tests.fakes.fake_router_link import LENGTH, FakeRequest, FakeRouterLink, answer
-from tests.fakes.tiny_tokenizer import model_tokenizer
 
 BEFORE, AFTER = "the quick fox", "the slow fox"
 NOTE, IMAGE = "note.txt", "pixel.png"
@@ -27,13 +21,13 @@ RAN = "ran-42"
 COMMAND: Final = "echo ran-$((6*7))"
 DONE: Final = "All is done."
 IMAGE_SEEN: Final = "image/png"
-WINDOW: Final = 10**6
 _CALL: Final = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 _TOOLS: Final = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 _PATCH: Final = f"*** Begin Patch\n*** Update File: {NOTE}\n@@\n-{BEFORE}\n+{AFTER}\n*** End Patch"
 
 _IMAGE_NOTES: Final = (omitted("image"), IMAGE_SEEN)
 READS: Final[Mapping[str, tuple[str, ...]]] = {
+    "developer__text_editor": ("path",),
     "Read": ("file_path", "filepath", "path"),
     "read": ("filePath", "path"),
     "read_file": ("path", "file_path"),
@@ -42,15 +36,33 @@ READS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """By the name of a tool: how its argument that names the file may be called."""
 EDITS: Final[Mapping[str, tuple[str, str, str]]] = {
+    "developer__text_editor": ("path", "old_str", "new_str"),
     "Edit": ("file_path", "old_string", "new_string"),
     "edit": ("filePath", "oldString", "newString"),
     "replace_in_file": ("path", "old_text", "new_text"),
     "editor": ("path", "old_text", "new_text"),
 }
-SHELLS: Final = ("Bash", "bash", "exec_command", "shell_command", "shell", "execute_command", "run_commands")
+SHELLS: Final = (
+    "developer__shell",
+    "Bash",
+    "bash",
+    "exec_command",
+    "shell_command",
+    "shell",
+    "execute_command",
+    "run_commands",
+)
 END: Final = "submit_and_exit"
 """Cline asks on until this tool is called."""
 _COMMAND_NAMES: Final = ("command", "cmd", "commands")
+
+
+class Said(NamedTuple):
+    """An answer of the model."""
+
+    text: str
+    is_cut_off: bool = False
+    """It ends as if there were no room for more tokens."""
 
 
 class ScriptedAgent:
@@ -58,42 +70,39 @@ class ScriptedAgent:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.num_requests = 0
-        self.tools: set[str] = set()
-        """Those that the agent has offered."""
         self.was_cut_off = False
         self.num_ended = 0
         """How often the work has ended, or would have."""
         self.seen: set[str] = set()
         """Of "read", "image" and "run": what has come back of the calls."""
 
-    def play(self, request: FakeRequest) -> None:
-        self.num_requests += 1
-        prompt = model_tokenizer().decode(request.request.prompt_token_ids, skip_special_tokens=False)
+    def state(self) -> dict[str, Any]:
+        """What has come of the session so far."""
+        return {"seen": sorted(self.seen), "was_cut_off": self.was_cut_off, "num_ended": self.num_ended}
+
+    def reply(self, prompt: str) -> Said:
+        """What the model says to a prompt with all its special tokens."""
         described = _TOOLS.search(prompt)
         self._look(prompt)
         if described is None:
-            self._play_without_tools(request, prompt)
-            return
+            return self._said_without_tools(prompt)
         tools = {
             tool["function"]["name"]: tool["function"]["parameters"]
             for tool in map(json.loads, described[1].split("\n"))
         }
-        self.tools |= tools.keys()
         steps = self._steps(tools)
         calls = [_read(text) for text in _CALL.findall(prompt[described.end() :])]
         step = next((step for step in steps if not any(_is_call(call, *step) for call in calls)), None)
         if step is None:
             self.num_ended += 1
-            answer("All is", " done.")(request)
-            return
+            return Said(DONE)
         self.num_ended += step[0] == END
-        text = json.dumps({"name": step[0], "arguments": step[1]})
+        call = json.dumps({"name": step[0], "arguments": step[1]})
+        text = f"Let me see.\n<tool_call>\n{call}"
         if step is steps[1] and not self.was_cut_off:
             self.was_cut_off = True
-            answer("Let me see.\n<tool_call>\n", text[: len(text) - 5], reason=LENGTH)(request)
-            return
-        answer("Let me see.\n<tool_call>\n", text, "\n</tool_call>")(request)
+            return Said(text[:-5], is_cut_off=True)
+        return Said(f"{text}\n</tool_call>")
 
     def _look(self, prompt: str) -> None:
         results = prompt.rpartition("</tools>")[2]
@@ -101,13 +110,12 @@ class ScriptedAgent:
         marks["image"] = any(note in results for note in _IMAGE_NOTES)
         self.seen |= {name for name, is_there in marks.items() if is_there}
 
-    def _play_without_tools(self, request: FakeRequest, prompt: str) -> None:
+    def _said_without_tools(self, prompt: str) -> Said:
         """A title, a summary and the like, or an agent that edits by its answers' text."""
         if "whole edit format" not in prompt and "*file listing*" not in prompt:
-            answer("A title")(request)
-            return
+            return Said("A title")
         self.num_ended += 1
-        answer(f"{NOTE}\n```\n{AFTER}\n```\n")(request)
+        return Said(f"{NOTE}\n```\n{AFTER}\n```\n")
 
     def _steps(self, tools: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, Any]]]:
         reads = next((name for name in READS if name in tools and name != "view_image"), None)
@@ -118,12 +126,15 @@ class ScriptedAgent:
             if name is not None:
                 field = _field(tools[name], READS[name])
                 path = str(self._folder / file)
-                steps.append((name, {field: [path] if field == "paths" else path}))
+                view = {"command": "view"} if name == "developer__text_editor" else {}
+                steps.append((name, {field: [path] if field == "paths" else path, **view}))
             elif file == NOTE:
                 steps.append((shell, _command(tools[shell], f"cat {NOTE}")))
         edit = next((name for name in EDITS if name in tools), None)
         if edit is not None:
-            steps.append((edit, dict(zip(EDITS[edit], (str(self._folder / NOTE), BEFORE, AFTER), strict=True))))
+            replace = {"command": "str_replace"} if edit == "developer__text_editor" else {}
+            given = dict(zip(EDITS[edit], (str(self._folder / NOTE), BEFORE, AFTER), strict=True))
+            steps.append((edit, given | replace))
         elif "apply_patch" in tools:
             steps.append(("apply_patch", {"input": _PATCH}))
         else:
@@ -162,12 +173,3 @@ def _with_required(given: dict[str, Any], schema: Mapping[str, Any]) -> Mapping[
     for name in schema.get("required", ()):
         given.setdefault(name, True if schema["properties"][name].get("type") == "boolean" else DONE)
     return given
-
-
-@asynccontextmanager
-async def scripted_agent(agent: ScriptedAgent) -> AsyncIterator[str]:
-    """Yields the URL of its edge. The model is `tiny`."""
-    link = FakeRouterLink(max_model_len=WINDOW)
-    link.script = agent.play
-    async with edge_world(link=link, output=ParserSpec(tools="hermes"), config=EdgeConfig()) as world:
-        yield world.url

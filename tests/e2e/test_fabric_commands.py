@@ -41,6 +41,22 @@ def test_status_tells_tools_what_runs(sim_fabric: RunningFabric):
 
 
 @on_the_shared_fabric
+def test_a_load_shows_what_clients_of_the_fabric_see(sim_fabric: RunningFabric):
+    """Operators size a fabric by it: requests of both kinds are answered, and every figure is there."""
+    for how in (("--concurrency", "3"), ("--rate", "20")):
+        sizes = ("--seconds", "0.5", "--max-tokens", "4", "--prompt-words", "8")
+        done = run_kvloom("bench", "load", *how, *sizes, "--json", env=sim_fabric.env)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["answered"] == report["requests"] > 0
+        assert not report["errors"]
+        assert report["ttft_ms"]["p50"] > 0
+        assert report["output_tokens_per_second"] > 0
+    refused = run_kvloom("bench", "load", "--model", "no-such", "--seconds", "0.2", "--json", env=sim_fabric.env)
+    assert refused.returncode == 1
+    assert json.loads(refused.stdout)["errors"].keys() == {"model_not_found"}
+
+
 def test_doctor_finds_a_fabric_closed_to_strangers_as_it_was_started(sim_fabric: RunningFabric):
     """What `kvloom up` starts must be safe without a setting; the command must say what it has tried."""
     done = run_kvloom("doctor", "security", "--json", env=sim_fabric.env)

@@ -53,11 +53,13 @@ def test_a_plan_is_shown_shard_by_shard(sim_fabric: RunningFabric):
         assert shard["cost_seconds"] == pytest.approx(sum(shard["cost_terms"].values()))
     assert plan["picked_shard_id"] == plan["shards"][0]["shard_id"]
     table = explain(sim_fabric, "--prompt", QUESTION)
-    header, *rows, regret = table.splitlines()
+    header, *rows, regret, deviation = table.splitlines()
     assert all(term in header for term in plan["shards"][0]["cost_terms"]), "each term has its column, none is cut off"
     assert ["← picked" in row for row in rows] == [True, False]
     assert all(f"of {plan['num_prompt_tokens']}" in row for row in rows)
     assert regret.startswith("regret: ")
+    assert plan["prefill_deviation_seconds"] > 0
+    assert deviation == f"its prefill time is known to ± {1000 * plan['prefill_deviation_seconds']:.1f} ms"
 
 
 def test_a_request_is_explained_with_its_outcome(sim_fabric: RunningFabric):

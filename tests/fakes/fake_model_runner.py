@@ -34,6 +34,7 @@ class FakeModelRunner:
         weights: str = "dtype",
         kernels: str = "auto",
         shared_cores: int = 0,
+        shares_weights: bool = False,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.vocab_size = VOCAB_SIZE

@@ -145,5 +145,6 @@ def test_without_cuda_the_error_names_what_to_install(tmp_path: Path):
             weights="auto",
             kernels="auto",
             shared_cores=0,
+            shares_weights=False,
             on_progress=lambda _message: None,
         )

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_http.wire import headers
+from edge_http.wire.request_headers import headers_of
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2, router_service_pb2, shard_service_pb2
 from router.core.core import CoreConfig, RouterCore
@@ -228,10 +229,18 @@ def test_any_headers(given_headers: dict[str, str]) -> None:
         lambda r: headers.session_key(r, None),
         headers.wants_details,
         headers.wants_explanation,
+        lambda r: headers_of(r).idempotency_key,
     )
     for read in readers:
         value, field = _read(read, request)
-        assert field in ("", headers.RESUME, headers.IDEMPOTENCY_KEY, headers.LAST_EVENT_ID, headers.SESSION_ID)
+        assert field in (
+            "",
+            headers.RESUME,
+            headers.IDEMPOTENCY_KEY,
+            headers.LAST_EVENT_ID,
+            headers.SESSION_ID,
+            headers.CACHE,
+        )
         assert not isinstance(value, int) or 0 <= value <= headers.MAX_EVENT_NUMBER
 
 

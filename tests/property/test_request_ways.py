@@ -19,6 +19,7 @@ from edge_http.resume.records import RequestsRecord, decode_requests, encode
 from kvloom.adapters import Adapter
 from kvloom.client.client import _link_request
 from kvloom.errors import KvloomError
+from kvloom.router_link.earlier_submit import flatten, nest
 from kvloom.router_link.link import ChoiceProgress, GrpcRouterLink, LinkRequest
 from kvloom.router_link.tracked_request import TrackedRequest
 from kvloom.v1 import router_service_pb2 as pb
@@ -157,6 +158,16 @@ def new(wanted: pb.GenerateRequest, num_tokens: int) -> Request:
     return at_router(arrived(request))
 
 
+def known_earlier(wanted: pb.GenerateRequest) -> pb.GenerateRequest:
+    """The part of a request that clients of version 0.2 can say."""
+    known = pb.GenerateRequest(n=wanted.n)
+    earlier = pb.Submit(request=wanted)
+    flatten(earlier)
+    nest(earlier)
+    known.MergeFrom(earlier.request)
+    return known
+
+
 def from_an_earlier_edge(wanted: pb.GenerateRequest, num_tokens: int) -> Request:
     request = link_request(wanted)
     request.partial_choices = progress(wanted, num_tokens)
@@ -222,7 +233,6 @@ def by_sdk(wanted: pb.GenerateRequest, num_tokens: int) -> Request:
 
 
 OF_FABRIC: Final[Mapping[str, Callable[[pb.GenerateRequest, int], Request]]] = {
-    "an earlier edge": from_an_earlier_edge,
     "one process": in_one_process,
     "taken over": taken_over,
     "failed over": failed_over,
@@ -301,6 +311,8 @@ def test_a_request_says_the_same_whichever_way_it_comes(wanted: pb.GenerateReque
     expected = new(wanted, num_tokens)
     for name, way in OF_FABRIC.items():
         same(name, way(wanted, num_tokens), expected)
+    earlier = from_an_earlier_edge(wanted, num_tokens)
+    same("an earlier edge", earlier, new(known_earlier(wanted), num_tokens))
     same("gRPC", by_grpc(wanted, num_tokens), expected, OF_CALLER)
     same("the SDK", by_sdk(wanted, num_tokens), expected, OF_CALLER | OF_CALL)
 

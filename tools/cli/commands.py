@@ -80,11 +80,11 @@ memory and tenants."""
 
 @click.group(
     cls=LazyGroup,
-    commands_at={"engine": "tools.bench.engine.command:bench_engine"},
+    commands_at={"engine": "tools.bench.engine.command:bench_engine", "load": "tools.bench.load:bench_load"},
     moved_to={name: f"kvloom-lab bench {name}" for name in BENCHES_IN_THE_LAB},
 )
 def bench() -> None:
-    """Measure what this machine reaches."""
+    """Measure what an engine reaches on this machine, and a running fabric under load."""
 
 
 @click.group(

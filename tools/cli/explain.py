@@ -168,6 +168,8 @@ def print_plan(plan: PlanResponse, console: Console) -> None:
     if plan.HasField("error"):
         _print(console, f"not placed: {plan.error.message}")
     _print_regret(plan, console)
+    if plan.HasField("prefill_deviation_seconds"):
+        _print(console, f"its prefill time is known to ± {_milliseconds(plan.prefill_deviation_seconds)}")
 
 
 def print_explanation(explanation: ExplainResponse, console: Console) -> None:

@@ -88,7 +88,7 @@ _FILE_WIDTH: Final = 200
     "--profile",
     "profile_name",
     scope="simulate",
-    metavar="8b|70b|FILE",
+    metavar="8b|8b-h100|70b|FILE",
     help="The model and machine of a shard, or MODEL=PROFILE,... with --models. A FILE is JSON or TOML.  "
     f"[default: {DEFAULT_PROFILE}, or as in the decision file]",
 )

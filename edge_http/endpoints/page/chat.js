@@ -225,7 +225,7 @@ function factsOf(seen, stopped) {
     const count = seen.usage.completion_tokens;
     const seconds = (seen.lastAt - seen.firstAt) / 1000;
     if (count > 1 && seconds > 0) facts.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
-    facts.push(`${count} tokens`);
+    facts.push(count === 1 ? "1 token" : `${count} tokens`);
   }
   if (seen.details) {
     facts.push(`on ${seen.details.shard_id}`);

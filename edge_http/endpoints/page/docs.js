@@ -15,7 +15,7 @@ async function main() {
   if (!response.ok) throw new Error(`HTTP ${response.status}`);
   api = await response.json();
   document.getElementById("version").textContent = api.info.version;
-  document.getElementById("about").textContent = api.info.description;
+  document.getElementById("about").append(...prose(api.info.description));
   const contents = document.getElementById("contents");
   const operations = document.getElementById("operations");
   for (const tag of api.tags) {
@@ -23,7 +23,7 @@ async function main() {
     for (const [path, methods] of Object.entries(api.paths)) {
       for (const [method, operation] of Object.entries(methods)) {
         if (!operation.tags.includes(tag.name)) continue;
-        const link = element("a", {href: `#${operation.operationId}`}, methodBadge(method), element("span", {}, path));
+        const link = element("a", {href: `#${operation.operationId}`}, methodBadge(method), element("span", {}, ...breakable(path)));
         list.append(element("li", {}, link));
         operations.append(operationArticle(path, method, operation));
       }
@@ -44,6 +44,16 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
+// A text whose `marked` parts are code.
+function prose(text) {
+  return text.split("`").map((part, number) => (number % 2 ? element("code", {}, part) : part));
+}
+
+// A path that a line may end in behind its slashes, and not within a word.
+function breakable(path) {
+  return path.split("/").flatMap((part, number) => (number > 1 ? ["/", element("wbr"), part] : [number ? `/${part}` : part]));
+}
+
 function methodBadge(method) {
   return element("span", {class: `method ${method}`}, method.toUpperCase());
 }
@@ -52,8 +62,8 @@ function operationArticle(path, method, operation) {
   const id = operation.operationId;
   const article = element("article", {class: "operation", id, "aria-labelledby": `${id}-title`},
     element("h2", {id: `${id}-title`}, operation.summary),
-    element("p", {class: "address"}, methodBadge(method), element("span", {class: "path"}, path)),
-    operation.description ? element("p", {}, operation.description) : null,
+    element("p", {class: "address"}, methodBadge(method), element("span", {class: "path"}, ...breakable(path))),
+    operation.description ? element("p", {}, ...prose(operation.description)) : null,
     operation.security.length === 0 ? element("p", {class: "note"}, "Needs no API key.") : null);
   const parameters = (operation.parameters ?? []).map(resolved);
   if (parameters.length) article.append(foldable("Parameters", parametersTable(parameters)));
@@ -85,7 +95,7 @@ function table(label, head, rows) {
 function row(name, required, type, description) {
   const mark = required ? element("span", {class: "required"}, " required") : null;
   return element("tr", {}, element("td", {}, element("code", {}, name), mark),
-    element("td", {}, element("code", {}, type)), element("td", {}, description ?? ""));
+    element("td", {}, element("code", {}, type)), element("td", {}, ...prose(description ?? "")));
 }
 
 function parametersTable(parameters) {
@@ -101,7 +111,7 @@ function fields(schema, depth = 0) {
     row(name, (object.required ?? []).includes(name), typeOf(field), field.description));
   const nested = depth >= MAX_DEPTH ? [] : properties.flatMap(([name, field]) =>
     objectsIn(field).map((part) => foldable(`${name}: ${part.title ?? "object"}`, ...fields(part, depth + 1))));
-  return [object.description ? element("p", {class: "note"}, object.description) : null,
+  return [object.description ? element("p", {class: "note"}, ...prose(object.description)) : null,
     table(object.title ?? "Fields", ["Field", "Type", "Meaning"], rows), ...nested].filter(Boolean);
 }
 

@@ -58,8 +58,14 @@ from lab.dst.checkers.limits import (
     RatesKept,
 )
 from lab.dst.checkers.models import ModelsKeptApart, UnloadsHarmless, WithdrawalsKept
-from lab.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
-from lab.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
+from lab.dst.checkers.overload import (
+    DrainsEnd,
+    NoRefusalBesideIdle,
+    OutagePatience,
+    RejectionsJustified,
+    TiersKept,
+)
+from lab.dst.checkers.queueing import NoIdleWait, NoStarvation, NoWaitBesideIdle, QueueBound
 from lab.dst.checkers.quiescence import IndexExact, LoadExact
 from lab.dst.checkers.registry import RecordsFollowed, ShardsFound
 from lab.dst.checkers.result_cache import CachedAnswersOwn
@@ -92,6 +98,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     HandoffsKept,
     HandoffsCollected,
     NoIdleWait,
+    NoWaitBesideIdle,
     NoStarvation,
     PreemptionsJustified,
     ReserveKept,
@@ -117,6 +124,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     DrainedShardsEmpty,
     DrainsEnd,
     RejectionsJustified,
+    NoRefusalBesideIdle,
     BrownoutAtAdmission,
     TiersKept,
     OutagePatience,

@@ -49,6 +49,25 @@ class RejectionsJustified(Checker):
             self.fail(f"{choice.request.request.request_id} was rejected, but there was room for it")
 
 
+class NoRefusalBesideIdle(Checker):
+    """No request that arrives is rejected for overload while a shard that could run it has nothing to do, whatever
+    waits for others."""
+
+    invariant = "no_refusal_beside_idle"
+
+    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+        observed, witness = choice.request, node.witness
+        if observed is not witness.arriving or _reason(finish) != _FULL or observed.may_be_impossible:
+            return
+        if observed.request.tier is not Tier.INTERACTIVE:
+            return
+        idle = [one for one in eligible(witness.shards, observed) if one.is_idle and witness.has_room(one, observed)]
+        if idle:
+            self.fail(
+                f"{observed.request.request_id} was rejected beside {idle[0].description.shard_id}, which is idle"
+            )
+
+
 class TiersKept(Checker):
     """A batch request is not dispatched while an interactive one is queued, and gives up its place in the queue to it.
     Under a policy that holds requests back only the latter is checked, because the queues of the shards cannot be seen

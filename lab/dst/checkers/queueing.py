@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedRequest, State, eligible
 from lab.dst.views import RouterView
 from router.core.actions import Action, SubmitAttempt
+from router.core.dispatch.dispatch_queue import REPLACE_SECONDS
 from router.core.events import Event, Tier, class_of
+
+MAX_IDLE_WAIT_SECONDS: Final = 2 * REPLACE_SECONDS
+"""A request that waits is placed again between one and two periods after the last time."""
 
 
 class NoIdleWait(Checker):
@@ -39,6 +43,43 @@ class NoIdleWait(Checker):
             for shard in able:
                 if node.witness.has_room(shard, observed):
                     self.fail(f"{observed.request.request_id} waits, {shard.description.shard_id} has room")
+
+
+class NoWaitBesideIdle(Checker):
+    """Under a policy that holds requests back, no request waits beside a shard that could run it and has nothing to do
+    for longer than its first token would take there, as the router itself predicts, and MAX_IDLE_WAIT_SECONDS."""
+
+    invariant = "no_wait_beside_idle"
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[RouterView, ObservedRequest], float] = {}
+        """Since when there has always been such a shard for a request that waits."""
+
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        if not node.holds_requests or node.config.classes:
+            return
+        before = self._since
+        waiting = {observed: idle for observed in node.witness.waiting() if (idle := _idle_for(node, observed))}
+        if before or waiting:
+            self._since = {key: at for key, at in before.items() if key[0] is not node}
+        for observed, idle in waiting.items():
+            since = self._since[node, observed] = before.get((node, observed), node.now)
+            seconds = node.now - since - MAX_IDLE_WAIT_SECONDS
+            if seconds <= 0:
+                continue
+            plan = node.core.plan(observed.request, node.now)
+            own = [one.predicted_ttft_seconds for one in plan.shards if one.shard_id in idle]
+            if own and seconds > min(own):
+                name, others = observed.request.request_id, ", ".join(sorted(idle))
+                self.fail(f"{name} waits for {node.now - since:.3f} s beside {others}, where it takes {min(own):.3f} s")
+
+
+def _idle_for(node: RouterView, observed: ObservedRequest) -> set[str]:
+    """The shards that have nothing to do and could run a request that waits for another one."""
+    if observed.prefill_chunk is not None or observed.request.tier is not Tier.INTERACTIVE or observed.has_begun:
+        return set()
+    able = eligible(node.witness.shards, observed)
+    return {one.description.shard_id for one in able if one.is_idle and node.witness.has_room(one, observed)}
 
 
 class _Passed(NamedTuple):

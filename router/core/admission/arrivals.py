@@ -194,7 +194,8 @@ class Arrivals:
             # Under a policy that lets requests wait, one may wait although there is room, which shows only now. A
             # request with a prefill chunk in progress takes no place in the queue.
             is_over = self._queue.queues.num_untouched > self._config.max_queued_requests
-            if is_over and has_room and not live.has_prefill and not self._make_queue_place(live, now):
+            is_over = is_over and has_room and not live.has_prefill and not self._queue.go_to_idle(live, now)
+            if is_over and not self._make_queue_place(live, now):
                 error = self._overload.full(live.request, now)
                 live.is_admitted = False
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)

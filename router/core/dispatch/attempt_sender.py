@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
-import xxhash
 
 from kvloom.sampling import is_greedy
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams
@@ -44,7 +43,6 @@ class AttemptSender:
         ledger: LoadLedger,
         placer: Placer,
         action_buffer: ActionBuffer,
-        decision_sample_share: float,
         prefill_chunks: PrefillChunkSettings | None,
         fair_shares: FairShares,
         service: ServiceCounters,
@@ -76,7 +74,6 @@ class AttemptSender:
         self._ledger = ledger
         self._placer = placer
         self._action_buffer = action_buffer
-        self._decision_sample_limit = int(decision_sample_share * 2**64)
 
     def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """Send all pending choices to one shard."""
@@ -221,6 +218,7 @@ class AttemptSender:
             is_arrival=is_arrival,
             class_rank=live.priority_class.rank,
             block_hashes=hashes,
+            is_copy=not is_own,
         )
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, hashes, now)
@@ -308,9 +306,7 @@ class AttemptSender:
         self, live: LiveRequest, shard: Shard, attempt_id: int, hashes: Sequence[int], now: float
     ) -> None:
         request = live.request
-        if not self._decision_sample_limit:
-            return
-        if xxhash.xxh3_64_intdigest(request.request_id.encode()) >= self._decision_sample_limit:
+        if not self._placer.is_explained(request.request_id):
             return
         pick = self._placer.explain_pick(live, shard.shard_id, now)
         self._action_buffer.add(PlacementDecided(request, attempt_id, pick, shard.description.block_size, hashes, now))

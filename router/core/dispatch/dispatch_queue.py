@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
+from router.core.dispatch.openings import Openings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.dispatch.ttft_order import ttft_order
@@ -85,8 +86,7 @@ class DispatchQueue:
         self._hold = placer.hold
         self._dirty_shards: set[str] = set()
         """Shards that may have room since `serve` last ran."""
-        self._opens_at: dict[str, float] = {}
-        """Shards with a queue → when they are expected to take more, if no event comes before."""
+        self._openings = Openings()
         self._replace_at: dict[str, float] = {}
         """Models with requests in queues of shards → when these are placed again."""
 
@@ -150,7 +150,7 @@ class DispatchQueue:
         self.queues.remove(live)
         if queue_id.shard_id:
             self._sender.cancel_prefill_chunk(live, queue_id.shard_id)
-            del self._ledger.view(queue_id.shard_id).held[live.request.request_id]
+            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
 
     def mark_dirty(self, shard_id: str) -> None:
         """The shard has less to do than before."""
@@ -162,7 +162,7 @@ class DispatchQueue:
         for live in list(self.queues.queue(queue_id)):
             self._take_out(live)
             self.wait_for_any(live, now)
-        self._opens_at.pop(shard.shard_id, None)
+        self._openings.discard(shard.shard_id)
 
     def leave_last_resorts(self, now: float) -> None:
         """Requests that wait for a shard that is suspected, or only computes prompts, since there was no other, are
@@ -211,8 +211,7 @@ class DispatchQueue:
         at = self._fair_shares.next_deadline()
         if not self.queues.num_requests:
             return at
-        opens_at = min(self._opens_at.values(), default=math.inf)
-        return min(at, opens_at, min(self._replace_at.values(), default=math.inf))
+        return min(at, self._openings.next(), min(self._replace_at.values(), default=math.inf))
 
     def can_make_room(self, model: str, tenant: str) -> bool:
         """True when a request of the tenant would be served soon, whatever waits."""
@@ -236,7 +235,7 @@ class DispatchQueue:
         self._fair_shares.end_serving()
 
     def _serve_once(self, now: float) -> None:
-        parked = [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]
+        parked = [queue_id for queue_id in self.queues.without_shard if queue_id.is_parked]
         for queue_id in parked:
             self._place_aged(queue_id, now)
         self._serve_models(now)
@@ -248,7 +247,7 @@ class DispatchQueue:
     def _serve_shards(self, now: float) -> None:
         for model in [model for model, at in self._replace_at.items() if at <= now]:
             self._place_again(model, now)
-        due = [shard_id for shard_id, at in self._opens_at.items() if at <= now]
+        due = self._openings.take_due(now)
         for shard_id in [*due, *(shard_id for shard_id in self._dirty_shards if shard_id not in due)]:
             shard = self._fleet.shards.get(shard_id)
             if shard is not None and not shard.is_draining:
@@ -258,9 +257,7 @@ class DispatchQueue:
     # -- queues of models ------------------------------------------------------------------------------------------
 
     def _serve_models(self, now: float) -> None:
-        for queue_id in [
-            queue_id for queue_id in self.queues.queue_ids if not (queue_id.shard_id or queue_id.is_parked)
-        ]:
+        for queue_id in [queue_id for queue_id in self.queues.without_shard if not queue_id.is_parked]:
             while any(shard.has_room for shard in self._fleet.ready(queue_id.model)):
                 live = self._take_for_any(queue_id, now)
                 if live is None:
@@ -397,21 +394,25 @@ class DispatchQueue:
         self._replace_at.setdefault(shard.description.model, now + REPLACE_SECONDS)
 
     def _note_opening(self, shard: Shard, now: float) -> None:
-        """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
-        room only for tenants that do not wait for it, is opened by an event."""
-        queue_id = QueueId(shard.description.model, shard.shard_id)
-        waiting = list(self.queues.queue(queue_id))
-        may_send, fits = self._turn_on(shard), self._fits_now(queue_id, now)
-        if not shard.has_room or not any(
-            may_send(live) and fits(live) and self._placer.has_room(shard, live) for live in waiting
-        ):
-            self._opens_at[shard.shard_id] = math.inf
-            return
+        """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, and one
+        that is open and yet gets none of what waits, is opened by an event: what has a prefill chunk there, or finds
+        no blocks, or has to leave the turn to others, does not change with time alone."""
+        self._openings.set(shard.shard_id, now + self._opens_in(shard, now) if shard.has_room else math.inf)
+
+    def _opens_in(self, shard: Shard, now: float) -> float:
+        """In how many seconds the shard gets more of what waits for it; infinity: not before an event."""
+        assert self._hold is not None
         view = self._ledger.view(shard.shard_id)
         wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
         if view.ranked_work:
-            wait_seconds -= view.yielding(min(live.priority_class.rank for live in waiting), now)[0]
-        self._opens_at[shard.shard_id] = now + max(wait_seconds, MIN_TICK_SECONDS)
+            waiting = self.queues.queue(QueueId(shard.description.model, shard.shard_id))
+            ranks = [live.priority_class.rank for live in waiting if live.prefill_chunk is None]
+            if not ranks:
+                return math.inf
+            wait_seconds -= view.yielding(min(ranks), now)[0]
+        if wait_seconds <= 0 or view.num_queued_prefill_tokens <= self._hold.backlog_tokens:
+            return math.inf
+        return max(wait_seconds, MIN_TICK_SECONDS)
 
     def _serve_shard(self, shard: Shard, now: float) -> None:
         hold = self._hold
@@ -428,7 +429,7 @@ class DispatchQueue:
         if queue_id in self.queues:
             self._note_opening(shard, now)
         else:
-            self._opens_at.pop(shard.shard_id, None)
+            self._openings.discard(shard.shard_id)
 
     def _send_some(self, live: LiveRequest, shard: Shard, queue_id: QueueId, now: float) -> None:
         """Send the whole request, or a prefill chunk while the rest continues to wait."""
@@ -493,7 +494,7 @@ class DispatchQueue:
             now,
         )
         if live is not None:
-            del self._ledger.view(queue_id.shard_id).held[live.request.request_id]
+            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
         return live
 
     def _can_hold(self, shard: Shard, candidate: Candidate) -> bool:
@@ -506,7 +507,7 @@ class DispatchQueue:
         find room."""
         view = self._ledger.view(queue_id.shard_id)
         num_free = view.num_free_blocks
-        if view.num_held_blocks <= num_free:
+        if view.held.num_blocks <= num_free:
             return lambda _: True  # as nearly always
         held = view.held
         patient_since = min(
@@ -529,7 +530,7 @@ class DispatchQueue:
         others = [one for one in self.queues.queue_ids if one.shard_id and one.shard_id != own and one.model == model]
         if not others:
             return None
-        longest = max(others, key=lambda queue_id: self._ledger.view(queue_id.shard_id).held_seconds)
+        longest = max(others, key=lambda queue_id: self._ledger.view(queue_id.shard_id).held.seconds)
         waiting = sorted(
             (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
             key=lambda live: (live.priority_class.rank, live.own_seconds),
@@ -560,6 +561,29 @@ class DispatchQueue:
         held[request_id] = own_place
         return picked
 
+    def _idle_instead(self, live: LiveRequest, open_shards: list[Shard], now: float) -> tuple[Shard, Candidate] | None:
+        """The shard with nothing to do that a request goes to which has waited for as long as its prefill takes there,
+        whatever is predicted for the one that it waits for. Whoever waits no longer than the alternative takes loses
+        at most as much again (ski rental), and so no prediction, however wrong, keeps it beside an idle shard."""
+        view_of = self._ledger.view
+        idle = [shard for shard in open_shards if view_of(shard.shard_id).is_idle]
+        if not idle:
+            return None
+        shard, candidate = self._placer.pick_among(idle, live, now)
+        is_due = now - live.arrived_at >= candidate.own_seconds + candidate.adapter_wait_seconds
+        return (shard, candidate) if is_due else None
+
+    def go_to_idle(self, live: LiveRequest, now: float) -> bool:
+        """Send a request that waits for a shard to one that has nothing to do; returns false if there is none."""
+        open_shards = self._placer.open_shards(live)
+        idle = [shard for shard in open_shards if self._ledger.view(shard.shard_id).is_idle]
+        if not idle or live.queue_id is None or not live.queue_id.shard_id:
+            return False
+        shard, candidate = self._placer.pick_among(idle, live, now)
+        self.leave(live)
+        self._settle(live, shard, candidate, now)
+        return True
+
     def _place_again(self, model: str, now: float) -> None:
         """Place again those of a model that have waited for long since their last placement, the earliest first. A
         request that stays keeps its turn."""
@@ -578,7 +602,10 @@ class DispatchQueue:
             if live.queue_id is None:  # an earlier one may have taken it out of its queue
                 continue
             live.placed_at = now
-            shard, candidate = self._pick_again(live, self._placer.open_shards(live), now)
+            open_shards = self._placer.open_shards(live)
+            shard, candidate = self._pick_again(live, open_shards, now)
+            if shard.shard_id == live.queue_id.shard_id:
+                shard, candidate = self._idle_instead(live, open_shards, now) or (shard, candidate)
             if shard.shard_id == live.queue_id.shard_id:
                 view = self._ledger.view(shard.shard_id)
                 _hold(view, live, candidate.own_seconds, candidate.num_needed_blocks)

@@ -113,6 +113,11 @@ class FairShares:
             return True
         return num_mine > 0 and self._must_leave_blocks(shard, live)
 
+    def may_leave_room(self, model: str) -> bool:
+        """Returns false if `must_leave_room` is false for all shards of the model, as where its tenants do not
+        compete."""
+        return self._classes is not None or self._sends_at_once or model in self._contended_until
+
     @property
     def has_floors(self) -> bool:
         """True when a class has a part of the shards to itself. When one of its requests is sent there, that part is no

@@ -56,10 +56,6 @@ def is_worthwhile(
     return saved_seconds * rate * HORIZON_SECONDS > cost
 
 
-def is_copy(request_id: str) -> bool:
-    return request_id.endswith(f"~{COPY_NAME}")
-
-
 class Copy(NamedTuple):
     """A copy to be made."""
 
@@ -105,15 +101,10 @@ class PrefixCopies:
     def _idle_shard(self, live: LiveRequest, candidate: Candidate, now: float) -> tuple[Shard, Candidate, float] | None:
         """(the shard with nothing to do that was used longest ago, as the request sees it, share of shards that are
         busy). None: there is none, or enough copies are being made."""
-        idle: list[Shard] = []
-        num_copies = 0
         shards = self._placer.open_shards(live)
-        for shard in shards:
-            if any(is_copy(attempt.request_id) for attempt in shard.attempts.values()):
-                num_copies += 1
-            elif self._ledger.view(shard.shard_id).is_idle:
-                idle.append(shard)
-        if num_copies >= max(1, len(idle) // IDLE_PER_COPY):
+        views = [self._ledger.view(shard.shard_id) for shard in shards]
+        idle = [shard for shard, view in zip(shards, views, strict=True) if view.is_idle]
+        if not idle or sum(view.num_copies for view in views) >= max(1, len(idle) // IDLE_PER_COPY):
             return None
         for shard in sorted(idle, key=lambda one: (one.turn, one.shard_id)):
             if shard.description.block_size != candidate.block_size:

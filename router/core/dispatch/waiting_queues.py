@@ -47,6 +47,8 @@ class WaitingQueues:
         self.service = service or ServiceCounters()
         self._queues: dict[QueueId, _Queue] = {}
         """No queue is empty."""
+        self.without_shard: dict[QueueId, None] = {}
+        """Those that are of no shard: events ask for them, and a fleet has many that are."""
         self.num_requests = 0
         self.num_with_objectives = 0
         self._num_begun = 0
@@ -131,6 +133,8 @@ class WaitingQueues:
         queue = self._queues.get(queue_id)
         if queue is None:
             queue = self._queues[queue_id] = _Queue()
+            if not queue_id.shard_id:
+                self.without_shard[queue_id] = None
         flows, flow = queue.flows, flow_of(request)
         requests = flows.setdefault(flow, {})
         if request.num_attempts:
@@ -166,6 +170,7 @@ class WaitingQueues:
             del flows[flow]
             if not flows:
                 del self._queues[queue_id]
+                self.without_shard.pop(queue_id, None)
         request.queue_id = None
         self.service.leave(request)
         if is_head:

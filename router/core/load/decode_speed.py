@@ -18,7 +18,8 @@ FACTOR_SMOOTHING: Final = 0.1
 """Weight of a new report in a shard's factor."""
 MAX_FACTOR: Final = 5.0
 """A report counts as at most this many times what the line says, and at least this fraction of it."""
-MAX_SHARE: Final = 0.95
+DEFAULT_TPOT_SECONDS: Final = 0.1
+"""The objective for the time per token of requests that name none."""
 _MILLION: Final = 1e6
 """Tokens are counted in millions, so that the sums are of the order of 1."""
 
@@ -61,12 +62,12 @@ class DecodeSpeed:
         ratio = min(max(step_seconds / expected, 1 / MAX_FACTOR), MAX_FACTOR)
         return factor + FACTOR_SMOOTHING * (ratio - factor)
 
-    def context_share(self, num_context_tokens: int) -> float:
-        """The share of a step that context takes. In a steady state that is the utilisation of decoding: with so many
-        arrivals per second, tokens of each answer and seconds per step of its context, their product. At most
-        MAX_SHARE."""
-        of_context = self.seconds_per_token * num_context_tokens
-        return min(of_context / (self.base_seconds + of_context), MAX_SHARE) if of_context else 0.0
+    def used_slack(self, num_context_tokens: int, factor: float, tpot_seconds: float) -> float:
+        """The share of the time between a step without context and the objective for the time per token that this much
+        context takes, on a shard with that factor. At most 1: the objective is missed."""
+        of_context = self.seconds_per_token * num_context_tokens * factor
+        slack = tpot_seconds - self.base_seconds * factor
+        return of_context / slack if of_context < slack else 1.0
 
 
 def shared_tokens(num_tokens: float, others_tokens: float) -> float:

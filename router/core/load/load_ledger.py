@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.events import ShardLoad
 from router.core.expected_output import ExpectedOutput
 from router.core.load.decode_speed import DecodeSpeed
 from router.core.load.load_view import LoadView, Reservation, ReservationKey
-from router.core.load.speed_model import PrefillWork, SpeedModel
+from router.core.load.speed_model import FastestSpeed, PrefillWork, SpeedModel
+
+MAX_SPEEDS_NOTED: Final = 1024
+"""After so many changes of speeds, all shards are asked again which is the fastest."""
 
 
 class LoadLedger:
@@ -21,7 +25,8 @@ class LoadLedger:
         self._reservations: dict[ReservationKey, Reservation] = {}
         self._fleet_speeds: dict[str, SpeedModel] = {}
         self._decode_speeds: dict[str, DecodeSpeed] = {}
-        """Both by model. A model's is forgotten with its last shard: names come and go without end."""
+        self._fastest: dict[str, FastestSpeed] = {}
+        """All by model. A model's is forgotten with its last shard: names come and go without end."""
         self.expected_output = ExpectedOutput()
         """By tenant and model."""
 
@@ -34,9 +39,11 @@ class LoadLedger:
         if fleet_speed is None:
             fleet_speed = self._fleet_speeds[model] = SpeedModel()
             self._decode_speeds[model] = DecodeSpeed()
+            self._fastest[model] = FastestSpeed()
         self._views[shard_id] = LoadView(
             model, num_blocks, fleet_speed, self._decode_speeds[model], yield_tokens, growth_tokens
         )
+        self._fastest[model].note(self._views[shard_id].speed)
 
     def remove_shard(self, shard_id: str) -> None:
         """All reservations of the shard must have been released."""
@@ -46,6 +53,7 @@ class LoadLedger:
         if all(other.model != view.model for other in self._views.values()):
             del self._fleet_speeds[view.model]
             del self._decode_speeds[view.model]
+            del self._fastest[view.model]
 
     def view(self, shard_id: str) -> LoadView:
         return self._views[shard_id]
@@ -58,12 +66,31 @@ class LoadLedger:
         view.foreign_running = max(0, load.num_running - load.num_own_running)
         view.foreign_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
         view.foreign_context_tokens = max(0, load.num_decode_context_tokens - load.num_own_decode_context_tokens)
-        view.speed.set_reported_rate(load.prefill_tokens_per_second)
+        if load.prefill_tokens_per_second > 0 and not view.speed.num_observations:
+            view.speed.set_reported_rate(load.prefill_tokens_per_second)
+            self._fastest[view.model].note(view.speed)
         view.freed_blocks = view.context_change = 0
         num_tokens, step_seconds = load.num_decode_context_tokens, load.decode_step_seconds
         if num_tokens and step_seconds > 0:
             view.decode_speed.observe(num_tokens, step_seconds)
             view.decode_factor = view.decode_speed.learned_factor(view.decode_factor, num_tokens, step_seconds)
+
+    def _note_speed(self, view: LoadView) -> None:
+        fastest = self._fastest[view.model]
+        if fastest.num_noted < MAX_SPEEDS_NOTED:
+            fastest.note(view.speed)
+            fastest.note(view.fleet_speed)
+            return
+        fastest = self._fastest[view.model] = FastestSpeed()
+        for other in self._views.values():
+            if other.model == view.model:
+                fastest.note(other.speed)
+        fastest.note(view.fleet_speed)
+        fastest.num_noted = 0
+
+    def least_prefill_seconds(self, model: str, num_tokens: int) -> float:
+        """No shard of the model, none of which has any of it cached, takes less for a prompt of so many tokens."""
+        return self._fastest[model].request_seconds(num_tokens)
 
     def reservation(self, key: ReservationKey) -> Reservation:
         return self._reservations[key]
@@ -76,6 +103,8 @@ class LoadLedger:
         view.queued[key] = reservation
         work = reservation.work
         view.queued_work += work
+        view.num_queued_cached_tokens += reservation.num_cached_tokens
+        view.num_copies += reservation.is_copy
         if view.ranked_work or reservation.class_rank != INTERACTIVE_RANK:
             view.note_queued(reservation)
         if reservation.is_arrival:
@@ -103,6 +132,7 @@ class LoadLedger:
             work = reservation.work if work is None else work + reservation.work
             began_at = min(began_at, reservation.placed_at + queue_time_seconds)
             view.running[key] = reservation
+            view.num_queued_cached_tokens -= reservation.num_cached_tokens
             view.own_waiting -= reservation.num_sequences
             view.own_running += reservation.num_sequences
             view.own_context_tokens += reservation.num_context_tokens
@@ -114,6 +144,7 @@ class LoadLedger:
             seconds = now - max(view.started_at, began_at)
             view.speed.observe(work, num_context_tokens, seconds)
             view.fleet_speed.observe(work, num_context_tokens, seconds)
+            self._note_speed(view)
         view.started_at = now
         if not view.queued:
             view.is_mixed = False
@@ -124,12 +155,14 @@ class LoadLedger:
         load = view.report
         # The last report may be of after the end, and then has what was freed.
         is_news = load.num_own_running + load.num_own_waiting >= view.own_running + view.own_waiting
+        view.num_copies -= reservation.is_copy
         view.own_new_blocks -= reservation.num_new_blocks
         view.own_expected_tokens -= reservation.num_expected_tokens
         if reservation.class_rank != INTERACTIVE_RANK:
             view.count_ranked(reservation.class_rank, -reservation.num_sequences)
         if view.queued.pop(key, None) is not None:
             view.queued_work -= reservation.work
+            view.num_queued_cached_tokens -= reservation.num_cached_tokens
             if reservation.class_rank != INTERACTIVE_RANK:
                 view.note_dequeued(reservation)
             view.own_waiting -= reservation.num_sequences
@@ -155,7 +188,12 @@ class LoadLedger:
     def check_integrity(self) -> None:
         """Assert that every sum is the sum of its parts, that nothing is negative, and that nothing is kept of models
         that have gone."""
-        assert self._decode_speeds.keys() == self._fleet_speeds.keys() == {view.model for view in self._views.values()}
+        assert (
+            self._decode_speeds.keys()
+            == self._fleet_speeds.keys()
+            == self._fastest.keys()
+            == {view.model for view in self._views.values()}
+        )
         by_shard: dict[str, dict[ReservationKey, Reservation]] = {shard_id: {} for shard_id in self._views}
         for key, reservation in self._reservations.items():
             by_shard.setdefault(reservation.shard_id, {})[key] = reservation
@@ -169,6 +207,8 @@ class LoadLedger:
             assert view.own_context_tokens == sum(r.num_context_tokens for r in running)
             assert view.own_new_blocks == sum(r.num_new_blocks for r in reserved.values())
             assert view.own_expected_tokens == sum(r.num_expected_tokens for r in reserved.values())
+            assert view.num_copies == sum(r.is_copy for r in reserved.values())
+            assert view.num_queued_cached_tokens == sum(r.num_cached_tokens for r in view.queued.values())
             assert view.queued_work.num_requests == len(view.queued)
             assert view.queued_work.num_tokens == sum(r.num_prefill_tokens for r in view.queued.values())
             assert view.queued_work.num_pairs == sum(r.work.num_pairs for r in view.queued.values())

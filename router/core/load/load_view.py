@@ -15,7 +15,7 @@ import msgspec
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.events import ShardLoad
-from router.core.load.decode_speed import DecodeSpeed, shared_tokens
+from router.core.load.decode_speed import DEFAULT_TPOT_SECONDS, DecodeSpeed, shared_tokens
 from router.core.load.kv_memory import num_common, pressure_seconds, wait_seconds
 from router.core.load.speed_model import PrefillWork, SpeedModel
 
@@ -53,6 +53,8 @@ class Reservation(msgspec.Struct, frozen=True):
     """The output that is expected of all sequences together."""
     block_hashes: Sequence[int] = ()
     """The hashes of the prompt's full blocks."""
+    is_copy: bool = False
+    """Whether this is a copy of a prefix, for requests that come later."""
 
     @property
     def work(self) -> PrefillWork:
@@ -73,6 +75,50 @@ class HeldRequest(NamedTuple):
     num_context_tokens: int = 0
     num_needed_blocks: int = 0
     """KV blocks that have to be free for it."""
+
+
+class HeldRequests(dict[str, HeldRequest]):
+    """The requests that wait in the router for one shard, by request_id, with their sums. These are computed again only
+    after a change: each placement asks for them on each shard. Only the methods below change it."""
+
+    __slots__ = ("_sums",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: tuple[list[float], float, int, int] | None = None
+
+    def __setitem__(self, request_id: str, held: HeldRequest) -> None:
+        self._sums = None
+        super().__setitem__(request_id, held)
+
+    def pop(self, request_id: str) -> HeldRequest:  # type: ignore[override]
+        self._sums = None
+        return super().pop(request_id)
+
+    def _sum_up(self) -> tuple[list[float], float, int, int]:
+        seconds = [one.own_seconds for one in self.values()]
+        num_blocks = sum(one.num_needed_blocks for one in self.values())
+        self._sums = seconds, sum(seconds), num_blocks, sum(one.num_context_tokens for one in self.values())
+        return self._sums
+
+    @property
+    def own_seconds(self) -> list[float]:
+        """The own prefill time of each. It is not changed later."""
+        return (self._sums or self._sum_up())[0]
+
+    @property
+    def seconds(self) -> float:
+        """Their own prefill time together."""
+        return (self._sums or self._sum_up())[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that have to be free for them."""
+        return (self._sums or self._sum_up())[2]
+
+    @property
+    def num_context_tokens(self) -> int:
+        return (self._sums or self._sum_up())[3]
 
 
 class Rate:
@@ -112,6 +158,8 @@ class LoadView:
         "is_mixed",
         "model",
         "num_blocks",
+        "num_copies",
+        "num_queued_cached_tokens",
         "own_context_tokens",
         "own_expected_tokens",
         "own_new_blocks",
@@ -149,6 +197,8 @@ class LoadView:
         self.queued: dict[ReservationKey, Reservation] = {}
         """Own attempts without a first token, in the order of placement."""
         self.queued_work = PrefillWork()
+        self.num_queued_cached_tokens = 0
+        """Prompt tokens of queued attempts that are cached there."""
         self.ranked_work: dict[int, PrefillWork] = {}
         """The part of it of each class rank other than that of interactive requests; ranks without work are absent."""
         self.ranked_sequences: dict[int, int] = {}
@@ -160,8 +210,9 @@ class LoadView:
         """Own attempts placed there, each weighted by its share of cached tokens: those that had to come here."""
         self.busy = Rate()
         """Their prefill time: the share of its time that the shard is busy with them."""
-        self.held: dict[str, HeldRequest] = {}
-        """By request_id: the requests that wait in the router for this shard."""
+        self.held = HeldRequests()
+        self.num_copies = 0
+        """Copies of prefixes that are being computed there."""
         self.running: dict[ReservationKey, Reservation] = {}
         """Own attempts with a first token."""
         self.own_waiting = 0
@@ -223,11 +274,6 @@ class LoadView:
         return num_blocks
 
     @property
-    def num_held_blocks(self) -> int:
-        """Blocks that the requests need which wait in the router for this shard."""
-        return sum(one.num_needed_blocks for one in self.held.values()) if self.held else 0
-
-    @property
     def is_idle(self) -> bool:
         """True if the shard has nothing to do, and no request waits in the router for it."""
         return not (self.num_running or self.num_waiting or self.held)
@@ -286,7 +332,7 @@ class LoadView:
 
     def memory_wait_seconds(self, num_needed_blocks: int, now: float) -> float:
         """Time until blocks for one more request are free, after all those that wait before it."""
-        num_missing = num_needed_blocks + self.num_held_blocks - self.num_free_blocks
+        num_missing = num_needed_blocks + self.held.num_blocks - self.num_free_blocks
         if num_missing <= 0:
             return 0.0
         num_running = max(1, self.num_running)
@@ -296,22 +342,25 @@ class LoadView:
         """Returns what taking so many blocks, with the output that comes, costs requests that come later. Unit:
         seconds."""
         num_sequences = self.num_running + self.num_waiting + len(self.held)
-        num_free = self.num_free_blocks - self.num_held_blocks
+        num_free = self.num_free_blocks - self.held.num_blocks
         residual = self.residual_seconds(now)
         return pressure_seconds(num_needed_blocks, num_free, self.blocks_each, num_sequences, residual)
 
-    def decode_delay_seconds(self, num_context_tokens: int, num_expected_tokens: int) -> float:
+    def decode_delay_seconds(
+        self, num_context_tokens: int, num_expected_tokens: int, tpot_seconds: float = DEFAULT_TPOT_SECONDS
+    ) -> float:
         """By how much decoding takes longer if a sequence of this context comes: that of the others for its context,
-        and its own for theirs. Weighted by the share of the steps that context then takes: what a step is longer hardly
-        matters where reading the weights takes the time, and delays those that come later where context does."""
+        and its own for theirs. Weighted by the share of the slack before the objective `tpot_seconds` that the context
+        there then uses: a longer step hardly matters far below the objective, and answers miss it close to it."""
         speed = self.decode_speed
         if not speed.seconds_per_token:
             return 0.0
         num_sequences = self.num_running + self.num_waiting + len(self.held)
-        coming = (*self.queued.values(), *self.held.values())
-        num_there = self.num_decoding_tokens + sum(one.num_context_tokens for one in coming)
+        num_there = self.num_decoding_tokens + self.held.num_context_tokens
+        num_there += self.queued_work.num_tokens + self.num_queued_cached_tokens
         shared = shared_tokens(num_expected_tokens, self.expected_tokens_each)
-        per_token = speed.seconds_per_token * self.decode_factor * speed.context_share(num_there + num_context_tokens)
+        per_token = speed.seconds_per_token * self.decode_factor
+        per_token *= speed.used_slack(num_there + num_context_tokens, self.decode_factor, tpot_seconds)
         return per_token * (num_context_tokens * num_sequences * shared + num_expected_tokens * num_there)
 
     def has_shown_speed(self, now: float) -> bool:
@@ -334,11 +383,6 @@ class LoadView:
             elapsed = now - max(self.started_at, first.placed_at)
             seconds -= min(max(elapsed, 0.0), self.speed.seconds(first.work, num_context_tokens))
         return max(seconds, 0.0)
-
-    @property
-    def held_seconds(self) -> float:
-        """Own prefill time of all requests that wait in the router for this shard."""
-        return sum(one.own_seconds for one in self.held.values())
 
     def yielding(self, class_rank: int, now: float) -> tuple[float, int]:
         """Returns the part of `queue_seconds` and of the queued tokens for which a request of that rank does not wait:

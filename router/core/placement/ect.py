@@ -38,7 +38,7 @@ class EctWeights:
     """Time until running sequences have freed enough blocks."""
     memory_pressure: float = 2.0
     """The wait of those that come later and find fewer blocks."""
-    decoding: float = 0.35
+    decoding: float = 0.4
     """Time that decoding takes longer: it is spread over all tokens of several answers, where a wait for the first
     token is one pause."""
 
@@ -67,6 +67,8 @@ class Ect(Policy):
     def __init__(self, weights: EctWeights | None = None, hold: QueueHoldPolicy | None = DEFAULT_HOLD) -> None:
         self._weights = weights or EctWeights()
         self.hold = hold
+        factor = 1.0 + self._weights.lost_capacity
+        self.floor = lambda own_seconds: factor * own_seconds
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [self._cost(candidate) for candidate in candidates]

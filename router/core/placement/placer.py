@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
@@ -18,6 +19,7 @@ from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger
 from router.core.load.load_view import HeldRequest, LoadView
+from router.core.load.speed_model import PrefillWork
 from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
@@ -61,8 +63,14 @@ class Placer:
         policy: Policy,
         seed: int,
         must_leave_room: Callable[[Shard, LiveRequest], bool],
+        may_leave_room: Callable[[str], bool],
+        decision_sample_share: float = 0.0,
     ) -> None:
-        """`must_leave_room` says whether a request may not be sent to a shard although it has room."""
+        """`must_leave_room` says whether a request may not be sent to a shard although it has room, and
+        `may_leave_room` whether that can be so for any shard of a model; `decision_sample_share` of the placements are
+        explained."""
+        self._explains_all = decision_sample_share >= 1
+        self._decision_sample_limit = int(decision_sample_share * 2**64)
         self._fleet = fleet
         self._index = index
         self._ledger = ledger
@@ -72,6 +80,7 @@ class Placer:
         self._reuse = ReuseCurve()
         self._seed = seed
         self._must_leave_room = must_leave_room
+        self._may_leave_room = may_leave_room
         self._num_placed = 0
         self._only_tenant: str | None = None
         """The tenant of all requests so far. None: there was none, or `_is_mixed`."""
@@ -152,14 +161,17 @@ class Placer:
         """The shards that could run the request and have room. An answer continues on a shard of the same variant if
         there is one: only then are its tokens those of an uninterrupted one. (For a first attempt the variant does not
         matter, as no KV moves between shards.)"""
-        shards = [shard for shard in self.eligible(live) if self.has_room(shard, live)]
+        shards = [shard for shard in self.eligible(live) if len(shard.attempts) < shard.limit]
+        if self._may_leave_room(live.request.model):
+            shards = [shard for shard in shards if not self._must_leave_room(shard, live)]
         if live.variant and live.continues_answer:
             return [shard for shard in shards if shard.description.variant == live.variant] or shards
         return shards
 
     def pick(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
         """The cheapest of the request's `open_shards`, with the candidate that describes it."""
-        self._last_scores = scores = self._score(shards, live, now, is_whole=True)
+        is_whole = self.is_explained(live.request.request_id)
+        self._last_scores = scores = self._score(shards, live, now, is_whole=is_whole)
         return self._fleet.shards[scores.best.shard_id], scores.best
 
     def pick_among(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
@@ -209,6 +221,11 @@ class Placer:
         if self._policy_remembers:
             self._policy.placed(_arrival(live, candidate, block_hashes), shard.shard_id)
 
+    def is_explained(self, request_id: str) -> bool:
+        """Returns true if the placement of that request is in the sample of those that are explained."""
+        limit = self._decision_sample_limit
+        return self._explains_all or (limit > 0 and xxhash.xxh3_64_intdigest(request_id.encode()) < limit)
+
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
         """The placement, with that shard just picked; to be called before anything is reserved for it."""
         scores = self._last_scores
@@ -218,7 +235,7 @@ class Placer:
                 filtered = self._filtered(live, ())
                 num_prompt_tokens = len(live.request.prompt_token_ids)
                 return Pick(num_prompt_tokens, picked_shard_id, "", self._policy.terms, (), (), filtered)
-            scores = self._score(open_shards, live, now)
+            scores = self._score(open_shards, live, now, is_whole=True)
         return self._pick_of(scores, live, picked_shard_id)
 
     def plan(self, live: LiveRequest, now: float) -> PlacementPlan:
@@ -231,8 +248,12 @@ class Placer:
                 retry_after_seconds=1.0,
             )
             return PlacementPlan(len(live.request.prompt_token_ids), self._filtered(live, ()), error=error)
-        scores = self._score(open_shards, live, now)
-        return self._pick_of(scores, live, scores.best.shard_id).plan
+        scores = self._score(open_shards, live, now, is_whole=True)
+        best = scores.best
+        work = PrefillWork.of(best.num_prefill_tokens, best.num_overlap_tokens)
+        deviation = self._ledger.view(best.shard_id).speed.deviation_seconds(work, best.num_context_tokens)
+        plan = self._pick_of(scores, live, best.shard_id).plan
+        return dataclasses.replace(plan, prefill_deviation_seconds=deviation)
 
     def hashes(self, live: LiveRequest, block_size: int) -> Sequence[int]:
         """Hashes of the prompt's full blocks."""
@@ -247,15 +268,86 @@ class Placer:
         return hashes
 
     def _score(self, shards: list[Shard], live: LiveRequest, now: float, *, is_whole: bool = False) -> _Scores:
-        """The cost of placing the request on each of the shards."""
+        """The cost of placing the request on each of the shards if `is_whole`, or at least on those that can be the
+        cheapest."""
         hashes = self.hashes(live, shards[0].description.block_size)
-        candidates = self._candidates(shards, live, now)
-        terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
+        if (
+            len(shards) > 1
+            and self._policy.floor is not None
+            and live.objectives is None
+            and not live.handoff
+            and not is_whole
+        ):
+            candidates, terms = self._promising(shards, live, hashes, self._policy.floor, now)
+        else:
+            candidates = self._candidates(shards, live, now)
+            terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
         costs: Sequence[float] = list(map(sum, terms))
         if live.objectives is not None and len(candidates) > 1:
             costs = self._where_in_time(costs, candidates, live.objectives, now)
         best = candidates[self._cheapest(costs, candidates, live)]
         return _Scores(live, now, candidates, terms, best, is_whole)
+
+    def _promising(
+        self,
+        shards: list[Shard],
+        live: LiveRequest,
+        hashes: Sequence[int],
+        floor: Callable[[float], float],
+        now: float,
+    ) -> tuple[list[Candidate], list[tuple[float, ...]]]:
+        """The candidates that can be the cheapest, with their cost terms: branch and bound. Shards are looked at in the
+        order of the least that they can cost, which follows from the prefill alone, until that is more than the
+        cheapest one does cost. So most of a large fleet is not looked at for a prompt that is cached somewhere."""
+        overlaps = self._overlaps(shards, live, now)
+        near = [shard for shard in shards if shard.shard_id in overlaps]
+        found = self._cheapest_of(near, overlaps, live, hashes, floor, math.inf, now)
+        candidates, terms, limit = found
+        fastest_seconds = self._ledger.least_prefill_seconds(live.request.model, live.num_context_tokens)
+        if floor(fastest_seconds) <= limit:
+            far = shards if not near else [shard for shard in shards if shard.shard_id not in overlaps]
+            more, more_terms, _ = self._cheapest_of(far, overlaps, live, hashes, floor, limit, now)
+            return candidates + more, terms + more_terms
+        return candidates, terms
+
+    def _cheapest_of(
+        self,
+        shards: list[Shard],
+        overlaps: Mapping[str, int],
+        live: LiveRequest,
+        hashes: Sequence[int],
+        floor: Callable[[float], float],
+        limit: float,
+        now: float,
+    ) -> tuple[list[Candidate], list[tuple[float, ...]], float]:
+        """Those of the shards that may cost less than `limit`, their cost terms, and what the cheapest costs."""
+        view_of, num_tokens = self._ledger.view, live.num_context_tokens
+        floors: list[tuple[float, int]] = []
+        for number, shard in enumerate(shards):
+            num_cached = overlaps.get(shard.shard_id, 0) * shard.description.block_size
+            if num_cached >= num_tokens:
+                num_cached = num_tokens - 1
+            view = view_of(shard.shard_id)
+            own = view.speed.request_seconds(num_tokens - num_cached, num_cached, view.num_context_tokens)
+            least = floor(own)
+            if view.queued and not view.ranked_work and least <= limit:
+                least += view.queue_seconds(now)
+            floors.append((least, number))
+        floors.sort()
+        num_expected_tokens = self._num_expected_tokens(live)
+        candidates: list[Candidate] = []
+        terms: list[tuple[float, ...]] = []
+        for least, number in floors:
+            if least > limit:
+                break
+            shard = shards[number]
+            candidate = self._candidate(shard, live, num_expected_tokens, overlaps.get(shard.shard_id, 0), now)
+            self._complete([candidate], [shard], live, now)
+            (costs,) = self._policy.costs(_arrival(live, candidate, hashes), [candidate])
+            limit = min(limit, sum(costs) + COST_EPSILON)
+            candidates.append(candidate)
+            terms.append(costs)
+        return candidates, terms, limit
 
     def _where_in_time(
         self, costs: Sequence[float], candidates: Sequence[Candidate], objectives: LiveObjectives, now: float
@@ -292,34 +384,49 @@ class Placer:
         ]
 
     def _candidates(self, shards: list[Shard], live: LiveRequest, now: float) -> list[Candidate]:
-        overlaps: dict[int, dict[str, int]] = {}
-        request = live.request
-        num_expected_tokens = self._ledger.expected_output.tokens(request.tenant, request.model)
-        if request.max_tokens is not None and request.max_tokens < num_expected_tokens:
-            num_expected_tokens = request.max_tokens
-        num_tokens, limit = live.num_context_tokens, live.max_cached_tokens
-        candidates: list[Candidate] = []
-        for shard in shards:
-            block_size = shard.description.block_size
-            counts = overlaps.get(block_size)
-            if counts is None:
-                counts = overlaps[block_size] = self._index.count_overlaps(self.hashes(live, block_size), now)
-            num_overlap_blocks = counts.get(shard.shard_id, 0)
-            if limit is not None:
-                num_overlap_blocks = min(num_overlap_blocks, limit // block_size)
-            candidates.append(self._candidate(shard, live, num_expected_tokens, num_overlap_blocks, now))
+        num_expected_tokens = self._num_expected_tokens(live)
+        overlaps = self._overlaps(shards, live, now)
+        candidates = [
+            self._candidate(shard, live, num_expected_tokens, overlaps.get(shard.shard_id, 0), now) for shard in shards
+        ]
         if live.handoff:
             for number, shard in enumerate(shards):
                 if self._can_fetch(live, shard):
-                    num_blocks = -(-num_tokens // shard.description.block_size)  # all of them are fetched
+                    num_blocks = -(-live.num_context_tokens // shard.description.block_size)  # all of them are fetched
                     candidates[number] = self._candidate(shard, live, num_expected_tokens, num_blocks, now)
+        self._complete(candidates, shards, live, now)
+        return candidates
+
+    def _num_expected_tokens(self, live: LiveRequest) -> int:
+        """The expected length of each of its answers."""
+        request = live.request
+        num_tokens, limit = self._ledger.expected_output.tokens(request.tenant, request.model), request.max_tokens
+        return num_tokens if limit is None or limit > num_tokens else limit
+
+    def _overlaps(self, shards: list[Shard], live: LiveRequest, now: float) -> Mapping[str, int]:
+        """How many leading blocks of the prompt each of the shards holds, and may use. Those without any are absent."""
+        sizes = {shard.description.block_size for shard in shards}
+        counts: dict[str, int] = {}
+        for block_size in sizes:
+            found = self._index.count_overlaps(self.hashes(live, block_size), now)
+            if live.max_cached_tokens is not None:
+                limit = live.max_cached_tokens // block_size
+                found = {shard_id: min(count, limit) for shard_id, count in found.items()}
+            if len(sizes) == 1:
+                return found
+            of_size = (shard.shard_id for shard in shards if shard.description.block_size == block_size)
+            counts.update((shard_id, found[shard_id]) for shard_id in of_size if shard_id in found)
+        return counts
+
+    def _complete(self, candidates: list[Candidate], shards: list[Shard], live: LiveRequest, now: float) -> None:
+        """Add what only some requests wait for: other classes and tenants, and an adapter."""
+        request = live.request
         if request.tenant != self._only_tenant or live.priority_class.rank != INTERACTIVE_RANK:
             self._see_others(candidates, shards, live, now)
         adapter = request.adapter
         if adapter is not None:
             for shard, candidate in zip(shards, candidates, strict=True):
                 candidate.adapter_wait_seconds = _adapter_wait_seconds(shard, adapter, now)
-        return candidates
 
     def _see_others(self, candidates: list[Candidate], shards: list[Shard], live: LiveRequest, now: float) -> None:
         """Make the candidates aware of other classes and tenants, from when there is the first of them."""
@@ -371,14 +478,21 @@ class Placer:
             view.queue_seconds(now),
             memory_wait_seconds,
             memory_pressure_seconds,
-            view.decode_delay_seconds(num_tokens, num_expected_tokens) if view.decode_speed.seconds_per_token else 0.0,
+            self._decode_delay_seconds(view, live, num_expected_tokens) if view.decode_speed.seconds_per_token else 0.0,
             view.speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
             view.bound_arrivals.per_second(now),
             view.busy.per_second(now),
             num_needed_blocks,
             num_expected_tokens,
-            [one.own_seconds for one in view.held.values()] if view.held else (),
+            view.held.own_seconds if view.held else (),
         )
+
+    @staticmethod
+    def _decode_delay_seconds(view: LoadView, live: LiveRequest, num_expected_tokens: int) -> float:
+        objectives, num_tokens = live.objectives, live.num_context_tokens
+        if objectives is None or objectives.tpot_seconds == math.inf:
+            return view.decode_delay_seconds(num_tokens, num_expected_tokens)
+        return view.decode_delay_seconds(num_tokens, num_expected_tokens, objectives.tpot_seconds)
 
     def _memory(
         self,
@@ -396,7 +510,7 @@ class Placer:
         num_all = num_needed + num_overlap_blocks
         if num_all > description.num_blocks:
             return 0, 0.0, 0.0  # the shard refuses it
-        num_free = view.num_free_blocks - view.num_held_blocks
+        num_free = view.num_free_blocks - view.held.num_blocks
         if num_all <= num_free - description.num_blocks // 2:
             return num_needed, 0.0, 0.0  # as nearly always
         num_needed = num_all

@@ -36,6 +36,8 @@ class PlacementPlan:
     picked_shard_id: str = ""
     error: KvloomError | None = None
     """Set when no shard was picked."""
+    prefill_deviation_seconds: float | None = None
+    """Standard deviation of the request's predicted prefill time on the picked shard. None: it was not asked for."""
 
 
 class Pick(msgspec.Struct):

@@ -4,7 +4,7 @@ one's cost."""
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -42,8 +42,8 @@ class Candidate(msgspec.Struct):
     memory_pressure_seconds: float
     """The cost, in seconds, that taking its blocks has for requests that come later."""
     decode_delay_seconds: float
-    """By how much it and the sequences there decode longer for each other's context, weighted by the share of the steps
-    that context takes."""
+    """By how much it and the sequences there decode longer for each other's context, weighted by the share of the time
+    before the objective for a step that context takes."""
     own_seconds: float
     """Prefill time of the request itself, at the shard's learned speed and present decode load."""
     bound_arrival_rate: float
@@ -136,6 +136,10 @@ class Policy(abc.ABC):
     """Names of the terms of a cost."""
     hold: QueueHoldPolicy | None = None
     """None: placed requests are sent at once."""
+    floor: Callable[[float], float] | None = None
+    """The least that a shard costs whose prefill of the request takes so many seconds, beside the wait for what is
+    queued there before it: shards that cannot be the cheapest need not be looked at. None: a cost depends on the other
+    candidates, or no bound is known."""
 
     @abc.abstractmethod
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:

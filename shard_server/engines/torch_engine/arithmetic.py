@@ -35,6 +35,8 @@ class Wanted:
     shared_cores: int = 0
     """Compiled kernels compute with this many threads while no other engine of this user computes, and with fewer
     while some do. 0: with those of torch."""
+    shares_weights: bool = False
+    """Weights that compiled kernels have packed are shared with the other shards of this machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,10 +83,14 @@ def choose_arithmetic(
     if threads is not None:
         from shard_server.engines.torch_engine.core_share import CoreShare
         from shard_server.engines.torch_engine.kernels.compiled_forward import CompiledKernels
+        from shard_server.engines.torch_engine.kernels.packed_linear import in_own_memory
         from shard_server.engines.torch_engine.kernels.program import cache_dir
+        from shard_server.engines.torch_engine.kernels.shared_weights import SharedWeights
 
         cores = CoreShare(wanted.shared_cores, cache_dir() / "cores") if wanted.shared_cores else None
-        return Arithmetic(dtype, int8_weights, CompiledKernels(threads, int8_weights=int8_weights, cores=cores))
+        kept = SharedWeights(cache_dir() / "weights") if wanted.shares_weights else in_own_memory
+        kernels = CompiledKernels(threads, int8_weights=int8_weights, cores=cores, kept=kept)
+        return Arithmetic(dtype, int8_weights, kernels)
     max_rows = INVARIANT_ROWS if wanted.deterministic else None
     return Arithmetic(dtype, int8_weights, TorchKernels(dtype, max_rows, int8_weights=int8_weights))
 

@@ -375,6 +375,7 @@ class TorchEngine:
             max_model_len=config.max_model_len,
             num_threads=config.torch.num_threads or max(1, cores // config.num_started),
             shared_cores=0 if config.torch.num_threads else cores,
+            shares_weights=config.num_started > 1,
             wants_batch_invariance=config.torch.deterministic,
             weights=config.torch.weights,
             kernels=config.torch.kernels,

@@ -67,6 +67,7 @@ class ModelRunner:
         weights: str = "dtype",
         kernels: str = "auto",
         shared_cores: int = 0,
+        shares_weights: bool = False,
         on_progress: OnProgress = lambda _message: None,
     ) -> None:
         """Loads the weights and allocates the KV blocks. `dtype`, `weights` and `kernels` are as in
@@ -74,7 +75,7 @@ class ModelRunner:
         Without `wants_batch_invariance` prompts are prefilled in larger products where torch's operators compute:
         faster by half or more, but the last bits depend on the batch. With
         `shared_cores` compiled kernels compute with up to that many threads (see core_share.py), others with
-        `num_threads`. `on_progress` is called with a message at every stage of loading.
+        `num_threads`. `shares_weights`: see Wanted. `on_progress` is called with a message at every stage of loading.
         Raises EngineError."""
         if num_threads:
             torch.set_num_threads(max(num_threads, shared_cores))
@@ -98,7 +99,7 @@ class ModelRunner:
             )
 
         with torch.inference_mode():
-            wanted = Wanted(dtype, weights, kernels, wants_batch_invariance, shared_cores)
+            wanted = Wanted(dtype, weights, kernels, wants_batch_invariance, shared_cores, shares_weights)
             arithmetic = choose_arithmetic(config, wanted, block_size, check, on_progress)
             torch_dtype = arithmetic.dtype
             if num_threads and not arithmetic.kernels.shares_cores:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lab.bench.arrivals import Requests, answers_per_second, arrival_times
-from lab.bench.streams import Stream
+from tools.bench.streams import Stream
 from tools.failures import CommandError
 
 REQUESTS = Requests(num_prompt_words=20, max_tokens=40, seed=1)

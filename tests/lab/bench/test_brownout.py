@@ -7,7 +7,7 @@ import pytest
 from kvloom_common.config import BrownoutConfig
 from lab.bench.arrivals import Requests
 from lab.bench.brownout_run import FabricBrownoutPlan, Run, report_of, row_of
-from lab.bench.streams import Stream
+from tools.bench.streams import Stream
 
 PLAN = FabricBrownoutPlan(
     requests=Requests(10, 40, 1), load=3.0, batch_share=0.4, ttft_slo_seconds=2.0, overload_seconds=24.0

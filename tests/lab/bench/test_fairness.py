@@ -8,7 +8,7 @@ import pytest
 from lab.bench.arrivals import Requests
 from lab.bench.fairness import bench_fairness
 from lab.bench.fairness_run import FabricFairnessPlan, row_of, served_per_second
-from lab.bench.streams import Stream
+from tools.bench.streams import Stream
 
 PLAN = FabricFairnessPlan(requests=Requests(10, 8, 1), calm_load=0.2, flood_factor=10.0, seconds=12.0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvloom.v1.router_service_pb2 import ExplainResponse, PlacementDecision, RequestOutcome
 from lab.bench.preemption import PreemptionPlan, arrival_shares, batch_length, row_of
-from lab.bench.streams import Stream
+from tools.bench.streams import Stream
 
 
 def test_batch_answers_end_one_after_the_other_and_urgent_requests_come_before_the_last() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lab.bench.streams import Stream, num_differing_bytes
+from lab.bench.disturbed import num_differing_bytes
+from tools.bench.streams import Stream
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_the_table_has_the_pinned_versions_of_all_agents() -> None:
     assert [row[0] for row in rows] == [agent.name for agent in AGENTS]
     for agent, row in zip(AGENTS, rows, strict=True):
         environment = "aider" if agent.name == "aider" else "agents"
-        assert row[1] == pinned(environment)[agent.package]
+        assert row[1] == (pinned(environment)[agent.package] if agent.package else "played")
         assert set(row[3:]) <= {"pass", "-"}
         assert row.count("-") == len(agent.not_offered)
 

@@ -39,6 +39,11 @@ def test_docstrings_are_those_of_modules_classes_functions_and_attributes() -> N
     assert sorted(text for _, text in words.docstrings(tree)) == ["a", "c", "f", "m", "x", "y"]
 
 
+def test_comments_of_protos_are_read_by_block() -> None:
+    source = "// A\n// b.\nmessage M {\n  // As in N.\n  string s = 1;\n}\n"
+    assert list(words.proto_comments(source)) == [(1, "A b."), (4, "As in N.")]
+
+
 @pytest.mark.parametrize(
     ("name", "is_good"),
     [

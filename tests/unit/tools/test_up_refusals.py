@@ -43,7 +43,7 @@ def refusal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (("--model", "no-such-model"), "error: no such model: no-such-model"),
         (("--model", "."), "is not a model directory: it has no config.json"),
         (("--config", "nowhere.toml"), "nowhere.toml cannot be read: No such file or directory"),
-        (("--engine", "abacus"), "error: Invalid value for '--engine'"),
+        (("--engine", "abacus"), "'abacus' is"),
         (("--model", BUILTIN, "--model", BUILTIN), "two have the name or alias"),
         (("--model", BUILTIN, "--shards", "other=2"), f"there is no such model; there are {BUILTIN}"),
         (("--shards", "tiny=none"), "is no number from 1 to 1024"),

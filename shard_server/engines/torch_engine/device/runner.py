@@ -288,6 +288,7 @@ def load_device_runner(
     weights: str,
     kernels: str,
     shared_cores: int,  # noqa: ARG001  (of the CPU)
+    shares_weights: bool,  # noqa: ARG001  (likewise)
     on_progress: Callable[[str], None],
 ) -> DeviceRunner:
     """Build a DeviceRunner, with the arguments of ModelRunner's constructor. Raises EngineError."""

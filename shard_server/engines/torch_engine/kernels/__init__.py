@@ -6,6 +6,7 @@ probe.py              measures one family, in a process of its own
 self_check.py         compares a family with float64 before an engine relies on it
 compiled_forward.py   a forward pass as one program
 packed_linear.py      linear layers: how weights are packed and multiplied
+shared_weights.py     packed weights in files that all shards of a machine map
 paged_attention.py    attention, as Python sees it: which thread computes which rows
 thread_pool.py        runs programs on torch's threads
 program.py            the entry point of compiled code, which runs a program

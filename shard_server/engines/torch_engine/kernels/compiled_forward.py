@@ -34,6 +34,7 @@ from shard_server.engines.torch_engine.kernels.families import runnable_families
 from shard_server.engines.torch_engine.kernels.packed_linear import (
     DEPTH,
     PREPARED_BYTES,
+    Kept,
     Operands,
     PackedBf16,
     PackedGated,
@@ -41,6 +42,7 @@ from shard_server.engines.torch_engine.kernels.packed_linear import (
     PackedLinear,
     PackedLinears,
     PackedWeights,
+    in_own_memory,
 )
 from shard_server.engines.torch_engine.kernels.paged_attention import CompiledAttention, CompiledPlan
 from shard_server.engines.torch_engine.kernels.products.outputs import ADDED, FLOATS, GATED, ROUNDED, TILE
@@ -68,11 +70,18 @@ def why_not_compiled(config: LlamaConfig, block_size: int) -> str | None:
 class CompiledKernels:
     """The kernels of one family."""
 
-    def __init__(self, threads: ThreadPool, *, int8_weights: bool, cores: CoreShare | None = None) -> None:
-        """`cores`: the threads of a step are as many as it gives; None: all."""
+    def __init__(
+        self,
+        threads: ThreadPool,
+        *,
+        int8_weights: bool,
+        cores: CoreShare | None = None,
+        kept: Kept = in_own_memory,
+    ) -> None:
+        """`cores`: the threads of a step are as many as it gives; None: all. `kept`: where packed weights are kept."""
         self._threads = threads
         self._cores = cores
-        self.linears: MakesLinears = PackedLinears(PackedInt8 if int8_weights else PackedBf16, threads)
+        self.linears: MakesLinears = PackedLinears(PackedInt8 if int8_weights else PackedBf16, threads, kept)
         self.arithmetic = threads.family.arithmetic
         self.label = threads.family.label
         self.shares_cores = cores is not None

@@ -6,6 +6,7 @@ the columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,13 @@ _INT8_DEPTH = 64
 PREPARED_BYTES = 4
 """Prepared rows take so many bytes of memory for each number of a row."""
 _NOTHING = torch.empty(0)
+
+Kept = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a tensor of the same contents, from where it is kept (shared_weights.py)."""
+
+
+def in_own_memory(packed: torch.Tensor) -> torch.Tensor:
+    return packed
 
 
 class Operands(NamedTuple):
@@ -74,12 +82,14 @@ class PackedBf16:
     """In words of two numbers that are multiplied together: for every 32 columns, for every 16 words of the sum, two
     tiles of [16 words, 16 columns]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, threads: ThreadPool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, threads: ThreadPool, kept: Kept = in_own_memory
+    ) -> None:
         self._in_features = weight.shape[1]
         weight = _padded(weight, DEPTH)
         self._threads = threads
         self.depth = weight.shape[1]
-        self._weight = _in_tiles(weight.view(torch.int32)).view(torch.bfloat16)
+        self._weight = kept(_in_tiles(weight.view(torch.int32)).view(torch.bfloat16))
         self.num_columns = len(weight)
         self._bias = _floats(bias, self.num_columns)
         self.weight_rows: LookUp | None = self._rows
@@ -109,7 +119,9 @@ class PackedInt8:
     32 columns].
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, threads: ThreadPool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, threads: ThreadPool, kept: Kept = in_own_memory
+    ) -> None:
         self._in_features = weight.shape[1]
         self.weight_rows: LookUp | None = self._rows
         values, scales = quantise_rows(weight)
@@ -118,9 +130,9 @@ class PackedInt8:
         self.depth = values.shape[1]
         self.num_columns = len(values)
         if threads.family.products is Products.FLOATS:
-            self._weight = values.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+            self._weight = kept(values.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous())
         else:
-            self._weight = _in_tiles(values.view(torch.int32))
+            self._weight = kept(_in_tiles(values.view(torch.int32)))
         self._scales = _floats(scales.flatten(), self.num_columns)
         self._bias = _floats(bias, self.num_columns)
         self._corrections: torch.Tensor | None = None
@@ -207,18 +219,21 @@ class PackedGated:
 class PackedLinears:
     """Builds a model's linear layers."""
 
-    def __init__(self, pack: type[PackedBf16 | PackedInt8], threads: ThreadPool) -> None:
+    def __init__(self, pack: type[PackedBf16 | PackedInt8], threads: ThreadPool, kept: Kept = in_own_memory) -> None:
         self._pack = pack
         self._threads = threads
+        self._kept = kept
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         out_features, in_features = weight.shape
-        return PackedLinear(self._pack(weight, bias, self._threads), in_features, out_features, self._threads)
+        return PackedLinear(
+            self._pack(weight, bias, self._threads, self._kept), in_features, out_features, self._threads
+        )
 
     def gated(self, gate: Weight, up: Weight) -> PackedGated:
         weight = _interleaved(gate[0], up[0])
         bias = None if gate[1] is None or up[1] is None else _interleaved(gate[1], up[1])
-        return PackedGated(self._pack(weight, bias, self._threads), weight.shape[1], self._threads)
+        return PackedGated(self._pack(weight, bias, self._threads, self._kept), weight.shape[1], self._threads)
 
 
 def multiply(

@@ -15,6 +15,7 @@ from lab.dst.checkers import (
     MovesCounted,
     NoIdleWait,
     NoStarvation,
+    NoWaitBesideIdle,
     PlacementsFit,
     PrefillChunksFit,
     QueueBound,
@@ -23,6 +24,7 @@ from lab.dst.checkers import (
 )
 from router.core.admission.arrivals import Arrivals
 from router.core.dispatch.attempt_sender import AttemptSender
+from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Request, ShardLoad
 from router.core.fleet.fleet import Fleet, Shard
@@ -30,7 +32,9 @@ from router.core.fleet.slot_pool import SlotPool
 from router.core.frames import Step
 from router.core.live import Choice, LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
+from router.core.placement.ect import Ect
 from router.core.placement.placer import Placer
+from router.core.placement.policy import Candidate
 from router.core.relay.lifecycle import Lifecycle
 from router.core.request_end import Moves
 from tests.lab.dst.planted_bugs.change_steps import change_steps
@@ -222,3 +226,16 @@ def continues_on_any_variant(patch: Patch) -> None:
 def hides_that_a_variant_has_changed(patch: Patch) -> None:
     """The router does not report that an answer is no longer exact."""
     patch.setattr(LiveRequest, "continues_answer", False)
+
+
+@caught_by(NoWaitBesideIdle, first_seed=1330)
+def believes_its_predictions_for_ever(patch: Patch) -> None:
+    """Queues and memory count as nothing, so that requests gather where their prefix is; and one that waits longer than
+    predicted never goes to a shard that has nothing to do."""
+
+    def cost(_self: Ect, c: Candidate) -> tuple[float, ...]:
+        return (0.0, c.own_seconds, *(0.0,) * (len(Ect.terms) - 2))
+
+    patch.setattr(Ect, "_cost", cost)
+    patch.setattr(DispatchQueue, "_idle_instead", lambda *_: None)
+    patch.setattr(DispatchQueue, "_steal", lambda *_: None)

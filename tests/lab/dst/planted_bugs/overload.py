@@ -9,6 +9,7 @@ from lab.dst.checkers import (
     BrownoutAtAdmission,
     DrainedShardsEmpty,
     DrainsEnd,
+    NoRefusalBesideIdle,
     OutagePatience,
     PlacementsFit,
     RejectionsJustified,
@@ -140,3 +141,10 @@ def ends_one_request_of_a_drain(patch: Patch) -> None:
             self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(name), now)
 
     patch.setattr(RouterCore, "_on_drain_ended", on_drain_ended)
+
+
+@caught_by(NoRefusalBesideIdle, first_seed=120)
+def refuses_beside_an_idle_shard(patch: Patch) -> None:
+    """The wait that is predicted from the requests which wait for one shard holds for all of them."""
+    patch.setattr(DispatchQueue, "has_idle_shard", lambda *_: False)
+    patch.setattr(DispatchQueue, "go_to_idle", lambda *_: False)

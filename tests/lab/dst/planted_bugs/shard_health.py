@@ -15,7 +15,7 @@ from router.core.placement.placer import Placer
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
 
-@caught_by(HungShardsAbandoned, first_seed=100)
+@caught_by(HungShardsAbandoned, first_seed=40)
 def takes_reports_for_progress(patch: Patch) -> None:
     """A load report counts as progress, as the answer to a ping would: a shard whose engine hangs is never
     suspected."""

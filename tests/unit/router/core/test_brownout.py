@@ -180,7 +180,7 @@ def test_what_would_wait_too_long_is_refused_and_counts() -> None:
     error = sent(rig.submit("late", slots=(90,))).finishes[0].error
     assert error is not None
     assert error.reason == ErrorReason.ERROR_REASON_BROWNOUT
-    assert "it would wait 5." in error.message
+    assert "it would wait 6." in error.message
     assert has(rig.log, BrownoutStepChanged)
     assert RequestDegraded("m", ("max_queue_seconds",)) in rig.log
 

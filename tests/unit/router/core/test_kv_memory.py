@@ -8,7 +8,7 @@ import random
 import pytest
 
 from router.core.actions import SubmitAttempt
-from router.core.dispatch.prefix_copies import MIN_COPIED_TOKENS, is_copy, is_worthwhile
+from router.core.dispatch.prefix_copies import COPY_NAME, MIN_COPIED_TOKENS, is_worthwhile
 from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.load.decode_speed import DecodeSpeed, shared_tokens
 from router.core.load.kv_memory import num_common, pressure_seconds, wait_seconds
@@ -46,7 +46,10 @@ def test_the_cost_of_context_is_learned_from_reports() -> None:
         speed.observe(num_tokens, 0.008 + 5e-8 * num_tokens)
     assert speed.base_seconds == pytest.approx(0.008, rel=0.05)
     assert speed.seconds_per_token == pytest.approx(5e-8, rel=0.05)
-    assert speed.context_share(160_000) == pytest.approx(0.5, rel=0.05)
+    assert speed.used_slack(460_000, 1.0, 0.1) == pytest.approx(0.25, rel=0.05)
+    assert speed.used_slack(460_000, 2.0, 0.1) > 0.5
+    assert speed.used_slack(2_000_000, 1.0, 0.1) == 1.0
+    assert speed.used_slack(1, 1.0, 0.005) == 1.0
     assert speed.learned_factor(1.0, 100_000, 0.026) > 1.0
     assert shared_tokens(1000, 1000) == 500
 
@@ -115,7 +118,7 @@ def test_a_copy_is_made_where_a_prefix_is_in_demand_and_a_shard_is_idle() -> Non
     for number in range(12):
         actions = rig.submit(f"r{number}", slots=(number,), prompt_token_ids=[*prompt, number], max_tokens=1000)
         for action in actions:
-            if isinstance(action, SubmitAttempt) and is_copy(action.request.request_id):
+            if isinstance(action, SubmitAttempt) and action.request.request_id.endswith(f"~{COPY_NAME}"):
                 copies.append(action.shard_id)
                 assert len(action.request.prompt_token_ids) == len(prompt) >= MIN_COPIED_TOKENS
             elif isinstance(action, SubmitAttempt) and action.attempt_id == 1:

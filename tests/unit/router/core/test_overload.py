@@ -72,12 +72,12 @@ def test_nothing_is_refused_for_its_wait_while_a_shard_is_idle() -> None:
 
 def test_the_bound_on_waiting_holds_by_prediction_too() -> None:
     """max_queue_seconds is applied to the predicted wait, too."""
-    rig = saturated(1.0, max_queue_seconds=8.5)
+    rig = saturated(1.0, max_queue_seconds=10.5)
     for i in range(4):
         assert not has(rig.submit(f"fits{i}", slots=(90 + i,)), RequestEnded)
     error = error_of(rig.submit("over", slots=(99,)))
     assert error.reason == ErrorReason.ERROR_REASON_QUEUE_FULL
-    assert " 9." in error.message
+    assert " 10." in error.message, "nine wait or will have to, and two are in the engine"
     assert 4.5 <= error.retry_after_seconds <= 13.5
 
 

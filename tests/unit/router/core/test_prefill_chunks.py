@@ -101,7 +101,7 @@ def test_chunks_end_where_nothing_more_may_come_from_the_cache() -> None:
     rig = PrefillChunkRig()
     first = only(rig.ask("r", 1, BIG, max_cached_tokens=20_000), SubmitAttempt)
     prefill_chunks, last, _ = run_prefill_chunks(rig, first)
-    assert [len(prefill_chunk.request.prompt_token_ids) for prefill_chunk in prefill_chunks] == [12_800, 39 * 512]
+    assert [len(prefill_chunk.request.prompt_token_ids) for prefill_chunk in prefill_chunks] == [11_776, 39 * 512]
     assert last.num_expected_cached_tokens == 39 * 512
 
 

@@ -44,6 +44,35 @@ def test_learns_the_fleet_model(name: str, reported: float) -> None:
     assert errors[100] < 0.15
 
 
+def test_a_cold_prompt_is_predicted_from_first_tokens_of_short_suffixes() -> None:
+    """A fast machine, whose prompts share 94,000 tokens: a new one of 99,000 takes 0.98 s there, and was predicted at
+    0.55 s, or at 3.2 s where the first one had been cold, because a first observation could not say how fast the
+    machine is."""
+
+    def steps(num_tokens: int) -> float:
+        return 0.02 * -(-num_tokens // 2048)
+
+    for is_first_cold in (False, True):
+        rng, fleet = random.Random(4), SpeedModel()
+        model = SpeedModel(fleet)
+        works = [PrefillWork.of(rng.randrange(4_500, 5_500), 94_000) for _ in range(20)]
+        cold = PrefillWork.of(99_000, 0)
+        for work in [cold, *works] if is_first_cold else works:
+            for one in (model, fleet):
+                one.observe(work, 0, steps(work.num_tokens))
+        assert model.seconds(cold, 0) == pytest.approx(steps(99_000), rel=0.25)
+        assert model.seconds(works[0], 0) == pytest.approx(steps(5_000), rel=0.15)
+
+
+def test_a_slow_machine_is_believed_at_once() -> None:
+    """A CPU computes 100 tokens a second where the default is 10,000: the first answers say so, not the hundredth."""
+    model, rng = SpeedModel(), random.Random(6)
+    for _ in range(3):
+        work = PrefillWork.of(rng.randrange(100, 300), 0)
+        model.observe(work, 0, 0.05 + 0.01 * work.num_tokens)
+    assert model.seconds(PrefillWork.of(200, 0), 0) == pytest.approx(2.05, rel=0.1)
+
+
 def test_a_shard_that_slows_down_is_found_out() -> None:
     """Forgetting: an observation a hundred requests ago no longer counts."""
     profile, model, rng = PROFILES["8b"], SpeedModel(), random.Random(2)

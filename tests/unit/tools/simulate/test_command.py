@@ -19,6 +19,7 @@ from tests.unit.tools.simulate.test_traces import session, turn, write_lines
 from tools.failures import CommandError
 from tools.simulate.command import simulate_command
 from tools.simulate.fleet.profile import PROFILES, load_profile
+from tools.simulate.fleet.step_time import decode_run
 from tools.simulate.plot import draw, shown_places
 from tools.simulate.runs import Curves
 from tools.simulate.statistics import Slo, combine, summarise
@@ -255,6 +256,13 @@ def test_wrong_use_is_one_line(mooncake: Path, flags: tuple[str, ...], problem: 
     assert isinstance(result.exception, SystemExit)
     assert re.search(problem, result.output)
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("num_sequences", "milliseconds"), [(1, 7.4), (32, 8.9), (128, 13.6), (256, 22.0)])
+def test_the_profile_of_an_h100_has_its_measured_steps(num_sequences: int, milliseconds: float):
+    """The figures of docs/performance-gpu.md: planning with it is planning with the machine, not with a data sheet."""
+    run = decode_run(load_profile("8b-h100"), num_sequences, 510 * num_sequences, 1.0)
+    assert 1000 * run.first_seconds == pytest.approx(milliseconds, rel=0.05)
 
 
 def test_a_profile_comes_from_a_file(tmp_path: Path):

@@ -75,7 +75,9 @@ def test_each_class_has_its_own_slo_and_rates():
 def test_interactive_answers_are_faster_if_their_class_is_known(tmp_path):
     """Batch prefill keeps away from them, on a small fleet that has more to do than it can."""
     path = tmp_path / "azure.csv"
-    lines = [f"2024-01-01 00:00:{index // 2:02}.{index % 2 * 5},1500,50" for index in range(110)]
+    lines = [
+        f"2024-01-01 00:{index // 120:02}:{index // 2 % 60:02}.{index % 2 * 5},1500,50" for index in range(220)
+    ]  # with half of them the ratio is between 0.1 and 0.9, by the order of arrivals
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
     source = TraceSource(path=str(path), format="azure")
     spec = RunSpec(

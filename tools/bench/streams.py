@@ -1,4 +1,4 @@
-"""Streams as their clients see them, and whether those of a disturbed run are those of an undisturbed one."""
+"""Streams as their clients see them: the requests of benches, sent over HTTP."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
-import grpc.aio
 import msgspec
 
-from kvloom.v1.router_service_pb2 import ExplainRequest, ExplainResponse
-from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
-from kvloom_common.trust.fabric_trust import FabricTrust
-from tools.failures import CommandError
-
-CALL_TIMEOUT_SECONDS: Final = 10.0
 _STREAM_TIMEOUT_SECONDS: Final = 600.0
 
 
@@ -33,14 +26,14 @@ class Stream(msgspec.Struct):
     priority_class: str = ""
     api_key: str = ""
     is_batch: bool = False
-    """True when it is in the batch tier."""
+    """True for a request of the batch tier."""
     text: str = ""
     finish_reason: str = ""
     error: str = ""
     error_code: str = ""
-    """The code that the API gives to a request that was refused."""
+    """The code of a refusal, as the API names it. "" if there was none."""
     status: int = 0
-    """The status of the response, 0 if there was none."""
+    """The HTTP status of the response, 0 if there was none."""
     brownout: str = ""
     """Its `x-kvloom-brownout`: the step and its effects."""
     sent_at: float = 0.0
@@ -48,7 +41,7 @@ class Stream(msgspec.Struct):
     pieces_at: list[float] = []
     """When each piece of text came, in seconds since the epoch."""
     num_preemptions: int = 0
-    """The number of preemptions, as its last event says."""
+    """The number of preemptions, as the last event of the answer says."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     """Both as its usage says, 0 if it had none: it failed, or its client left."""
@@ -135,33 +128,3 @@ def _take(stream: Stream, chunk: Mapping[str, Any]) -> None:
     if usage := chunk.get("usage"):
         stream.num_prompt_tokens, stream.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     stream.num_preemptions = chunk.get("kvloom", {}).get("moves", {}).get("preempted", stream.num_preemptions)
-
-
-async def explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
-    """Returns what the router says of each stream, by its name. Raises CommandError."""
-    async with trust.open_channel(router_address, "router") as channel:
-        stub = RouterServiceStub(channel)
-        answers: dict[str, ExplainResponse] = {}
-        for stream in streams:
-            request = ExplainRequest(client_request_id=stream.name)
-            try:
-                answers[stream.name] = await stub.Explain(request, timeout=CALL_TIMEOUT_SECONDS)
-            except grpc.aio.AioRpcError as error:
-                raise CommandError(f"{stream.name} cannot be explained: {error.details()}") from error
-        return answers
-
-
-def num_tokens_computed_again(stream: Stream, explained: ExplainResponse) -> int:
-    """Tokens of prompt and answer that the stream's later shards had to compute, because they were not cached there."""
-    return sum(
-        explained.outcome.num_prompt_tokens
-        + sum(at <= decision.decided_at_seconds for at in stream.pieces_at)
-        - next(s.num_overlap_tokens for s in decision.plan.shards if s.shard_id == decision.plan.picked_shard_id)
-        for decision in explained.decisions[1:]
-    )
-
-
-def num_differing_bytes(one: str, other: str) -> int:
-    """Position by position, and what only one of them has."""
-    a, b = one.encode(), other.encode()
-    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
